@@ -1,0 +1,171 @@
+"""Which samples a client's next step sees: batches of a block of clients, as rows of one shared table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid import rng
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.loop import Work
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Mirror an image left to right, half of the time."""
+
+    def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
+        return torch.where((draws[:, 0] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
+
+
+@dataclass(frozen=True)
+class FlipCrop:
+    """Mirror half of the time, then shift by up to `pad` pixels each way over a zero border."""
+
+    pad: int = 4
+
+    def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
+        n, channels, height, width = x.shape
+        x = torch.nn.functional.pad(Flip()(x, draws), (self.pad,) * 4)
+        shift = (draws[:, 1:3] * (2 * self.pad + 1)).long()
+        rows = (shift[:, :1] + torch.arange(height, device=x.device)).view(n, 1, height, 1)
+        cols = (shift[:, 1:] + torch.arange(width, device=x.device)).view(n, 1, 1, width)
+        take = torch.arange(n, device=x.device).view(n, 1, 1, 1)
+        return x[take, torch.arange(channels, device=x.device).view(1, -1, 1, 1), rows, cols]
+
+
+Augment = Flip | FlipCrop
+
+
+@dataclass
+class Batch:
+    """One step's samples for m clients: rows `[m, B]` of the shared table, and what each weighs in its mean.
+
+    `weight` is None where every row counts; a padded row weighs 0.
+    """
+
+    inputs: Tensor  # the table, [T, ...]
+    targets: Tensor  # [T, ...]
+    rows: Tensor  # int64 [m, B]
+    weight: Tensor | None = None  # float32 [m, B]
+    augment: Augment | None = None
+    draws: Tensor | None = None  # [m, B, 3], for the augmentation
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[0]
+
+    def client(self, i: int) -> Batch:
+        """Client i's part, with the padding cut away."""
+        rows, draws = self.rows[i : i + 1], self.draws
+        if self.weight is not None:
+            used = int((self.weight[i] > 0).sum())
+            rows, draws = rows[:, :used], draws if draws is None else draws[:, :used]
+        picked = draws if draws is None else draws[i : i + 1]
+        return Batch(self.inputs, self.targets, rows, None, self.augment, picked)
+
+    def x(self) -> Tensor:
+        """The inputs, `[m, B, ...]`; token ids come as int64."""
+        x = self.inputs[self.rows]
+        if self.augment is not None and self.draws is not None:
+            x = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1)).view_as(x)
+        return x if x.is_floating_point() else x.long()
+
+    def y(self) -> Tensor:
+        """The targets, `[m, B, ...]`."""
+        return self.targets[self.rows]
+
+
+class Plan:
+    """All the batches that a block of clients will see in one visit, drawn by (seed, version, client).
+
+    Client i of n_i samples takes `steps(i)` steps; a short last batch is used as it is (`keep`), left
+    out (`drop`), or filled with the client's own samples (`fill`). Clients smaller than a batch train
+    on all they have.
+    """
+
+    def __init__(self, task: Task, work: Work, clients: NDArray[np.int64], version: int, seed: int) -> None:
+        self.task, self.work, self.clients, self.version, self.seed = task, work, clients, version, seed
+        self.n = task.sizes[clients]
+        self.K = step_counts(self.n, work)
+        self._epoch = -1
+        self._order = np.empty((0, 0), np.int64)
+        self._even = bool((self.n == self.n[0]).all())
+
+    def batch(self, k: int) -> Batch:
+        """The block's k-th batch."""
+        size = batch_sizes(self.n, self.work)
+        per_epoch = batches_per_epoch(self.n, self.work)
+        if self._even:
+            epoch, at = divmod(k, int(per_epoch[0]))
+            lo = at * int(size[0])
+            picked = self._epoch_order(epoch)[:, lo : lo + int(size[0])]
+            if picked.shape[1] == size[0] or self.work.last == "keep":
+                return self._make(picked, None, k)
+        epochs, ats = np.divmod(k, per_epoch)
+        column = np.arange(size.max())
+        pos = (ats * size)[:, None] + column
+        inside = (column < size[:, None]) & (pos < self.n[:, None])
+        picked = np.zeros(pos.shape, np.int64)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            order = self._epoch_order(int(epoch))
+            picked[mine] = np.take_along_axis(order[mine], np.minimum(pos[mine], self.n[mine, None] - 1), 1)
+        if self.work.last == "fill":
+            short = (column < size[:, None]) & ~inside
+            draw = rng.uniform(self.seed, "fill", self.version, self.clients[:, None], k, column)
+            picked = np.where(short, (draw * self.n[:, None]).astype(np.int64), picked)
+            inside |= short
+        inside &= (k < self.K)[:, None]
+        return self._make(picked, inside, k)
+
+    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        """A fresh order of each client's samples, `[m, max n]`; a client's full batch keeps its own."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            column = np.arange(self.n.max())
+            if self.work.batch is None or self.work.batch >= self.n.max():
+                self._order = np.broadcast_to(column, (len(self.n), len(column)))
+            else:
+                keys = rng.bits(self.seed, "batch", self.version, self.clients[:, None], epoch, column)
+                keys = np.where(column < self.n[:, None], keys >> np.uint64(1), np.uint64(2**64 - 1))
+                self._order = np.argsort(keys, axis=1, kind="stable")
+        return self._order
+
+    def _make(self, picked: NDArray[np.int64], inside: NDArray[np.bool_] | None, k: int) -> Batch:
+        task = self.task
+        rows = task.row_ids(self.clients, picked)
+        weight = None
+        if inside is not None and not inside.all():
+            weight = torch.from_numpy(inside.astype(np.float32)).to(task.inputs.device)
+        draws = None
+        if task.augment is not None:
+            axes = (self.clients[:, None, None], k, np.arange(picked.shape[1])[:, None], np.arange(3))
+            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.inputs.device)
+        return Batch(task.inputs, task.targets, rows, weight, task.augment, draws)
+
+
+def batch_sizes(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
+    """How many samples a full step of each client takes."""
+    return n if work.batch is None else np.minimum(n, work.batch)
+
+
+def batches_per_epoch(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
+    """How many steps go once through each client's data."""
+    size = batch_sizes(n, work)
+    return n // size if work.last == "drop" else -(-n // size)
+
+
+def step_counts(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
+    """K: how many local steps each client takes."""
+    if work.steps is not None:
+        return np.full(len(n), work.steps, np.int64)
+    assert work.epochs is not None
+    return batches_per_epoch(n, work) * work.epochs

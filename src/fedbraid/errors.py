@@ -1,0 +1,65 @@
+"""What can go wrong, as one tree.
+
+FedbraidError                 everything fedbraid raises on purpose
+├── ConfigError               a setting, name or combination that cannot run
+├── DataError                 data or a model that cannot be trained on
+├── MissingExtra              an optional dependency is not installed
+├── RunError                  a run folder that cannot be read, written or continued
+├── Diverged                  the numbers turned non-finite, or a hidden state ran away
+├── EngineError               a worker process died or a client could not be run
+└── WireError                 a message that is malformed, hostile or of another model
+
+Each message says what happened, the value, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedbraidError(Exception):
+    """Everything fedbraid raises on purpose."""
+
+
+class ConfigError(FedbraidError, ValueError):
+    """A setting, name or combination that cannot run."""
+
+
+class DataError(FedbraidError, ValueError):
+    """Data or a model that cannot be trained on."""
+
+
+class MissingExtra(FedbraidError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an optional dependency; install it with: pip install 'fedbraid[{extra}]'")
+
+
+class RunError(FedbraidError):
+    """A run folder that cannot be read, written or continued."""
+
+
+class Diverged(FedbraidError, ArithmeticError):
+    """The numbers turned non-finite, or a hidden state ran away."""
+
+
+class EngineError(FedbraidError, RuntimeError):
+    """A worker process died or a client could not be run."""
+
+
+class WireError(FedbraidError, ValueError):
+    """A message that is malformed, hostile or of another model."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is not in a list, with the nearest one that is.
+
+    >>> str(unknown("algorithm", "fedadvr", ["fedavg", "fedadavr"]))
+    "unknown algorithm 'fedadvr'; did you mean 'fedadavr'?"
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return ConfigError(f"unknown {kind} {name!r}; {hint}")

@@ -1,0 +1,139 @@
+"""A model is one vector: `Layout` knows which named tensor lives where in it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fedbraid.errors import ConfigError, DataError
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One named tensor's place in the vector: a layer, to whatever works per layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    buffer: bool = False  # a running statistic: averaged, never stepped by a gradient
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and offsets of a model's tensors in one flat float32 vector.
+
+    Tied parameters appear once, frozen ones (`requires_grad=False`) not at all.
+
+    >>> layout = Layout.of(nn.Linear(3, 2))
+    >>> layout.size, [s.name for s in layout]
+    (8, ['weight', 'bias'])
+    """
+
+    slots: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, buffers: str = "refuse") -> Layout:
+        """The layout of a module; `buffers="average"` makes running statistics part of the vector."""
+        if buffers not in ("refuse", "average"):
+            raise ConfigError(f"buffers={buffers!r} is not known; use 'refuse' or 'average'")
+        named = [(n, p, False) for n, p in module.named_parameters() if p.requires_grad]
+        for path, owner in module.named_modules():
+            for name, b in owner.named_buffers(recurse=False):
+                if not b.is_floating_point() or not _moves(owner, name):
+                    continue
+                if buffers == "refuse":
+                    raise DataError(
+                        f"model has {type(owner).__name__} at {path!r}, whose running statistics are not"
+                        ' averaged; use GroupNorm or buffers="average"'
+                    )
+                named.append((f"{path}.{name}".lstrip("."), b, True))
+        for name, p, _ in named:
+            if not p.is_floating_point():
+                raise DataError(f"parameter {name!r} is {p.dtype}; fedbraid trains floating-point parameters")
+        if not named:
+            raise DataError("the model has no trainable parameter; set requires_grad=True on what is to be trained")
+        return cls.from_shapes([(n, tuple(p.shape), b) for n, p, b in named])
+
+    @classmethod
+    def from_shapes(cls, shapes: Sequence[tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], bool]]) -> Layout:
+        """A layout from (name, shape) or (name, shape, is a buffer) rows, in order."""
+        slots, offset = [], 0
+        for name, shape, *rest in shapes:
+            slots.append(Slot(str(name), tuple(shape), offset, bool(rest and rest[0])))
+            offset = slots[-1].end
+        return cls(tuple(slots))
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @cached_property
+    def size(self) -> int:
+        return self.slots[-1].end if self.slots else 0
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self.slots)
+
+    @cached_property
+    def buffers(self) -> slice | None:
+        """The tail of the vector that holds running statistics, if any."""
+        first = next((s.offset for s in self.slots if s.buffer), None)
+        return None if first is None else slice(first, self.size)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Eight bytes that differ for models of other names or shapes."""
+        text = ";".join(f"{s.name}:{'x'.join(map(str, s.shape))}" for s in self.slots)
+        return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+    def flatten(self, module: nn.Module) -> Tensor:
+        """The module's tensors as one new float32 vector."""
+        named = self._tensors(module)
+        return torch.cat([named[s.name].detach().reshape(-1).to(torch.float32) for s in self.slots])
+
+    def views(self, x: Tensor) -> dict[str, Tensor]:
+        """Named views of a vector `[..., d]`, each `[..., *shape]`, sharing its memory."""
+        if x.shape[-1] != self.size:
+            raise ConfigError(f"a vector of {x.shape[-1]} numbers does not fit a layout of {self.size}")
+        lead = x.shape[:-1]
+        return {s.name: x[..., s.offset : s.end].view(*lead, *s.shape) for s in self.slots}
+
+    def load(self, module: nn.Module, x: Tensor) -> nn.Module:
+        """Copy a vector into the module's tensors, and return the module."""
+        named = self._tensors(module)
+        with torch.no_grad():
+            for name, v in self.views(x).items():
+                named[name].copy_(v)
+        return module
+
+    def _tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = dict(module.named_buffers())
+        named.update(module.named_parameters())
+        missing = [s.name for s in self.slots if s.name not in named or named[s.name].shape != s.shape]
+        if missing:
+            raise ConfigError(f"the module does not fit the layout: {missing[0]!r} is missing or has another shape")
+        return named
+
+
+def _moves(owner: nn.Module, name: str) -> bool:
+    """Whether a forward pass in training mode changes this buffer."""
+    return isinstance(owner, _NORMS) and name in ("running_mean", "running_var")

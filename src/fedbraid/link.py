@@ -1,0 +1,160 @@
+"""The two links: what a client's upload and a server's broadcast look like when they come out at the other end.
+
+`up` is a codec or `ErrorFeedback(codec)`, `down` a codec (direct quantisation) or `HiddenState(codec)`.
+Names as wide as the model go through the codec; numbers go as they are. Bytes are the message's length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid import rng
+from fedbraid.codec import Codec, message_overhead, scalar_size
+from fedbraid.errors import Diverged
+from fedbraid.layout import Layout
+from fedbraid.rule import Vectors
+from fedbraid.server import Tree
+
+Sizes = dict[str, NDArray[np.int64]]
+
+PATIENCE = 10  # steps that a hidden state may stretch its error before the run is stopped
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Fed-EF: send Q(u + e), keep e ← u + e − Q(u + e) for the next time."""
+
+    codec: Codec
+
+
+@dataclass(frozen=True)
+class HiddenState:
+    """QAFeL: server and clients share x̂; broadcast q = Q(x − x̂), and both do x̂ ← x̂ + q."""
+
+    codec: Codec
+
+
+Up = Codec | ErrorFeedback
+Down = Codec | HiddenState
+
+
+def codec_of(link: Up | Down) -> Codec:
+    """The codec of a link, whatever wraps it."""
+    return link if isinstance(link, Codec) else link.codec
+
+
+def residuals(up: Up, names: dict[str, int], layout: Layout) -> Vectors:
+    """What the up link makes a client remember: one residual for each name that is encoded."""
+    if not isinstance(up, ErrorFeedback):
+        return {}
+    return {f"residual:{name}": torch.zeros(width) for name, width in names.items() if width == layout.size}
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who uploads: the block's clients and the version that they trained from."""
+
+    clients: NDArray[np.int64]
+    version: int
+    seed: int
+
+
+def upload(
+    up: Up, vectors: Vectors, x: Tensor, memory: Vectors, who: Sender, layout: Layout
+) -> tuple[Vectors, Vectors, Sizes]:
+    """(what the server decodes, the new residuals, bytes by name) for a block of clients."""
+    received: Vectors = {}
+    kept: Vectors = {}
+    sizes: Sizes = {}
+    for name, v in vectors.items():
+        if v.shape[1] != layout.size:
+            received[name], sizes[name] = v, np.full(len(v), scalar_size(v.shape[1]))
+            continue
+        codec = codec_of(up)
+        shifted = codec.weights and name == "delta"
+        sent = x - v if shifted else v
+        if isinstance(up, ErrorFeedback):
+            sent = sent + memory[f"residual:{name}"]
+        got, sizes[name] = _cross(codec, sent, name, who, layout)
+        if isinstance(up, ErrorFeedback):
+            kept[f"residual:{name}"] = sent - got
+        received[name] = x - got if shifted else got
+    _add_overhead(sizes)
+    return received, kept, sizes
+
+
+def _cross(codec: Codec, v: Tensor, name: str, who: Sender, layout: Layout) -> tuple[Tensor, NDArray[np.int64]]:
+    """A block through each client's own codec."""
+    if codec.lossless:
+        return v, np.full(len(v), codec.size(layout))
+    seeds = (rng.bits(who.seed, f"up:{name}", who.version, who.clients) >> np.uint64(1)).tolist()
+    own = [codec.for_client(int(c)) for c in who.clients]
+    if len(set(own)) == 1:
+        out, lengths = own[0].roundtrip(v, layout, seeds)
+        return out, np.array(lengths, np.int64)
+    out, sizes = torch.empty_like(v), np.zeros(len(v), np.int64)
+    for one in dict.fromkeys(own):
+        mine = [i for i, c in enumerate(own) if c == one]
+        out[mine], lengths = one.roundtrip(v[mine], layout, [seeds[i] for i in mine])
+        sizes[mine] = lengths
+    return out, sizes
+
+
+def _add_overhead(sizes: Sizes) -> None:
+    """Charge what it takes to put several names into one message to the first."""
+    if extra := message_overhead(list(sizes)):
+        first = next(iter(sizes))
+        sizes[first] = sizes[first] + extra
+
+
+# Down -------------------------------------------------------------------------------------------------
+
+
+def open_down(down: Down, first: Vectors) -> Tree:
+    """The state of the down link before the first broadcast: everyone holds the initial values."""
+    if not isinstance(down, HiddenState):
+        return {}
+    return {"hidden": {k: v.clone() for k, v in first.items()}, "packets": 0, "stretched": 0}
+
+
+def broadcast(
+    down: Down, vectors: Vectors, s: Tree, seed: int, version: int, layout: Layout
+) -> tuple[Vectors, Tree, dict[str, int], dict[str, float]]:
+    """(what clients hold after it, the new state, bytes by name, what to record)."""
+    codec, hidden = codec_of(down), isinstance(down, HiddenState)
+    received: Vectors = {}
+    sizes: dict[str, int] = {}
+    error = total = 0.0
+    for name, v in vectors.items():
+        if codec.lossless:
+            received[name], sizes[name] = v, codec.size(layout) or 0
+            continue
+        sent = v - s["hidden"][name] if hidden else v
+        got, lengths = codec.roundtrip(sent[None], layout, [rng.key(seed, f"down:{name}", version)])
+        received[name] = s["hidden"][name] + got[0] if hidden else got[0]
+        sizes[name] = lengths[0]
+        error += float((sent - got[0]).square().sum())
+        total += float(sent.square().sum())
+    if extra := message_overhead(list(sizes)):
+        sizes[next(iter(sizes))] += extra
+    if not hidden:
+        return received, s, sizes, {}
+    ratio = error / total if total else 0.0
+    stretched = s["stretched"] + 1 if ratio > 1 else 0
+    if stretched >= PATIENCE:
+        raise Diverged(
+            f"the hidden state runs away: {codec!r} left {ratio:.3g} times the squared norm as error for {stretched} steps"
+            " in a row; use a contractive down codec, such as qsgd(bits, contractive=True), norm='max' or more bits"
+        )
+    state = {"hidden": received, "packets": s["packets"] + sum(sizes.values()), "stretched": stretched}
+    return received, state, sizes, {"contraction": ratio}
+
+
+def catch_up(missed: NDArray[np.int64], whole: int) -> NDArray[np.int64]:
+    """Bytes to bring clients up to date: the packets they missed, or the whole state where that is less."""
+    return np.where(missed < 0, whole, np.minimum(missed, whole))

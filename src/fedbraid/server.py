@@ -1,0 +1,215 @@
+"""The server half of a round: gathers fold uploads into one update, transforms turn it into a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.layout import Layout
+from fedbraid.rule import Vectors
+
+Tree = dict[str, Any]  # named tensors, numbers, Rows, and trees of them
+
+
+@dataclass
+class Uploads:
+    """What a block of clients sent: named vectors `[m, ·]`, and what the server knows of the senders."""
+
+    clients: NDArray[np.int64]
+    vectors: Vectors
+    n: Tensor  # [m, 1] samples
+    K: Tensor  # [m, 1] local steps
+    staleness: Tensor  # [m, 1] server steps since the version they trained from
+    lr: float  # the rate they trained with
+
+    def weights(self, kind: str) -> Tensor:
+        """What each sender counts for, `[m, 1]`."""
+        return self.n if kind == "samples" else torch.ones_like(self.n)
+
+
+@dataclass(frozen=True)
+class Info:
+    """The facts of a server step."""
+
+    t: int
+    cohort: int  # |S|
+    N: int  # how many clients are known
+    samples: float  # Σ n_j over all of them
+    lr: float  # the clients' rate
+    K: float  # weighted mean of the senders' steps
+    quantised: float  # the share of quantised senders
+    layout: Layout
+
+
+# Staleness ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """s(τ), by what an update that is τ versions late is scaled."""
+
+    kind: str = "constant"
+    a: float = 0.5
+    b: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _STALENESS:
+            raise unknown("staleness", self.kind, _STALENESS)
+
+    def __call__(self, tau: Tensor) -> Tensor:
+        return _STALENESS[self.kind](self, tau)
+
+
+_STALENESS: dict[str, Any] = {
+    "constant": lambda s, tau: torch.ones_like(tau),
+    "sqrt": lambda s, tau: (1 + tau).rsqrt(),
+    "polynomial": lambda s, tau: (1 + tau) ** -s.a,
+    "hinge": lambda s, tau: 1 / (1 + s.a * (tau - s.b).clamp_min(0)),
+}
+
+
+# Gather ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Fold uploads into one update; the schedule says when it closes."""
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        """State that lives from step to step."""
+        return {}
+
+    def zero(self, x: Tensor) -> Tree:
+        """An empty accumulator."""
+        raise NotImplementedError
+
+    def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+        """Fold a block of uploads in."""
+        raise NotImplementedError
+
+    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        """(the update, the new state)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Mean(Gather):
+    """Σ p_i s(τ_i) v_i for every name that came up, the weights normalised over the cohort.
+
+    Names in `plain` are averaged uniformly and whatever their age, such as control variates that the
+    paper sums over clients.
+    """
+
+    weights: str = "samples"
+    staleness: Staleness = field(default_factory=Staleness)
+    plain: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+
+    def zero(self, x: Tensor) -> Tree:
+        return {"sum": {}, "weight": 0.0, "count": 0}
+
+    def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+        p = up.weights(self.weights)
+        aged = p * self.staleness(up.staleness)
+        sums = dict(acc["sum"])
+        for name, v in up.vectors.items():
+            if name in self.plain:
+                part = v.sum(0)
+            else:
+                part = torch.mv(v.T, (aged if name == "delta" else p).squeeze(1))
+            sums[name] = part if name not in sums else sums[name] + part
+        return {"sum": sums, "weight": acc["weight"] + float(p.sum()), "count": acc["count"] + len(p)}
+
+    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        over = {name: acc["count"] if name in self.plain else acc["weight"] for name in acc["sum"]}
+        return {name: v / over[name] for name, v in acc["sum"].items()}, s
+
+
+def check_weights(kind: str) -> None:
+    if kind not in ("samples", "uniform"):
+        raise ConfigError(f"weights={kind!r} is not known; use 'samples' or 'uniform'")
+
+
+# Transform ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One link of the server's pipeline, from update to update; x ← x − update['delta'] ends it."""
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return {}
+
+    def send(self, s: Tree) -> Vectors:
+        """What goes down to clients beside the model, `[d]` each."""
+        return {}
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        return u, s
+
+    def judged(self, x: Tensor, s: Tree) -> Tensor:
+        """The model to evaluate, where it is not the one that is sent out."""
+        return x
+
+
+@dataclass(frozen=True)
+class Pipeline(Transform):
+    """Transforms one after the other.
+
+    The order: reduce → algorithm state (c, h, statistics) → precondition → trust ratio → scale → shift.
+    """
+
+    links: tuple[Transform, ...] = ()
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return {str(i): link.init(x, layout) for i, link in enumerate(self.links)}
+
+    def send(self, s: Tree) -> Vectors:
+        down: Vectors = {}
+        for i, link in enumerate(self.links):
+            part = link.send(s[str(i)])
+            for name in part.keys() & down.keys():
+                raise ConfigError(f"two server parts of one algorithm both send {name!r}; rename it in one of them")
+            down |= part
+        return down
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        new: Tree = {}
+        for i, link in enumerate(self.links):
+            u, new[str(i)] = link.update(u, s[str(i)], x, info)
+        return u, new
+
+    def judged(self, x: Tensor, s: Tree) -> Tensor:
+        for i, link in reversed(list(enumerate(self.links))):
+            x = link.judged(x, s[str(i)])
+        return x
+
+
+def pipeline(*transforms: Transform) -> Pipeline:
+    """Transforms as one pipeline."""
+    links = tuple(t for part in transforms for t in (part.links if isinstance(part, Pipeline) else (part,)))
+    return Pipeline(tuple(t for t in links if type(t) is not Transform))
+
+
+@dataclass(frozen=True)
+class Scale(Transform):
+    """delta ← lr · delta: the server's learning rate."""
+
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError(f"server lr={self.lr} does not step downhill; use lr > 0")
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        return (u, s) if self.lr == 1 else ({**u, "delta": self.lr * u["delta"]}, s)
+
+

@@ -1,0 +1,275 @@
+"""Rows by client id: what the server remembers of clients, and what simulated clients remember themselves.
+
+Rows live in one slab in memory; behind it, optionally, a SQLite file holds all of them and the slab is
+a cache. A step touches only its cohort's rows, and one transaction commits them with everything else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbraid.errors import RunError
+from fedbraid.rule import Vectors
+
+if TYPE_CHECKING:
+    from fedbraid.codec import Codec
+    from fedbraid.layout import Layout
+
+
+class Rows:
+    """Named vectors of fixed width for any number of clients, created on first visit.
+
+    `default` gives the row of a client that was never written, one `[width]` vector per name. With a
+    codec, names as wide as the layout are kept quantised.
+
+    >>> rows = Rows({"h": torch.zeros(2)})
+    >>> rows.put([7], {"h": torch.ones(1, 2)})
+    >>> rows.get([7, 8])["h"].tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+
+    def __init__(self, default: Vectors, codec: Codec | None = None, layout: Layout | None = None) -> None:
+        self.default = {name: v.detach().reshape(-1).to("cpu", torch.float32) for name, v in default.items()}
+        self.codec, self.layout = codec, layout
+        self._spans: dict[str, tuple[int, int, bool]] = {}
+        at = 0
+        for name, v in sorted(self.default.items(), key=lambda item: self._coded(item[1])):
+            coded = self._coded(v)
+            size = codec.row_size(layout) if coded and codec and layout else 4 * len(v)
+            self._spans[name] = (at, at + size, coded)
+            at += size
+        self.row_bytes = at
+        self._stride = -(-at // 4) * 4
+        self._slab = torch.empty(0, self._stride, dtype=torch.uint8)
+        self._slot: dict[int, int] = {}
+        self._free: list[int] = []
+        self._dirty: dict[int, None] = {}
+        self._dropped: set[int] = set()
+        self._db: Database | None = None
+        self._table = ""
+        self._limit: int | None = None
+
+    def _coded(self, v: Tensor) -> bool:
+        return self.codec is not None and self.layout is not None and len(v) == self.layout.size
+
+    def __len__(self) -> int:
+        """How many clients have a row."""
+        if self._db is None:
+            return len(self._slot)
+        fresh = self._dirty.keys() | self._dropped
+        return self._db.count(self._table, excluding=fresh) + len(self._dirty)
+
+    def __contains__(self, client: int) -> bool:
+        self._load([client])
+        return client in self._slot
+
+    def ids(self) -> list[int]:
+        """Every client that has a row."""
+        stored = set() if self._db is None else set(self._db.ids(self._table))
+        return sorted((stored - self._dropped) | self._slot.keys())
+
+    def get(self, clients: Sequence[int]) -> Vectors:
+        """The clients' rows, `[m, width]` per name."""
+        if not self.default:
+            return {}
+        ids = [int(c) for c in clients]
+        self._load(ids)
+        slots = [self._slot.get(c, -1) for c in ids]
+        missing = [i for i, s in enumerate(slots) if s < 0]
+        if len(missing) == len(ids):
+            return {name: v.expand(len(ids), -1).clone() for name, v in self.default.items()}
+        picked = self._slab[torch.tensor(slots).clamp_min(0)]
+        out = {}
+        for name, (lo, hi, coded) in self._spans.items():
+            part = picked[:, lo:hi]
+            if coded and self.codec and self.layout:
+                values = self.codec.from_rows(part.contiguous(), self.layout)
+            else:
+                values = part.contiguous().view(torch.float32)
+            if missing:
+                values[missing] = self.default[name]
+            out[name] = values
+        return out
+
+    def put(self, clients: Sequence[int], vectors: Vectors) -> None:
+        """Write the clients' rows; they are committed with the next step."""
+        if not self.default:
+            return
+        ids = [int(c) for c in clients]
+        block = torch.empty(len(ids), self._stride, dtype=torch.uint8)
+        for name, (lo, hi, coded) in self._spans.items():
+            values = vectors[name].detach().to("cpu", torch.float32)
+            if coded and self.codec and self.layout:
+                block[:, lo:hi] = self.codec.to_rows(values, self.layout)
+            else:
+                block[:, lo:hi] = values.contiguous().view(torch.uint8)
+        self._slab_write(ids, block)
+        for c in ids:
+            self._dirty[c] = None
+            self._dropped.discard(c)
+
+    def drop(self, client: int) -> None:
+        """Forget a client."""
+        slot = self._slot.pop(client, None)
+        if slot is not None:
+            self._free.append(slot)
+        self._dirty.pop(client, None)
+        self._dropped.add(client)
+
+    # The slab ---------------------------------------------------------------------------------------
+
+    def _slab_write(self, ids: list[int], block: Tensor) -> None:
+        slots = []
+        for c in ids:
+            slot = self._slot.get(c)
+            if slot is None:
+                slot = self._free.pop() if self._free else len(self._slot)
+                self._slot[c] = slot
+            slots.append(slot)
+        top = max(slots, default=-1) + 1
+        if top > len(self._slab):
+            grown = torch.empty(max(top, 2 * len(self._slab), 16), self._stride, dtype=torch.uint8)
+            grown[: len(self._slab)] = self._slab
+            self._slab = grown
+        self._slab[torch.tensor(slots)] = block
+
+    # The file behind it -------------------------------------------------------------------------------
+
+    def attach(self, db: Database, table: str, limit: int | None) -> None:
+        """Keep every row in a table of this database, and at most `limit` clean ones in memory."""
+        self._db, self._table, self._limit = db, table, limit
+        db.create(table)
+
+    def flush(self) -> None:
+        """Write what changed since the last commit; the caller holds the transaction."""
+        if self._db is None:
+            return
+        if self._dropped:
+            self._db.delete(self._table, self._dropped)
+        if self._dirty:
+            ids = list(self._dirty)
+            block = self._slab[torch.tensor([self._slot[c] for c in ids])][:, : self.row_bytes]
+            self._db.write(self._table, ids, block.contiguous().numpy())
+
+    def committed(self) -> None:
+        """The transaction went through: nothing is dirty, and the cache may shrink."""
+        self._dirty.clear()
+        self._dropped.clear()
+        if self._limit is not None and len(self._slot) > self._limit:
+            for c in list(self._slot)[: len(self._slot) - self._limit]:
+                self._free.append(self._slot.pop(c))
+
+    def _load(self, ids: list[int]) -> None:
+        if self._db is None:
+            return
+        wanted = [c for c in ids if c not in self._slot and c not in self._dropped]
+        if not wanted:
+            return
+        found = dict(self._db.read(self._table, wanted))
+        if not found:
+            return
+        block = torch.zeros(len(found), self._stride, dtype=torch.uint8)
+        for row, data in zip(block, found.values()):
+            if len(data) != self.row_bytes:
+                raise RunError(f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is damaged")
+            row[: self.row_bytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._slab_write(list(found), block)
+
+
+class Database:
+    """One SQLite file: a table of rows per name, and the state of the last committed step."""
+
+    def __init__(self, path: Path, row_bytes: int = 4096) -> None:
+        self.path = path
+        try:
+            self._sql = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.5)
+            if not path.exists() or path.stat().st_size == 0:
+                self._sql.execute(f"PRAGMA page_size = {page_size(row_bytes)}")
+            self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._sql.execute("PRAGMA journal_mode = WAL")
+            self._sql.execute("PRAGMA synchronous = NORMAL")
+            self._sql.execute("PRAGMA wal_autocheckpoint = 4000")
+            with self.transaction():
+                self._sql.execute("CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, tree TEXT, tensors BLOB)")
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: sqlite3.Error) -> RunError:
+        text, folder = str(error), self.path.parent
+        if "locked" in text:
+            return RunError(f"{folder} is in use by another process; wait for it to end or stop it first")
+        if "full" in text or "disk I/O" in text:
+            return RunError(f"the disk of {folder} is full or failing ({text}); free space, then resume: the last committed step is intact")
+        return RunError(f"the checkpoint {self.path} cannot be read or written ({text}); restore it from a copy or start a new run")
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        try:
+            self._sql.execute("BEGIN IMMEDIATE")
+            yield
+            self._sql.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._sql.in_transaction:
+                self._sql.execute("ROLLBACK")
+            raise self._refusal(error) from error
+        except BaseException:
+            if self._sql.in_transaction:
+                self._sql.execute("ROLLBACK")
+            raise
+
+    def create(self, table: str) -> None:
+        with self.transaction():
+            self._sql.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (id INTEGER PRIMARY KEY, data BLOB NOT NULL)')
+
+    def write(self, table: str, ids: Sequence[int], rows: np.ndarray) -> None:
+        self._sql.executemany(f'INSERT OR REPLACE INTO "{table}" VALUES (?, ?)', zip(ids, map(memoryview, rows)))
+
+    def delete(self, table: str, ids: Iterable[int]) -> None:
+        self._sql.executemany(f'DELETE FROM "{table}" WHERE id = ?', ((i,) for i in ids))
+
+    def read(self, table: str, ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        try:
+            for lo in range(0, len(ids), 500):
+                some = ids[lo : lo + 500]
+                marks = ",".join("?" * len(some))
+                yield from self._sql.execute(f'SELECT id, data FROM "{table}" WHERE id IN ({marks})', some)
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+
+    def ids(self, table: str) -> Iterator[int]:
+        return (row[0] for row in self._sql.execute(f'SELECT id FROM "{table}"'))
+
+    def count(self, table: str, excluding: Iterable[int] = ()) -> int:
+        total: int = self._sql.execute(f'SELECT COUNT(*) FROM "{table}"').fetchone()[0]
+        return total - sum(1 for _ in self.read(table, list(excluding)))
+
+    def put_state(self, tree: str, tensors: bytes) -> None:
+        self._sql.execute("INSERT OR REPLACE INTO state VALUES (0, ?, ?)", (tree, tensors))
+
+    def get_state(self) -> tuple[str, bytes] | None:
+        try:
+            row = self._sql.execute("SELECT tree, tensors FROM state WHERE id = 0").fetchone()
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+        return row if row is None else (row[0], row[1])
+
+    def close(self) -> None:
+        self._sql.close()
+
+
+def page_size(row_bytes: int) -> int:
+    """The page that wastes little on rows of this size: about a fortieth of a row; small rows share pages."""
+    if row_bytes <= 1024:
+        return 4096
+    page = 512
+    while page < 32768 and page * 80 <= row_bytes:
+        page *= 2
+    return page

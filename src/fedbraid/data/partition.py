@@ -1,0 +1,395 @@
+"""Who holds which rows: a partition is a frozen recipe, called as `partition(table, clients, seed)`.
+
+It gives one sorted int64 array of row numbers per client, none empty. Every row goes to exactly one
+client; only `natural` asked for fewer clients than there are ids, and `pachinko` and balanced
+`dirichlet` whose equal shares leave a remainder, leave rows out. `repr` is the call that makes it.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid import rng
+from fedbraid.errors import ConfigError, unknown
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a partition may look at: a label per row and, where the data has them, ids and coarse labels."""
+
+    labels: NDArray[Any]
+    groups: NDArray[Any] | None = None
+    coarse: NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, repr=False)
+class Partition:
+    """A recipe for handing rows to clients."""
+
+    def __call__(self, table: Table, clients: int, seed: int = 0) -> list[Ints]:
+        """One sorted array of row numbers per client."""
+        if clients < 1:
+            raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
+        if clients > len(table):
+            raise ConfigError(
+                f"{clients} clients cannot share {len(table)} samples; use at most that many clients"
+            )
+        return self.deal(table, int(clients), rng.generator(seed, "partition"))
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        shown = [repr(getattr(self, f.name)) for f in fields(self) if not f.kw_only]
+        for f in fields(self):
+            if f.kw_only and getattr(self, f.name) != f.default:
+                shown.append(f"{f.name}={getattr(self, f.name)!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class iid(Partition):
+    """Rows in random order, cut into equal shares."""
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        return _shares(np.arange(len(table)), np.arange(len(table)) % clients, clients, gen)
+
+
+@dataclass(frozen=True, repr=False)
+class iid_mix(Partition):
+    """FedAdaVR's IID-NonIID: this share of the rows is spread at random, the rest as `label_chunks(1)`."""
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ConfigError(
+                f"iid_mix({self.share}) is no share; use 0 (one label each) to below 1, or iid()"
+            )
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        order = gen.permutation(len(table))
+        spread, sorted_ = np.split(order, [round(self.share * len(table))])
+        owner = np.empty(len(table), np.int64)
+        owner[sorted_] = _chunk_owners(table.labels[sorted_], clients, 1, gen)
+        load = np.bincount(owner[sorted_], minlength=clients)
+        owner[spread] = np.argsort(load, kind="stable")[np.arange(len(spread)) % clients]
+        return _by_owner(owner, clients)
+
+
+@dataclass(frozen=True, repr=False)
+class dirichlet(Partition):
+    """Label skew: the smaller alpha, the fewer labels a client holds.
+
+    Each label is split over the clients by a Dirichlet draw, so sizes differ too; a client left with
+    nothing gets a row of the largest. `balanced=True` instead draws label shares per client and gives
+    all the same number of rows (Hsu et al. 2019, FedDyn, AdaBest).
+    """
+
+    alpha: float
+    balanced: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _positive("dirichlet", "alpha", self.alpha)
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        labels, fine = np.unique(table.labels, return_inverse=True)
+        if self.balanced:
+            shares = _dirichlet(gen, self.alpha, len(labels), clients)
+            return _equal_shares(fine, shares, np.zeros(len(labels), np.int64), clients, gen)
+        owner = np.empty(len(table), np.int64)
+        for label in range(len(labels)):
+            rows = gen.permutation(np.flatnonzero(fine == label))
+            counts = gen.multinomial(len(rows), _dirichlet(gen, self.alpha, clients, 1)[0])
+            owner[rows] = np.repeat(np.arange(clients), counts)
+        return _by_owner(_fill_empty(owner, clients), clients)
+
+
+@dataclass(frozen=True, repr=False)
+class label_chunks(Partition):
+    """Sorted by label and cut into chunks of one label, `chunks` for each client: FedAdaVR's LQ-n.
+
+    A client's chunks have different labels wherever the labels allow; chunks of a label are equally
+    large, and all chunks as nearly so as whole chunks per label allow.
+    """
+
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ConfigError(f"label_chunks({self.chunks}) gives clients nothing; use at least 1 chunk each")
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        return _by_owner(_chunk_owners(table.labels, clients, self.chunks, gen), clients)
+
+
+@dataclass(frozen=True, repr=False)
+class natural(Partition):
+    """One client per id that the data comes with; fewer clients are a random choice of them."""
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        if table.groups is None:
+            raise ConfigError(
+                "natural() needs an id for every sample, and this data has none; use another partition"
+            )
+        ids, owner = np.unique(table.groups, return_inverse=True)
+        if clients > len(ids):
+            raise ConfigError(
+                f"natural() finds {len(ids)} ids in this data, not {clients}; ask for at most {len(ids)}"
+            )
+        parts = _by_owner(owner, len(ids))
+        return [parts[i] for i in np.sort(gen.choice(len(ids), clients, replace=False))]
+
+
+@dataclass(frozen=True, repr=False)
+class pachinko(Partition):
+    """Pachinko allocation (Reddi et al. 2021): Dirichlet(alpha) over coarse, (beta) over fine labels.
+
+    All clients get the same number of rows; what that leaves over is not used.
+    """
+
+    alpha: float = 0.1
+    beta: float = 10.0
+
+    def __post_init__(self) -> None:
+        _positive("pachinko", "alpha", self.alpha)
+        _positive("pachinko", "beta", self.beta)
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        if table.coarse is None:
+            raise ConfigError("pachinko() needs coarse labels, and this data has none; use dirichlet(alpha)")
+        (_, fine), (_, coarse) = _numbered(table.labels), _numbered(table.coarse)
+        parent = np.zeros(fine.max() + 1, np.int64)
+        parent[fine] = coarse
+        if (parent[fine] != coarse).any():
+            raise ConfigError(
+                "pachinko() needs each fine label under one coarse label; some label here has two"
+            )
+        shares = _dirichlet(gen, self.alpha, coarse.max() + 1, clients)[:, parent]
+        for family in range(coarse.max() + 1):
+            mine = np.flatnonzero(parent == family)
+            shares[:, mine] *= _dirichlet(gen, self.beta, len(mine), clients)
+        return _equal_shares(fine, shares, parent, clients, gen)
+
+
+@dataclass(frozen=True, repr=False)
+class parity_shards(Partition):
+    """FedShift's shards: the first half of the clients ("superior") hold two even labels each, the rest odd.
+
+    Of an odd number of clients the middle one is superior.
+    """
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        superior = -(-clients // 2)
+        sides = ((0, superior), (superior, clients - superior))
+        owner = np.asarray(table.labels % 2, np.int64)
+        rows = [np.flatnonzero(owner == parity) for parity in (0, 1)]
+        for kind, (_, some), held in zip(("even", "odd"), sides, rows):
+            if some == 0 or len(held) < some:
+                found = f"{some} clients for {len(held)} samples with {kind} labels"
+                raise ConfigError(
+                    f"parity_shards() has {found}; both sides need clients, and a sample for each"
+                )
+        for (first, some), held in zip(sides, rows):
+            chunks = min(2, len(np.unique(table.labels[held])))
+            owner[held] = first + _chunk_owners(table.labels[held], some, chunks, gen)
+        return _by_owner(owner, clients)
+
+
+@dataclass(frozen=True, repr=False)
+class quantity_skew(Partition):
+    """Random rows, but sizes from a Dirichlet(alpha) over the clients: the smaller alpha, the more uneven."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        _positive("quantity_skew", "alpha", self.alpha)
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        sizes = 1 + gen.multinomial(len(table) - clients, _dirichlet(gen, self.alpha, clients, 1)[0])
+        return _shares(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
+
+
+KINDS: dict[str, type[Partition]] = {
+    kind.__name__: kind
+    for kind in (iid, iid_mix, dirichlet, label_chunks, natural, pachinko, parity_shards, quantity_skew)
+}
+
+
+def parse(text: str) -> Partition:
+    """The partition that a text such as `label_chunks(1)` or `iid` names.
+
+    >>> parse("dirichlet(0.5, balanced=True)")
+    dirichlet(0.5, balanced=True)
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        name, args, keywords = call, [], {}
+        if isinstance(call, ast.Call):
+            name = call.func
+            args = [ast.literal_eval(a) for a in call.args]
+            keywords = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        if not isinstance(name, ast.Name):
+            raise ValueError("no name")
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"partition {text!r} cannot be read; write it like label_chunks(1) or iid"
+        ) from error
+    if name.id not in KINDS:
+        raise unknown("partition", name.id, KINDS)
+    try:
+        return KINDS[name.id](*args, **keywords)
+    except TypeError as error:
+        takes = ", ".join(
+            f.name if f.default is MISSING else f"{f.name}={f.default}" for f in fields(KINDS[name.id])
+        )
+        raise ConfigError(f"partition {text!r} has the wrong settings; write {name.id}({takes})") from error
+
+
+# Dealing ------------------------------------------------------------------------------------------
+
+
+def _positive(kind: str, name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{kind} needs {name} > 0, not {value}; small is uneven, large is even")
+
+
+def _numbered(labels: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
+    return np.unique(labels, return_inverse=True)
+
+
+def _by_owner(owner: Ints, clients: int) -> list[Ints]:
+    """Row numbers grouped by the client that owns them."""
+    rows = np.argsort(owner, kind="stable")
+    return np.split(rows, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
+
+
+def _shares(rows: Ints, owner: Ints, clients: int, gen: np.random.Generator) -> list[Ints]:
+    """Rows in random order, handed to these owners."""
+    mixed = np.empty(len(rows), np.int64)
+    mixed[gen.permutation(len(rows))] = owner
+    return _by_owner(mixed, clients)
+
+
+def _fill_empty(owner: Ints, clients: int) -> Ints:
+    """Give each empty client one row of the clients that hold most."""
+    sizes = np.bincount(owner, minlength=clients)
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
+        rows = np.argsort(owner, kind="stable")
+        rank = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        owner = owner.copy()
+        owner[rows[np.argsort(-rank, kind="stable")[: len(empty)]]] = empty
+    return owner
+
+
+def _dirichlet(gen: np.random.Generator, alpha: float, kinds: int, draws: int) -> Floats:
+    """Dirichlet shares `[draws, kinds]`, no share exactly zero."""
+    shares: Floats = gen.dirichlet(np.full(kinds, alpha), draws) + 1e-12
+    shares /= shares.sum(1, keepdims=True)
+    return shares
+
+
+def _chunk_owners(labels: NDArray[Any], clients: int, chunks: int, gen: np.random.Generator) -> Ints:
+    """The owner of each row when one-label chunks are dealt, `chunks` to a client."""
+    kinds, fine = _numbered(labels)
+    total = clients * chunks
+    if len(labels) < total:
+        raise ConfigError(
+            f"{clients} clients × {chunks} chunks need {total} samples, not {len(labels)}; use fewer"
+        )
+    if total < len(kinds):
+        raise ConfigError(
+            f"{total} chunks cannot hold {len(kinds)} labels apart; use more clients or more chunks"
+        )
+    sizes = np.bincount(fine)
+    per_label = _apportion(sizes, total)
+    rows = gen.permutation(len(labels))
+    rows = rows[np.argsort(fine[rows], kind="stable")]
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chunk = np.repeat(np.cumsum(per_label) - per_label, sizes) + within % np.repeat(per_label, sizes)
+    holder = _deal(np.repeat(np.arange(len(kinds)), per_label), clients, chunks, gen)
+    owner = np.empty(len(rows), np.int64)
+    owner[rows] = holder[chunk]
+    return owner
+
+
+def _apportion(sizes: Ints, total: int) -> Ints:
+    """How many of `total` chunks each label is cut into: at least one, and no chunk empty."""
+    exact = sizes * (total / sizes.sum())
+    counts: Ints = np.clip(np.floor(exact).astype(np.int64), 1, sizes)
+    while counts.sum() != total:
+        step = 1 if counts.sum() < total else -1
+        free = counts < sizes if step > 0 else counts > 1
+        counts[np.argmax(np.where(free, step * (exact - counts), -np.inf))] += step
+    return counts
+
+
+def _deal(kinds: Ints, clients: int, chunks: int, gen: np.random.Generator) -> Ints:
+    """Who gets each chunk: every client `chunks` of different kinds where that is possible, mixed at random.
+
+    A client takes every `clients`-th of the sorted chunks; then random pairs of clients swap chunks
+    wherever neither ends with a kind twice.
+    """
+    hands = np.arange(clients * chunks).reshape(chunks, clients).T[gen.permutation(clients)]
+    if chunks > 1:
+        for _ in range(10 * chunks):
+            pairs = gen.permutation(clients)[: clients // 2 * 2].reshape(2, -1)
+            slots = gen.integers(chunks, size=pairs.shape)
+            _swap(hands, kinds, pairs, slots)
+    holder = np.empty(clients * chunks, np.int64)
+    holder[hands] = np.arange(clients)[:, None]
+    return holder
+
+
+def _swap(hands: Ints, kinds: Ints, pairs: Ints, slots: Ints) -> None:
+    """Swap one chunk between the clients of each pair, unless it gives either a kind it has."""
+    (a, b), (r, s) = pairs, slots
+    offered, others = kinds[hands[pairs, slots]], kinds[hands[pairs]]
+    others[0, np.arange(len(a)), r] = others[1, np.arange(len(b)), s] = -1
+    clash = (others[0] == offered[1][:, None]).any(1) | (others[1] == offered[0][:, None]).any(1)
+    a, b, r, s = a[~clash], b[~clash], r[~clash], s[~clash]
+    hands[a, r], hands[b, s] = hands[b, s], hands[a, r]
+
+
+def _equal_shares(
+    fine: Ints, shares: Floats, parent: Ints, clients: int, gen: np.random.Generator
+) -> list[Ints]:
+    """Each client in turn draws equally many rows by its label shares; a label used up leaves the draw.
+
+    What a used-up label had goes to its siblings under the same parent, and when those are gone, to all.
+    """
+    left = np.bincount(fine, minlength=shares.shape[1])
+    order = np.argsort(fine[mixed := gen.permutation(len(fine))], kind="stable")
+    rows = mixed[order]
+    start = np.cumsum(left) - left
+    parts = []
+    for share in shares:
+        counts = _draw(share, parent, left, len(fine) // clients, gen)
+        taken = [rows[start[k] : start[k] + counts[k]] for k in np.flatnonzero(counts)]
+        parts.append(np.sort(np.concatenate(taken)))
+        start, left = start + counts, left - counts
+    return parts
+
+
+def _draw(share: Floats, parent: Ints, left: Ints, size: int, gen: np.random.Generator) -> Ints:
+    """How many rows of each label a client draws, none more than are left."""
+    family = np.bincount(parent, share)
+    counts = np.zeros(len(share), np.int64)
+    while (missing := size - int(counts.sum())) > 0:
+        alive = np.where(counts < left, share, 0.0)
+        siblings = np.bincount(parent, alive, minlength=len(family))
+        weight = alive * (family / np.where(siblings > 0, siblings, 1.0))[parent]
+        counts = np.minimum(counts + gen.multinomial(missing, weight / weight.sum()), left)
+    return counts

@@ -1,0 +1,140 @@
+"""Gradients by code made for the model: C++ with every shape constant, compiled once and kept in a cache.
+
+Small networks on small batches spend their time in PyTorch's overhead; here a whole block of clients is one
+call, samples of a batch side by side in the vector lanes, clients on threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+from torch import Tensor
+
+from fedbraid.data.batches import Batch
+from fedbraid.data.task import LOSSES, Task
+from fedbraid.engines.native.build import FLAGS, NativeUnavailable, compiler, library
+from fedbraid.engines.native.codegen import generate
+from fedbraid.engines.native.trace import Graph, Unsupported, trace
+from fedbraid.errors import DataError, EngineError
+
+__all__ = ["Native", "NativeUnavailable"]
+
+LANES = 8
+
+
+class Native:
+    """The gradient of every client's batch, `native(y[m, d], batch) -> (G[m, d], losses[m])`.
+
+    G is a buffer that the next call of the same block size uses again. Results do not depend on the
+    number of threads, nor on which clients share a block.
+    """
+
+    name = "native"
+    vectorised = True
+
+    @classmethod
+    def supports(cls, task: Task) -> str | None:
+        """None if this task can run natively here, else one sentence that says why not."""
+        try:
+            _graph(task)
+        except Unsupported as why:
+            return str(why)
+        if compiler() is None:
+            return "no C++ compiler was found; install g++ or set CXX"
+        return None
+
+    def __init__(self, task: Task, threads: int = 0, flags: tuple[str, ...] = FLAGS) -> None:
+        try:
+            graph = _graph(task)
+        except Unsupported as why:
+            raise NativeUnavailable(f"this model cannot run natively: {why}") from why
+        self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
+        self.size, self.classifies = graph.size, task.loss == "cross_entropy"
+        self.source = generate(graph, str(task.loss), LANES)
+        lib = library(self.source, flags)
+        self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
+        p, n = ctypes.c_void_p, ctypes.c_int64
+        self._gradient.argtypes = [p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
+        self._evaluate.argtypes = [p, p, n, p, p, p, ctypes.c_int]
+        self._buffer = torch.empty(0, graph.size)
+        self._check(task)
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        m, size = batch.rows.shape
+        if y.shape != (m, self.size):
+            raise EngineError(f"parameters of shape {tuple(y.shape)} for {m} clients of {self.size}")
+        y, rows, targets = y.contiguous(), batch.rows.contiguous(), self._targets(batch.targets)
+        weight = None if batch.weight is None else batch.weight.contiguous()
+        inputs, plain = batch.inputs, batch.augment is None
+        if not (plain and inputs.is_contiguous() and inputs.dtype == torch.float32):
+            inputs, plain = batch.x().to(torch.float32).contiguous(), False
+        count = len(inputs) if plain else m * size
+        if len(self._buffer) != m:
+            self._buffer = torch.empty(m, self.size)
+        losses = torch.empty(m)
+        _raise(
+            self._gradient(
+                y.data_ptr(), self._buffer.data_ptr(), losses.data_ptr(), m, size,
+                rows.data_ptr() if plain else None, rows.data_ptr(), None if weight is None else weight.data_ptr(),
+                inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads,
+            )
+        )  # fmt: skip
+        return self._buffer, losses
+
+    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The loss of each example, and the class that each is taken for (None where there are no classes)."""
+        inputs, targets = inputs.to(torch.float32).contiguous(), self._targets(targets)
+        losses = torch.empty(len(inputs))
+        best = torch.empty(len(inputs), dtype=torch.int64) if self.classifies else None
+        _raise(
+            self._evaluate(
+                x.contiguous().data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
+                None if best is None else best.data_ptr(), self.threads,
+            )
+        )  # fmt: skip
+        return losses, best
+
+    def _targets(self, targets: Tensor) -> Tensor:
+        return targets.to(torch.int64 if self.classifies else torch.float32).contiguous()
+
+    def _check(self, task: Task) -> None:
+        """Refuse to run if the model itself gives other losses: a hook or a custom call that tracing did not see."""
+        x, y = task.inputs[task.rows[:2]], task.targets[task.rows[:2]]
+        module = task.module()
+        with torch.no_grad():
+            want = task.per_example(module(x), y)
+        got, _ = self.evaluate(task.layout.flatten(module), x, y)
+        if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
+            raise NativeUnavailable(f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}")
+
+
+_FAULTS: dict[int, EngineError | DataError] = {
+    1: EngineError("a batch names a row outside the table"),
+    2: DataError("a label is out of range for the model's outputs"),
+    3: EngineError("out of memory for the native workspace; use a smaller model or another backend"),
+}
+
+
+def _raise(status: int) -> None:
+    if status:
+        raise _FAULTS[status]
+
+
+def _graph(task: Task) -> Graph:
+    if not isinstance(task.loss, str) or task.loss not in LOSSES:
+        raise Unsupported("the loss is a custom function")
+    if task.inputs.device.type != "cpu":
+        raise Unsupported(f"the data are on {task.inputs.device}, not on the CPU")
+    if not task.inputs.is_floating_point():
+        raise Unsupported(f"the inputs are {task.inputs.dtype}, not floating-point")
+    graph = trace(task.module(), task.layout, task.inputs[:1])
+    outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()
+    if task.loss == "mse" and wanted != outputs:
+        raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")
+    if task.loss == "cross_entropy" and task.targets.ndim != 1:
+        raise Unsupported("a sample has more than one label")
+    return graph
+
+

@@ -1,0 +1,113 @@
+"""Compile a source once, keep the library in the user's cache, load it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from fedbraid.errors import EngineError
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+
+
+class NativeUnavailable(EngineError):
+    """This model cannot run natively here; another backend can."""
+
+
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: $CXX, or the first of g++, c++ and clang++ on PATH."""
+    for name in [os.environ.get("CXX", ""), "g++", "c++", "clang++"]:
+        words = shlex.split(name)
+        if words and (path := shutil.which(words[0])):
+            return [path, *words[1:]]
+    return None
+
+
+@lru_cache(maxsize=8)
+def _version(command: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
+    return done.stdout.partition("\n")[0]
+
+
+@lru_cache(maxsize=1)
+def cpu_model() -> tuple[str, str]:
+    """The processor's name and its instruction sets, which a library built for it depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine(), ""
+    facts = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    facts = {k.strip(): v.strip() for k, v in facts.items()}
+    return facts.get("model name", platform.machine()), facts.get("flags", facts.get("Features", ""))
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/fedbraid or ~/.cache/fedbraid: made private, and refused if others could write to it."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "fedbraid"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise NativeUnavailable(f"the cache folder {folder} cannot be used: {error.strerror}") from error
+    if found.st_uid != os.getuid():
+        raise NativeUnavailable(f"the cache folder {folder} belongs to another user; remove it or set XDG_CACHE_HOME")
+    if stat.S_IMODE(found.st_mode) & 0o022:
+        raise NativeUnavailable(f"others can write to the cache folder {folder}; run: chmod 700 {shlex.quote(str(folder))}")
+    return folder
+
+
+def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
+    """The library of this source, from the cache or compiled now."""
+    command = compiler()
+    if command is None:
+        raise NativeUnavailable("no C++ compiler was found; install g++ or set CXX")
+    parts = (source, *flags, *command, _version(tuple(command)), *cpu_model())
+    key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    path = cache_folder() / f"{key}.so"
+    if not _ours(path):
+        _compile(command, flags, source, path)
+    try:
+        return ctypes.CDLL(str(path))  # CDLL, not PyDLL: calls release the interpreter's lock
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise NativeUnavailable(f"the compiled library does not load: {error}") from error
+
+
+def _ours(path: Path) -> bool:
+    """Whether the library is there, this user's, and writable by nobody else."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _compile(command: list[str], flags: tuple[str, ...], source: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+        cpp, so = Path(folder, "model.cpp"), Path(folder, "model.so")
+        cpp.write_text(source, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [*command, *flags, str(cpp), "-o", str(so)], capture_output=True, text=True, timeout=300, check=False
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
+        if done.returncode or not so.exists():
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            said = lines[0].strip() if lines else "it said nothing"
+            raise NativeUnavailable(f"{command[0]} failed with exit code {done.returncode}: {said}")
+        so.chmod(0o700)
+        os.replace(so, path)

@@ -1,0 +1,678 @@
+// Layers, forward and backward, with every shape a template constant.
+//
+// A block is LANES samples side by side: an activation of F features is V[F], one lane per sample, and a
+// chunk of `nb` blocks is V[nb][F]. Features are in PyTorch's order (channel, row, column), so flattening
+// costs nothing. Gradients of parameters are sums over a whole chunk, written (`add` false) or added once
+// per element, so that a chunk computed on its own and added later gives the same bits.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifndef LANES
+#define LANES 8
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define ACCUMULATORS 25  // of 32 vector registers
+#else
+#define ACCUMULATORS 12  // of 16
+#endif
+#define UNROLL _Pragma("GCC unroll 32")
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float V __attribute__((vector_size(4 * LANES)));
+typedef float VU __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t VI __attribute__((vector_size(4 * LANES)));
+
+INLINE V splat(float a) { return a - V{}; }
+INLINE V load(const float* p) { return *(const VU*)p; }
+INLINE void store(float* p, V v) { *(VU*)p = v; }
+INLINE V pick(VI mask, V a, V b) { return (V)((mask & (VI)a) | (~mask & (VI)b)); }
+INLINE V keep(VI mask, V a) { return (V)(mask & (VI)a); }
+INLINE V max(V a, V b) { return a > b ? a : b; }  // b where either is not a number
+
+INLINE float total(V v) {
+    float s[LANES];
+    std::memcpy(s, &v, sizeof s);
+    UNROLL for (int half = LANES / 2; half; half /= 2)
+        UNROLL for (int i = 0; i < half; i++) s[i] += s[i + half];
+    return s[0];
+}
+
+INLINE void put(float* to, float value, bool add) { *to = add ? *to + value : value; }
+
+// LANES x LANES, in place: log2(LANES) rounds of a perfect shuffle of rows r and r + LANES / 2.
+INLINE void transpose(V* a) {
+#if LANES == 8
+#define SHUFFLE_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define SHUFFLE_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define SHUFFLE_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define SHUFFLE_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#endif
+    constexpr int half = LANES / 2;
+    V b[LANES];
+    UNROLL for (int round = 1; round < LANES; round *= 2) {
+        UNROLL for (int r = 0; r < half; r++) {
+            b[2 * r] = SHUFFLE_LOW(a[r], a[r + half]);
+            b[2 * r + 1] = SHUFFLE_HIGH(a[r], a[r + half]);
+        }
+        UNROLL for (int r = 0; r < LANES; r++) a[r] = b[r];
+    }
+}
+
+// Rows of F numbers, one per lane, into V[F].
+template <int F>
+void gather(const float* const* rows, V* out) {
+    int f = 0;
+    for (; f + LANES <= F; f += LANES) {
+        V t[LANES];
+        UNROLL for (int l = 0; l < LANES; l++) t[l] = load(rows[l] + f);
+        transpose(t);
+        UNROLL for (int l = 0; l < LANES; l++) out[f + l] = t[l];
+    }
+    for (; f < F; f++)
+        for (int l = 0; l < LANES; l++) ((float*)(out + f))[l] = rows[l][f];
+}
+
+constexpr int round_up(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+// V[F] into LANES rows of round_up(F) numbers.
+template <int F>
+void scatter(const V* in, float* rows) {
+    for (int f = 0; f < F; f += LANES) {
+        V t[LANES];
+        UNROLL for (int l = 0; l < LANES; l++) t[l] = f + l < F ? in[f + l] : V{};
+        transpose(t);
+        UNROLL for (int l = 0; l < LANES; l++) *(V*)(rows + l * round_up(F) + f) = t[l];
+    }
+}
+
+// exp to about one unit in the last place (the polynomial of Cephes), e^-87 at the least.
+INLINE V exp(V x) {
+    x = pick(x < -87.f, splat(-87.f), pick(x > 88.f, splat(88.f), x));
+    V n = (x * 1.44269504088896341f + 12582912.f) - 12582912.f;
+    V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    V p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    VI e = (__builtin_convertvector(n, VI) + 127) << 23;
+    return p * (V)e;
+}
+
+INLINE V tanh(V x) {
+    V a = (V)((VI)x & 0x7fffffff), z = x * x;
+    V p = splat(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    V far = 1.f - 2.f / (exp(2.f * a) + 1.f);
+    far = (V)((VI)far | ((VI)x & (VI)splat(-0.f)));
+    return pick(a < 0.625f, p * z * x + x, far);
+}
+
+INLINE V sigmoid(V x) { return 1.f / (1.f + exp(-x)); }
+
+// How to cut `n` outputs by `m` others into tiles whose sums stay in registers.
+struct Tile {
+    int n, m;
+};
+
+// The cheapest n x m tile of unit products: a fused multiply-add costs 1, a load 1, starting a tile `start`.
+constexpr Tile best_tile(int N, int M, int each = 1, int start = 2) {
+    Tile best{1, 1};
+    double least = 1e300;
+    for (int n = 1; n <= N && n <= 12; n++)
+        for (int m = 1; m <= M && m <= 12; m++) {
+            if (n * m * each > ACCUMULATORS && n * m > 1) continue;
+            double sum = 0;
+            for (int tail_n = 0; tail_n < 2; tail_n++)
+                for (int tail_m = 0; tail_m < 2; tail_m++) {
+                    int a = tail_n ? N % n : n, b = tail_m ? M % m : m;
+                    double tiles = double(tail_n ? a > 0 : N / n) * (tail_m ? b > 0 : M / m);
+                    double sums = a * b * each, loads = a + b * each;
+                    double cycles = sums < 8 ? 8 : sums;  // a chain of additions hides behind seven others
+                    sum += tiles * ((cycles > loads ? cycles : loads) + 0.15 * loads + start * 0.5);
+                }
+            if (sum < least) least = sum, best = {n, m};
+        }
+    return best;
+}
+
+// Correlation -----------------------------------------------------------------------------------------------
+
+// out[o][y][x] = base[o] + sum over (i, ky, kx) of in[i][y SY + ky][x SX + kx] w[i][ky][kx][o], w packed by
+// tiles of o. Rows outside [first, last) of `in` are known to be zero and skipped.
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX>
+struct Correlate {
+    static constexpr Tile tile = best_tile(O, OX, 1, 4);
+    static constexpr int taps = I * KY * KX;
+
+    // w[o][i][ky][kx] at stride (so, si), turned by half a turn if `turn`, into tiles.
+    static void pack(const float* w, int so, int si, bool turn, float* to) {
+        for (int o0 = 0; o0 < O; o0 += tile.n) {
+            int n = O - o0 < tile.n ? O - o0 : tile.n;
+            for (int i = 0; i < I; i++)
+                for (int k = 0; k < KY * KX; k++)
+                    for (int o = 0; o < n; o++)
+                        *to++ = w[(o0 + o) * so + i * si + (turn ? KY * KX - 1 - k : k)];
+        }
+    }
+
+    template <int N, int M, bool ADD>
+    INLINE void block(const V* in, const float* w, const float* base, V* out, int k0, int k1) {
+        V acc[N][M];
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int x = 0; x < M; x++) acc[o][x] = base ? splat(base[o]) : V{};
+        for (int i = 0; i < I; i++)
+            for (int ky = k0; ky < k1; ky++) {
+                const V* row = in + (i * H + ky) * W;
+                const float* at = w + (i * KY + ky) * KX * N;
+                UNROLL for (int kx = 0; kx < KX; kx++) {
+                    V v[M];
+                    UNROLL for (int x = 0; x < M; x++) v[x] = row[x * SX + kx];
+                    UNROLL for (int o = 0; o < N; o++) {
+                        V c = splat(at[kx * N + o]);
+                        UNROLL for (int x = 0; x < M; x++) acc[o][x] += v[x] * c;
+                    }
+                }
+            }
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int x = 0; x < M; x++) {
+                V* to = out + o * OY * OX + x;
+                *to = ADD ? *to + acc[o][x] : acc[o][x];
+            }
+    }
+
+    template <int N, bool ADD>
+    static void rows(const V* in, const float* w, const float* base, V* out, int first, int last) {
+        constexpr int whole = OX / tile.m * tile.m;
+        for (int y = 0; y < OY; y++) {
+            int k0 = first - y * SY > 0 ? first - y * SY : 0, k1 = last - y * SY < KY ? last - y * SY : KY;
+            const V* from = in + y * SY * W;
+            V* to = out + y * OX;
+            for (int x = 0; x < whole; x += tile.m)
+                block<N, tile.m, ADD>(from + x * SX, w, base, to + x, k0, k1);
+            if constexpr (OX % tile.m != 0)
+                block<N, OX % tile.m, ADD>(from + whole * SX, w, base, to + whole, k0, k1);
+        }
+    }
+
+    template <bool ADD>
+    static void run(const V* in, const float* w, const float* base, V* out, int first, int last) {
+        constexpr int whole = O / tile.n * tile.n;
+        for (int o = 0; o < whole; o += tile.n)
+            rows<tile.n, ADD>(in, w + o * taps, base ? base + o : base, out + o * OY * OX, first, last);
+        if constexpr (O % tile.n != 0)
+            rows<O % tile.n, ADD>(in, w + whole * taps, base ? base + whole : base, out + whole * OY * OX, first, last);
+    }
+};
+
+// Conv2d ----------------------------------------------------------------------------------------------------
+
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX>
+struct Conv {
+    static constexpr int HP = H + 2 * PY, WP = W + 2 * PX;
+    static constexpr int OY = (HP - KY) / SY + 1, OX = (WP - KX) / SX + 1;
+    static constexpr int HB = H + KY - 1, WB = W + KX - 1;  // dy, spread out and bordered for the way back
+    static constexpr bool padded = PY || PX;
+    static constexpr int in_size = I * H * W, out_size = O * OY * OX;
+    static constexpr int weights = O * I * KY * KX;
+    typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX> Forward;
+    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W> Backward;
+    static constexpr int packed = weights / LANES + 1, spread = O * HB * WB;  // scratch, in V
+    static constexpr int kept = padded ? I * HP * WP : 0;                     // the padded input, in V per block
+
+    static void pad(const V* x, V* to) {
+        std::memset((void*)to, 0, sizeof(V) * I * HP * WP);
+        for (int i = 0; i < I; i++)
+            for (int y = 0; y < H; y++)
+                std::memcpy((void*)(to + (i * HP + y + PY) * WP + PX), x + (i * H + y) * W, sizeof(V) * W);
+    }
+
+    static void forward(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
+        Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
+        for (int n = 0; n < nb; n++) {
+            if constexpr (padded) pad(x + n * in_size, bordered + n * kept);
+            const V* from = padded ? bordered + n * kept : x + n * in_size;
+            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, 0, HP);
+        }
+    }
+
+    template <bool ADD>
+    static void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
+        constexpr int top = KY - 1 - PY, left = KX - 1 - PX;
+        V* wide = scratch + packed;
+        Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
+        std::memset((void*)wide, 0, sizeof(V) * spread);
+        int last = (OY - 1) * SY + top + 1 < HB ? (OY - 1) * SY + top + 1 : HB;
+        for (int n = 0; n < nb; n++) {
+            const V* from = dy + n * out_size;
+            for (int o = 0; o < O; o++)
+                for (int y = 0; y < OY; y++) {
+                    int to_y = y * SY + top;
+                    if (to_y < 0 || to_y >= HB) continue;
+                    for (int x = 0; x < OX; x++) {
+                        int to_x = x * SX + left;
+                        if (to_x >= 0 && to_x < WB) wide[(o * HB + to_y) * WB + to_x] = from[(o * OY + y) * OX + x];
+                    }
+                }
+            Backward::template run<ADD>(wide, (float*)scratch, nullptr, dx + n * in_size, top > 0 ? top : 0, last);
+        }
+    }
+
+    static constexpr Tile tile = best_tile(O, I, KX, 4);  // of the weights: outputs by (inputs and columns)
+
+    template <int N, int M>
+    static void weight_block(const V* x, const V* dy, int ky, int nb, float* dw, bool add) {
+        V acc[N][M][KX];
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = V{};
+        for (int n = 0; n < nb; n++)
+            for (int y = 0; y < OY; y++) {
+                const V* row = x + n * (I * HP * WP) + (y * SY + ky) * WP;
+                const V* d = dy + n * out_size + y * OX;
+                for (int c = 0; c < OX; c++) {
+                    V v[M][KX];
+                    UNROLL for (int i = 0; i < M; i++)
+                        UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
+                    UNROLL for (int o = 0; o < N; o++) {
+                        V g = d[o * OY * OX + c];
+                        UNROLL for (int i = 0; i < M; i++)
+                            UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;
+                    }
+                }
+            }
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int k = 0; k < KX; k++)
+                    put(dw + ((o * I + i) * KY + ky) * KX + k, total(acc[o][i][k]), add);
+    }
+
+    template <int N>
+    static void weight_rows(const V* x, const V* dy, int nb, float* dw, bool add) {
+        constexpr int whole = I / tile.m * tile.m;
+        for (int i = 0; i < whole; i += tile.m)
+            for (int ky = 0; ky < KY; ky++)
+                weight_block<N, tile.m>(x + i * HP * WP, dy, ky, nb, dw + i * KY * KX, add);
+        if constexpr (I % tile.m != 0)
+            for (int ky = 0; ky < KY; ky++)
+                weight_block<N, I % tile.m>(x + whole * HP * WP, dy, ky, nb, dw + whole * KY * KX, add);
+    }
+
+    static void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, int nb, bool add) {
+        constexpr int whole = O / tile.n * tile.n, each = I * KY * KX;
+        const V* from = padded ? bordered : x;
+        for (int o = 0; o < whole; o += tile.n)
+            weight_rows<tile.n>(from, dy + o * OY * OX, nb, dw + o * each, add);
+        if constexpr (O % tile.n != 0)
+            weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
+        if (db)
+            for (int o = 0; o < O; o++) {
+                V s = {};
+                for (int n = 0; n < nb; n++)
+                    for (int k = 0; k < OY * OX; k++) s += dy[n * out_size + o * OY * OX + k];
+                put(db + o, total(s), add);
+            }
+    }
+};
+
+// Linear ----------------------------------------------------------------------------------------------------
+
+template <int I, int O>
+struct Linear {
+    static constexpr int in_size = I, out_size = O;
+    static constexpr int IR = round_up(I), OR = round_up(O);
+
+    // out[n][c] = base[c] + sum over r of in[n][r] w[r SR + c SC], for M blocks and N columns from c on.
+    template <int N, int M, int R, int C, int SR, int SC, bool ADD>
+    INLINE void block(const V* in, const float* w, const float* base, V* out) {
+        V acc[N][M];
+        UNROLL for (int c = 0; c < N; c++)
+            UNROLL for (int n = 0; n < M; n++) acc[c][n] = base ? splat(base[c]) : V{};
+        for (int r = 0; r < R; r++) {
+            V v[M];
+            UNROLL for (int n = 0; n < M; n++) v[n] = in[n * R + r];
+            UNROLL for (int c = 0; c < N; c++) {
+                V a = splat(w[r * SR + c * SC]);
+                UNROLL for (int n = 0; n < M; n++) acc[c][n] += v[n] * a;
+            }
+        }
+        UNROLL for (int c = 0; c < N; c++)
+            UNROLL for (int n = 0; n < M; n++) {
+                V* to = out + n * C + c;
+                *to = ADD ? *to + acc[c][n] : acc[c][n];
+            }
+    }
+
+    template <int M, int R, int C, int SR, int SC, bool ADD>
+    static void columns(const V* in, const float* w, const float* base, V* out) {
+        constexpr int most = ACCUMULATORS / M < 12 ? ACCUMULATORS / M : 12, step = most < C ? most : C;
+        constexpr int whole = C / step * step;
+        for (int c = 0; c < whole; c += step)
+            block<step, M, R, C, SR, SC, ADD>(in, w + c * SC, base ? base + c : base, out + c);
+        if constexpr (C % step != 0)
+            block<C % step, M, R, C, SR, SC, ADD>(in, w + whole * SC, base ? base + whole : base, out + whole);
+    }
+
+    template <int R, int C, int SR, int SC, bool ADD>
+    static void run(const V* in, const float* w, const float* base, V* out, int nb) {
+        for (; nb >= 4; nb -= 4, in += 4 * R, out += 4 * C) columns<4, R, C, SR, SC, ADD>(in, w, base, out);
+        if (nb == 3) columns<3, R, C, SR, SC, ADD>(in, w, base, out);
+        if (nb == 2) columns<2, R, C, SR, SC, ADD>(in, w, base, out);
+        if (nb == 1) columns<1, R, C, SR, SC, ADD>(in, w, base, out);
+    }
+
+    static void forward(const V* x, const float* w, const float* b, V* y, int nb) {
+        run<I, O, 1, I, false>(x, w, b, y, nb);
+    }
+
+    template <bool ADD>
+    static void backward_input(const V* dy, const float* w, V* dx, int nb) {
+        run<O, I, I, 1, ADD>(dy, w, nullptr, dx, nb);
+    }
+
+    static constexpr int turned = IR + OR;  // scratch: inputs and gradients with samples as rows, in V per block
+
+    template <int N, int M>
+    INLINE void weight_block(const float* const* x, const float* dy, int samples, float* dw, int tail, bool add) {
+        V acc[N][M];
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++) acc[o][i] = V{};
+        for (int s = 0; s < samples; s++) {
+            V v[M];
+            UNROLL for (int i = 0; i < M; i++) v[i] = load(x[s] + i * LANES);
+            UNROLL for (int o = 0; o < N; o++) {
+                V g = splat(dy[s * OR + o]);
+                UNROLL for (int i = 0; i < M; i++) acc[o][i] += v[i] * g;
+            }
+        }
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++) {
+                float* to = dw + o * I + i * LANES;
+                if (tail && i == M - 1) {
+                    for (int l = 0; l < tail; l++) put(to + l, ((float*)&acc[o][i])[l], add);
+                } else {
+                    store(to, add ? load(to) + acc[o][i] : acc[o][i]);
+                }
+            }
+    }
+
+    static constexpr Tile tile = best_tile(O, IR / LANES, 1, 4);
+
+    template <int M>
+    static void weight_columns(const float* const* x, const float* dy, int samples, float* dw, int tail, bool add) {
+        constexpr int whole = O / tile.n * tile.n;
+        for (int o = 0; o < whole; o += tile.n)
+            weight_block<tile.n, M>(x, dy + o, samples, dw + o * I, tail, add);
+        if constexpr (O % tile.n != 0)
+            weight_block<O % tile.n, M>(x, dy + whole, samples, dw + whole * I, tail, add);
+    }
+
+    // x: pointers to the samples' rows, each readable to IR numbers, or to I where I is IR.
+    static void weight_rows(const float* const* x, const V* dy, float* dw, float* db, float* dyt, int nb, int samples, bool add) {
+        for (int n = 0; n < nb; n++) scatter<O>(dy + n * O, dyt + n * LANES * OR);
+        constexpr int vectors = IR / LANES, whole = vectors / tile.m * tile.m, rest = vectors % tile.m;
+        const float* at[samples];
+        for (int s = 0; s < samples; s++) at[s] = x[s];
+        for (int i = 0; i < whole; i += tile.m) {
+            weight_columns<tile.m>(at, dyt, samples, dw + i * LANES, !rest && i + tile.m == whole ? I % LANES : 0, add);
+            for (int s = 0; s < samples; s++) at[s] += tile.m * LANES;
+        }
+        if constexpr (rest != 0) weight_columns<rest>(at, dyt, samples, dw + whole * LANES, I % LANES, add);
+        if (db)
+            for (int o = 0; o < O; o++) {
+                V s = {};
+                for (int n = 0; n < nb; n++) s += dy[n * O + o];
+                put(db + o, total(s), add);
+            }
+    }
+
+    static void backward_weight(const V* x, const V* dy, float* dw, float* db, V* scratch, int nb, int samples, bool add) {
+        float *xt = (float*)scratch, *dyt = xt + nb * LANES * IR;
+        const float* rows[nb * LANES];
+        for (int n = 0; n < nb; n++) {
+            scatter<I>(x + n * I, xt + n * LANES * IR);
+            for (int l = 0; l < LANES; l++) rows[n * LANES + l] = xt + (n * LANES + l) * IR;
+        }
+        weight_rows(rows, dy, dw, db, dyt, nb, samples, add);
+    }
+};
+
+// Pooling ---------------------------------------------------------------------------------------------------
+
+template <int C, int H, int W, int KY, int KX, int SY, int SX, int PY, int PX>
+struct Pool {
+    static constexpr int OY = (H + 2 * PY - KY) / SY + 1, OX = (W + 2 * PX - KX) / SX + 1;
+    static constexpr int in_size = C * H * W, out_size = C * OY * OX;
+    static constexpr bool apart = SY == KY && SX == KX && !PY && !PX;  // windows neither overlap nor leave the image
+    static constexpr bool covers = apart && OY * KY == H && OX * KX == W;
+
+    // f(offset of the input) for each place of the window at (y, x), in PyTorch's order.
+    template <class F>
+    INLINE void window(int y, int x, F f) {
+        UNROLL for (int ky = 0; ky < KY; ky++)
+            UNROLL for (int kx = 0; kx < KX; kx++) {
+                int iy = y * SY - PY + ky, ix = x * SX - PX + kx;
+                if (apart || (iy >= 0 && iy < H && ix >= 0 && ix < W)) f(iy * W + ix);
+            }
+    }
+
+    template <class F>
+    INLINE void planes(int nb, F f) {
+        for (int c = 0; c < nb * C; c++)
+            for (int y = 0; y < OY; y++)
+                for (int x = 0; x < OX; x++) f(c * H * W, (c * OY + y) * OX + x, y, x);
+    }
+
+    // The largest of a window, and of 0 if RECTIFY.
+    template <bool RECTIFY>
+    static void max_forward(const V* x, V* y, int nb) {
+        planes(nb, [=](int plane, int at, int oy, int ox) {
+            V m = RECTIFY ? V{} : splat(-INFINITY);
+            window(oy, ox, [&](int k) { m = max(m, x[plane + k]); });
+            y[at] = m;
+        });
+    }
+
+    template <bool RECTIFY, bool ADD>
+    static void max_backward(const V* x, const V* y, const V* dy, V* dx, int nb) {
+        if (!ADD && !covers) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
+        planes(nb, [=](int plane, int at, int oy, int ox) {
+            V m = y[at], g = RECTIFY ? keep(m > 0.f, dy[at]) : dy[at];
+            window(oy, ox, [&](int k) {  // the first of equals takes it all
+                VI hit = x[plane + k] == m;
+                V part = keep(hit, g);
+                g = keep(~hit, g);
+                dx[plane + k] = !ADD && apart ? part : dx[plane + k] + part;
+            });
+        });
+    }
+
+    // DIVISOR 0: by how many places of the window lie inside the image.
+    template <int DIVISOR>
+    INLINE float share(int y, int x) {
+        int count = 0;
+        window(y, x, [&](int) { count++; });
+        return 1.f / (DIVISOR ? DIVISOR : count);
+    }
+
+    template <int DIVISOR>
+    static void mean_forward(const V* x, V* y, int nb) {
+        planes(nb, [=](int plane, int at, int oy, int ox) {
+            V s = {};
+            window(oy, ox, [&](int k) { s += x[plane + k]; });
+            y[at] = s * share<DIVISOR>(oy, ox);
+        });
+    }
+
+    template <int DIVISOR, bool ADD>
+    static void mean_backward(const V* dy, V* dx, int nb) {
+        if (!ADD && !covers) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
+        planes(nb, [=](int plane, int at, int oy, int ox) {
+            V g = dy[at] * share<DIVISOR>(oy, ox);
+            window(oy, ox, [&](int k) { dx[plane + k] = !ADD && apart ? g : dx[plane + k] + g; });
+        });
+    }
+};
+
+// GroupNorm -------------------------------------------------------------------------------------------------
+
+template <int C, int HW, int GROUPS>
+struct GroupNorm {
+    static constexpr int size = C * HW, each = size / GROUPS, channels = C / GROUPS;
+    static constexpr int kept = 2 * GROUPS;  // mean and 1 / deviation, in V per block
+    static constexpr int sums = 2 * C;       // scratch, in V
+
+    static void forward(const V* x, const float* w, const float* b, V* y, V* stats, float eps, int nb) {
+        for (int g = 0; g < nb * GROUPS; g++) {
+            const V* from = x + g * each;
+            V mean = {}, var = {};
+            for (int k = 0; k < each; k++) mean += from[k];
+            mean *= 1.f / each;
+            for (int k = 0; k < each; k++) var += (from[k] - mean) * (from[k] - mean);
+            var = var * (1.f / each) + eps;
+            V scale;
+            for (int l = 0; l < LANES; l++) scale[l] = 1.f / std::sqrt(var[l]);
+            stats[2 * g] = mean, stats[2 * g + 1] = scale;
+            for (int c = 0; c < channels; c++) {
+                int channel = g % GROUPS * channels + c;
+                V a = scale * (w ? w[channel] : 1.f), z = (b ? b[channel] : 0.f) - mean * a;
+                for (int k = 0; k < HW; k++) y[g * each + c * HW + k] = from[c * HW + k] * a + z;
+            }
+        }
+    }
+
+    template <bool ADD, bool INPUT>
+    static void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* scratch, int nb, bool add) {
+        V *sum_w = scratch, *sum_b = scratch + C;
+        std::memset((void*)scratch, 0, sizeof(V) * 2 * C);
+        for (int g = 0; g < nb * GROUPS; g++) {
+            const V *from = x + g * each, *grad = dy + g * each;
+            V mean = stats[2 * g], scale = stats[2 * g + 1], all = {}, along = {};
+            for (int c = 0; c < channels; c++) {
+                int channel = g % GROUPS * channels + c;
+                V s = {}, t = {};
+                for (int k = c * HW; k < (c + 1) * HW; k++) s += grad[k], t += grad[k] * ((from[k] - mean) * scale);
+                sum_b[channel] += s, sum_w[channel] += t;
+                all += s * (w ? w[channel] : 1.f), along += t * (w ? w[channel] : 1.f);
+            }
+            if (!INPUT) continue;
+            all *= 1.f / each, along *= 1.f / each;
+            for (int c = 0; c < channels; c++) {
+                float a = w ? w[g % GROUPS * channels + c] : 1.f;
+                for (int k = c * HW; k < (c + 1) * HW; k++) {
+                    V v = scale * (grad[k] * a - all - (from[k] - mean) * scale * along);
+                    dx[g * each + k] = ADD ? dx[g * each + k] + v : v;
+                }
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            if (dw) put(dw + c, total(sum_w[c]), add);
+            if (db) put(db + c, total(sum_b[c]), add);
+        }
+    }
+};
+
+// Elementwise -----------------------------------------------------------------------------------------------
+
+struct Relu {
+    INLINE V value(V x) { return max(V{}, x); }
+    INLINE V slope(V y, V g) { return keep(y > 0.f, g); }
+};
+
+template <class Slope>
+struct LeakyRelu {
+    static constexpr float a = Slope::a;
+    INLINE V value(V x) { return pick(x > 0.f, x, x * a); }
+    INLINE V slope(V y, V g) { return pick(y > 0.f, g, g * a); }
+};
+
+struct Tanh {
+    INLINE V value(V x) { return tanh(x); }
+    INLINE V slope(V y, V g) { return g * (1.f - y * y); }
+};
+
+struct Sigmoid {
+    INLINE V value(V x) { return sigmoid(x); }
+    INLINE V slope(V y, V g) { return g * (y * (1.f - y)); }
+};
+
+template <class F, int N>
+struct Map {
+    static void forward(const V* x, V* y, int nb) {
+        for (int k = 0; k < N * nb; k++) y[k] = F::value(x[k]);
+    }
+    template <bool ADD>
+    static void backward(const V* y, const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + F::slope(y[k], dy[k]) : F::slope(y[k], dy[k]);
+    }
+};
+
+template <int N>
+struct Add {
+    static void forward(const V* a, const V* b, V* y, int nb) {
+        for (int k = 0; k < N * nb; k++) y[k] = a[k] + b[k];
+    }
+    template <bool ADD>
+    static void backward(const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] : dy[k];
+    }
+};
+
+// Losses: one number per sample into `loss`; its gradient times `share` into dz -----------------------------
+
+template <int O>
+struct CrossEntropy {
+    typedef int64_t Target;
+    static constexpr int targets = 1;
+
+    static bool valid(const Target* t) { return *t >= 0 && *t < O; }
+
+    // `dz` may be null. `best` takes the first largest output.
+    static void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t* best) {
+        V top = z[0];
+        VI at = {};
+        for (int o = 1; o < O; o++) {
+            VI more = z[o] > top;
+            top = pick(more, z[o], top);
+            at = (more & o) | (~more & at);
+        }
+        V e[O], sum = {};
+        for (int o = 0; o < O; o++) sum += e[o] = exp(z[o] - top);
+        for (int l = 0; l < LANES; l++) {
+            loss[l] = std::log(sum[l]) + top[l] - ((const float*)(z + *t[l]))[l];
+            if (best) best[l] = at[l];
+        }
+        if (!dz) return;
+        V scale = share / sum;
+        for (int o = 0; o < O; o++) dz[o] = e[o] * scale;
+        for (int l = 0; l < LANES; l++) ((float*)(dz + *t[l]))[l] -= share[l];
+    }
+};
+
+template <int O>
+struct SquaredError {
+    typedef float Target;
+    static constexpr int targets = O;
+
+    static bool valid(const Target*) { return true; }
+
+    static void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t*) {
+        V sum = {};
+        for (int o = 0; o < O; o++) {
+            V want;
+            for (int l = 0; l < LANES; l++) want[l] = t[l][o];
+            V off = z[o] - want;
+            sum += off * off;
+            if (dz) dz[o] = off * (share * (2.f / O));
+        }
+        sum *= 1.f / O;
+        for (int l = 0; l < LANES; l++) loss[l] = sum[l];
+    }
+};

@@ -39,7 +39,7 @@ class Partition:
 
     def __call__(self, table: Table, clients: int, seed: int = 0) -> list[Ints]:
         """One sorted array of row numbers per client."""
-        if clients < 1:
+        if not isinstance(clients, int | np.integer) or clients < 1:
             raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
         if clients > len(table):
             raise ConfigError(

@@ -1,0 +1,104 @@
+"""Where data files are: the folder FEDBRAID_DATA, the Hugging Face hub, and a cache of decoded images."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.errors import DataError
+
+Root = str | Path | None
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a data set's files may lie, and where they come from."""
+
+    name: str
+    folders: tuple[str, ...]  # under the data folder, the first being where to put them
+    wanted: str  # the files to put there
+    origin: str
+
+    def find(self, root: Root, *patterns: str) -> list[Path]:
+        """The files of the first folder and pattern that match, sorted; none if there are none."""
+        base = folder(root)
+        if base is None:
+            return []
+        for inside in self.folders:
+            for pattern in patterns:
+                if found := sorted(p for p in (base / inside).glob(pattern) if p.is_file()):
+                    return found
+        return []
+
+    def missing(self, root: Root) -> DataError:
+        """The error that says which files are wanted, where to put them and where they come from."""
+        base = folder(root)
+        if base is None:
+            place = (
+                f"set FEDBRAID_DATA (or root=) to a folder and put {self.wanted} into its {self.folders[0]}/"
+            )
+        else:
+            place = f"put {self.wanted} into {base / self.folders[0]}{os.sep}"
+        return DataError(f"no files of {self.name} were found; {place} (from {self.origin})")
+
+
+def folder(root: Root) -> Path | None:
+    """The folder that holds the data sets: the one given, or that of FEDBRAID_DATA."""
+    place = root or os.environ.get("FEDBRAID_DATA")
+    return Path(place).expanduser() if place else None
+
+
+def hub(repository: str, columns: Sequence[str]) -> dict[str, list[NDArray[Any]]] | None:
+    """The train and test columns of a Hugging Face data set; None where `datasets` is not installed."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        return None
+    try:
+        splits = datasets.load_dataset(repository)
+        return {
+            s: [np.stack([np.asarray(v) for v in splits[s][c]]) for c in columns] for s in ("train", "test")
+        }
+    except Exception as error:  # whatever the hub, the network or the disk may raise
+        raise DataError(f"{repository} could not be fetched from the Hugging Face hub: {error}") from error
+
+
+def cached(files: Sequence[Path], make: Callable[[], Bytes], how: str = "") -> Bytes:
+    """What `make` decodes from these files, kept in the user's cache for as long as they stay the same.
+
+    `how` tells apart two ways of decoding the same files.
+    """
+    stamp: list[object] = [how]
+    stamp += [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    key = hashlib.blake2b(repr(stamp).encode(), digest_size=12).hexdigest()
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbraid" / f"{key}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        return np.load(place, allow_pickle=False)  # type: ignore[no-any-return]
+    array = make()
+    with contextlib.suppress(OSError):  # no room or no right to write: decode again next time
+        _keep(place, array)
+    return array
+
+
+def _keep(place: Path, array: Bytes) -> None:
+    """Write an array so that only its owner can read it and nobody sees half of it."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=place.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as f:
+            np.save(f, array, allow_pickle=False)
+        os.replace(name, place)
+    except BaseException:
+        os.unlink(name)
+        raise

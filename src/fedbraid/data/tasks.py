@@ -1,0 +1,178 @@
+"""Tasks by name: a public data set, shared among clients, with the model that papers train on it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedbraid import models
+from fedbraid.data import celeba, cifar, digits, femnist, mnist, mushrooms, sent140, shakespeare, synthetic
+from fedbraid.data.dataset import DataSet, Ints
+from fedbraid.data.partition import KINDS, Partition, iid, natural, pachinko, parse
+from fedbraid.data.task import Build, Task
+from fedbraid.errors import ConfigError, DataError, unknown
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set that can be loaded by name, and what it is used with unless told otherwise."""
+
+    read: Callable[..., DataSet]
+    model: str
+    clients: int
+    partition: Partition
+
+
+_KNOWN = {
+    "celeba": Known(celeba.read, "qafel_cnn", 9343, natural()),
+    "cifar10": Known(cifar.cifar10, "small_cnn", 100, iid()),
+    "cifar100": Known(cifar.cifar100, "fedgbo_cnn", 100, pachinko(0.1, 10.0)),
+    "digits": Known(digits.read, "mlp", 100, iid()),
+    "emnist": Known(mnist.emnist, "lenet5", 100, iid()),
+    "femnist": Known(femnist.read, "fedgbo_cnn", 3550, natural()),
+    "fmnist": Known(mnist.fmnist, "lenet5", 100, iid()),
+    "mnist": Known(mnist.mnist, "lenet5", 100, iid()),
+    "mushrooms": Known(mushrooms.read, "logistic", 100, iid()),
+    "sent140": Known(sent140.read, "bag_of_words", 21876, natural()),
+    "shakespeare": Known(shakespeare.shakespeare, "gru_char", 660, natural()),
+    "synthetic": Known(synthetic.read, "softmax_regression", 30, natural()),
+    "tinyshakespeare": Known(shakespeare.tinyshakespeare, "gru_char", 200, natural()),
+}
+
+
+def names() -> list[str]:
+    """The data sets that `load` knows."""
+    return sorted(_KNOWN)
+
+
+def load(
+    name: str,
+    clients: int | None = None,
+    partition: Partition | str | None = None,
+    *,
+    model: str | nn.Module | Build | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Task:
+    """A task by name, its training samples shared among clients.
+
+    Files are looked for in the folder that FEDBRAID_DATA (or the option `root`) names; `digits` needs none.
+    `seed` draws the partition. `model` is a name in `fedbraid.models`, a module or a function that builds
+    one; unless given it is the data set's own: LeNet-5 for the MNISTs, `small_cnn` for CIFAR-10 and so on.
+    With natural ids `clients=None` takes all there are, and every client has its test share.
+
+    >>> task = load("digits", clients=100, partition="label_chunks(1)")
+    >>> task.clients, task.spec
+    (100, "load('digits', clients=100, partition=label_chunks(1), seed=0)")
+    """
+    if name not in _KNOWN:
+        raise unknown("task", name, _KNOWN)
+    known = _KNOWN[name]
+    if clients is not None and (not isinstance(clients, int | np.integer) or clients < 1):
+        raise ConfigError(f"clients={clients!r} is no number of clients; use at least 1")
+    share = (
+        known.partition
+        if partition is None
+        else parse(partition)
+        if isinstance(partition, str)
+        else partition
+    )
+    data = known.read(**_options(name, known, clients, seed, options))
+    count = clients or _count(known, data, share)
+    parts = share(data.table, count, seed)
+    test, test_offsets = data.test, None
+    if isinstance(share, natural) and data.test_groups is not None:
+        test, test_offsets = _test_shares(data, parts)
+    rows = parts if data.rows is None else [data.rows[p] for p in parts]
+    return Task.from_table(
+        _model(model or known.model, data), data.inputs, data.targets, rows,
+        test=test, test_offsets=test_offsets, augment=data.augment, name=name,
+        spec=_spec(name, count, share, seed, model, options),
+    )  # fmt: skip
+
+
+def reload(spec: str) -> Task:
+    """The task that a `Task.spec` describes; nothing in it is run but `load`."""
+    try:
+        call = ast.parse(spec, mode="eval").body
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) != "load":
+            raise ValueError("no call of load")
+        args = [ast.literal_eval(a) for a in call.args]
+        keywords = {str(k.arg): _value(str(k.arg), k.value) for k in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"task {spec!r} cannot be read; write it like load('mnist', clients=100)"
+        ) from error
+    try:
+        inspect.signature(load).bind(*args, **keywords)
+    except TypeError as error:
+        raise ConfigError(f"task {spec!r} cannot be loaded: {error}") from error
+    return load(*args, **keywords)
+
+
+def _value(name: str, node: ast.expr) -> Any:
+    return (
+        parse(ast.unparse(node))
+        if isinstance(node, ast.Call) and name == "partition"
+        else ast.literal_eval(node)
+    )
+
+
+def _options(
+    name: str, known: Known, clients: int | None, seed: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What the reader is called with; a data set that is made up is told the clients and the seed."""
+    taken = inspect.signature(known.read).parameters
+    for option in options:
+        if option not in taken:
+            raise unknown(f"option of {name}", option, [t for t in taken if t not in ("clients", "seed")])
+    told = {"clients": clients or known.clients, "seed": seed}
+    return options | {k: v for k, v in told.items() if k in taken}
+
+
+def _count(known: Known, data: DataSet, share: Partition) -> int:
+    """How many clients there are when nobody says."""
+    if isinstance(share, natural) and data.groups is not None:
+        return len(np.unique(data.groups))
+    return min(known.clients, len(data.table))
+
+
+def _test_shares(data: DataSet, parts: list[Ints]) -> tuple[tuple[torch.Tensor, torch.Tensor], Ints]:
+    """The test samples of these clients, client by client, and where each client's begin."""
+    assert data.groups is not None
+    assert data.test_groups is not None
+    whose = data.groups[[part[0] for part in parts]]
+    client = np.searchsorted(whose, data.test_groups).clip(max=len(whose) - 1)
+    mine = np.flatnonzero(whose[client] == data.test_groups)
+    if not len(mine):
+        raise DataError("none of the chosen clients has test samples; take more clients or another seed")
+    order = torch.from_numpy(mine[np.argsort(client[mine], kind="stable")])
+    sizes = np.bincount(client[mine], minlength=len(whose))
+    return (data.test[0][order], data.test[1][order]), np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _model(model: str | nn.Module | Build, data: DataSet) -> nn.Module | Build:
+    """What builds the model; one given by name is fitted to the data."""
+    if not isinstance(model, str):
+        return model
+    taken = models.settings(model)
+    return partial(models.build, model, **{k: v for k, v in data.facts.items() if k in taken})
+
+
+def _spec(name: str, clients: int, share: Any, seed: int, model: Any, options: dict[str, Any]) -> str | None:
+    """The call that loads the same task again, where it can be written down."""
+    given = {} if model is None else {"model": model}
+    given |= {k: str(v) if k == "root" else v for k, v in options.items() if v is not None}
+    plain = all(isinstance(v, str | int | float) for v in given.values())
+    if type(share) not in KINDS.values() or not plain:
+        return None
+    rest = "".join(f", {k}={v!r}" for k, v in given.items())
+    return f"load({name!r}, clients={clients}, partition={share!r}, seed={seed}{rest})"

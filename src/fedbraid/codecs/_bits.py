@@ -31,9 +31,9 @@ def pack(codes: Codes, bits: int) -> U8:
         return codes.astype(np.uint8, copy=False)
     if bits == 16:
         return codes.astype(">u2").view(np.uint8).reshape(m, 2 * q)
-    padded = np.zeros((m, -(-q // 8) * 8), code_type(bits))
-    padded[:, :q] = codes
-    return _squeeze(padded.view("<u8").reshape(-1), bits).reshape(m, -1)[:, : packed_size(q, bits)]
+    if q % 8:
+        codes = np.concatenate([codes, np.zeros((m, -q % 8), codes.dtype)], axis=1)
+    return _squeeze(codes.view("<u8").reshape(-1), bits).reshape(m, -1)[:, : packed_size(q, bits)]
 
 
 def unpack(data: U8, bits: int, count: int) -> Codes:
@@ -44,9 +44,9 @@ def unpack(data: U8, bits: int, count: int) -> Codes:
     if bits == 16:
         return np.ascontiguousarray(data).view(">u2").astype("<u2")
     groups = -(-count // 8)
-    padded = np.zeros((m, groups * bits), np.uint8)
-    padded[:, : data.shape[1]] = data
-    words = _spread(padded.reshape(m * groups, bits), bits)
+    if data.shape[1] < groups * bits:
+        data = np.concatenate([data, np.zeros((m, groups * bits - data.shape[1]), np.uint8)], axis=1)
+    words = _spread(data.reshape(m * groups, bits), bits)
     return words.view(code_type(bits)).reshape(m, groups * 8)[:, :count]
 
 
@@ -57,7 +57,11 @@ def spare_bits(data: U8, bits: int, count: int) -> bool:
 
 
 def _squeeze(words: Words, bits: int) -> U8:
-    """Words of eight bytes or four pairs of bytes, one code in each, to rows of `bits` bytes."""
+    """Words of eight bytes or four pairs of bytes, one code in each, to `bits` bytes for eight codes."""
+    if bits in (1, 2, 4):
+        for lane, width in _doublings(bits):
+            words = _fold(words, lane, width)
+        return words.view(f"<u{8 // bits}").astype(np.uint8)
     if bits < 8:
         word = _fold(_fold(_fold(words, 8, bits), 16, 2 * bits), 32, 4 * bits)
         return _big(word)[:, 8 - bits :]
@@ -68,7 +72,12 @@ def _squeeze(words: Words, bits: int) -> U8:
 
 
 def _spread(rows: U8, bits: int) -> Words:
-    """The inverse of `_squeeze`."""
+    """The inverse of `_squeeze`, from rows of `bits` bytes."""
+    if bits in (1, 2, 4):
+        words = rows.reshape(-1).astype(f"<u{8 // bits}").view("<u8")
+        for lane, width in reversed(_doublings(bits)):
+            words = _unfold(words, lane, width)
+        return words
     if bits < 8:
         return _unfold(_unfold(_unfold(_word(rows), 32, 4 * bits), 16, 2 * bits), 8, bits)
     over = 8 * bits - 64
@@ -76,6 +85,11 @@ def _spread(rows: U8, bits: int) -> Words:
     mask = np.uint64((1 << 4 * bits) - 1)
     halves = np.stack([first >> np.uint64(64 - 4 * bits), (first << np.uint64(over) | rest) & mask], axis=1)
     return _unfold(_unfold(halves.reshape(-1), 32, 2 * bits), 16, bits)
+
+
+def _doublings(bits: int) -> list[tuple[int, int]]:
+    """(lane, width) of the folds that make bytes of codes of 1, 2 or 4 bits."""
+    return [(8 << i, bits << i) for i in range(3) if bits << i < 8]
 
 
 def _fold(words: Words, lane: int, width: int) -> Words:

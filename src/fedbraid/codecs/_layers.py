@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from fedbraid.errors import ConfigError, WireError
 from fedbraid.layout import Layout, Slot
 
 QUANTISED_BIASES = 1 << 15
+CHUNK = 1 << 16  # numbers quantised at a time
 
 
 def whole_bits(name: str, bits: Any, least: int = 1) -> None:
@@ -24,6 +25,15 @@ def whole_bits(name: str, bits: Any, least: int = 1) -> None:
         raise ConfigError("qsgd(bits=1) has no level besides zero; use bits >= 2")
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 16:
         raise ConfigError(f"{name}(bits={bits!r}) is not a whole number of bits; use {least} to 16")
+
+
+class Parsed(NamedTuple):
+    """Bodies taken apart: float32 layers, side numbers, codes, and the codes as they were packed."""
+
+    raw: F32
+    sides: F32
+    codes: Codes
+    packed: U8
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,12 +75,23 @@ class LayerCodec(Framed):
     def _check(self, side: F32, codes: Codes) -> None:
         """Refuse side numbers and codes of a segment that no sender of ours would make."""
 
+    def _received(self, side: F32, n: int) -> F32:
+        """The side numbers as the receiver of a segment of n numbers uses them."""
+        return side
+
     def _quantised(self, slot: Slot) -> bool:
         return len(slot.shape) > 1 or self.biases == "quantise"
 
     def _segments(self, coded: list[Slot]) -> list[int]:
         """The lengths of the stretches of quantised numbers that have side numbers of their own."""
         return [s.size for s in coded]
+
+    def _stretches(self, block: F32, coded: list[Slot]) -> list[F32]:
+        """The segments `[m, n]` of a block, to read or to write."""
+        return [block[:, s.offset : s.end] for s in coded]
+
+    def _put_back(self, stretches: list[F32], coded: list[Slot], out: F32) -> None:
+        """Write segments that are not the block's own memory to it."""
 
     def _noise(self, seeds: Sequence[int], n: int) -> Codes | None:
         return None
@@ -88,25 +109,24 @@ class LayerCodec(Framed):
         return body
 
     def _from_body(self, body: U8, layout: Layout) -> F32:
-        coded = self._split(layout)[1]
-        raw, sides, codes, packed = self._parse(body[None], layout)
-        finite(raw, "weight")
-        finite(sides, "scale")
-        if spare_bits(packed, self.width, codes.shape[1]):
+        bodies = self._parse(body[None], layout)
+        finite(bodies.raw, "weight")
+        finite(bodies.sides, "scale")
+        if spare_bits(bodies.packed, self.width, bodies.codes.shape[1]):
             raise WireError(
                 "message sets bits after its last code; it was damaged or made by a hostile sender"
             )
-        for a, b, side in self._walk(coded, sides):
-            self._check(side, codes[:, a:b])
-        values: F32 = self._join(raw, self._dequantise(sides, codes, coded), layout)[0]
-        return values
+        for a, b, side in self._walk(self._split(layout)[1], bodies.sides):
+            self._check(side, bodies.codes[:, a:b])
+        v: F32 = self._values(bodies, layout)[0]
+        return v
 
     def roundtrip(self, v: Tensor, layout: Layout, seeds: Sequence[int]) -> tuple[Tensor, list[int]]:
         block, (_, coded) = checked(v, layout), self._split(layout)
         out = block.copy()
         for rows in row_blocks(*block.shape):
-            w = _gather(block[rows], coded)
-            _scatter(out[rows], self._dequantise(*self._quantise(w, coded, seeds[rows]), coded), coded)
+            sides, codes = self._quantise(block[rows], coded, seeds[rows])
+            self._dequantise(sides, codes, coded, out[rows])
         return torch.from_numpy(out), [self.size(layout)] * len(block)
 
     def row_size(self, layout: Layout) -> int:
@@ -117,10 +137,7 @@ class LayerCodec(Framed):
 
     def from_rows(self, rows: Tensor, layout: Layout) -> Tensor:
         stored = self._stored()
-        raw, sides, codes, _ = stored._parse(rows.numpy(), layout)
-        return torch.from_numpy(
-            stored._join(raw, stored._dequantise(sides, codes, stored._split(layout)[1]), layout)
-        )
+        return torch.from_numpy(stored._values(stored._parse(rows.numpy(), layout), layout))
 
     def _stored(self) -> LayerCodec:
         """This codec as it keeps vectors in memory: biases quantised as well."""
@@ -141,43 +158,52 @@ class LayerCodec(Framed):
             yield a, a + n, sides[:, at : at + count]
             a, at = a + n, at + count
 
-    def _quantise(self, w: F32, coded: list[Slot], seeds: Sequence[int]) -> tuple[F32, Codes]:
-        m, q = w.shape
+    def _chunks(self, n: int, side: F32) -> Iterator[tuple[int, int, F32]]:
+        """A segment of n numbers in pieces that fit the cache, each with the side numbers it needs."""
+        return ((i, min(i + CHUNK, n), side) for i in range(0, n, CHUNK))
+
+    def _quantise(self, block: F32, coded: list[Slot], seeds: Sequence[int]) -> tuple[F32, Codes]:
+        """The side numbers and the codes of a block's quantised layers."""
+        m, q = len(block), _numbers(coded)
         noise = self._noise(seeds, q)
         sides = np.empty((m, sum(self._sides(n) for n in self._segments(coded))), np.float32)
         codes = np.empty((m, q), code_type(self.width))
-        for a, b, side in self._walk(coded, sides):
-            side[:] = self._measure(w[:, a:b])
-            codes[:, a:b] = self._to_codes(w[:, a:b], side, None if noise is None else noise[:, a:b])
+        for w, (a, b, side) in zip(self._stretches(block, coded), self._walk(coded, sides)):
+            side[:] = self._measure(w)
+            for i, j, here in self._chunks(b - a, side):
+                bits = None if noise is None else noise[:, a + i : a + j]
+                codes[:, a + i : a + j] = self._to_codes(w[:, i:j], here, bits)
         return sides, codes
 
-    def _dequantise(self, sides: F32, codes: Codes, coded: list[Slot]) -> F32:
-        w = np.empty(codes.shape, np.float32)
-        for a, b, side in self._walk(coded, sides):
-            w[:, a:b] = self._to_values(codes[:, a:b], side)
-        return w
+    def _dequantise(self, sides: F32, codes: Codes, coded: list[Slot], out: F32) -> None:
+        """Write the numbers that codes stand for to their layers of a block."""
+        stretches = self._stretches(out, coded)
+        for w, (a, b, side) in zip(stretches, self._walk(coded, sides)):
+            for i, j, here in self._chunks(b - a, self._received(side, b - a)):
+                w[:, i:j] = self._to_values(codes[:, a + i : a + j], here)
+        self._put_back(stretches, coded, out)
 
     def _bodies(self, block: F32, layout: Layout, seeds: Sequence[int]) -> U8:
         """The bodies `[m, size]` of a block."""
         raw, coded = self._split(layout)
-        sides, codes = self._quantise(_gather(block, coded), coded, seeds)
+        sides, codes = self._quantise(block, coded, seeds)
         return np.concatenate(
-            [_as_bytes(_gather(block, raw)), _as_bytes(sides), pack(codes, self.width)], axis=1
+            [_as_bytes(gather(block, raw)), _as_bytes(sides), pack(codes, self.width)], axis=1
         )
 
-    def _parse(self, bodies: U8, layout: Layout) -> tuple[F32, F32, Codes, U8]:
-        """Bodies as float32 layers, side numbers, codes, and the codes as they were packed."""
+    def _parse(self, bodies: U8, layout: Layout) -> Parsed:
         raw, coded = self._split(layout)
         a = 4 * _numbers(raw)
         b = a + 4 * sum(self._sides(n) for n in self._segments(coded))
         packed = bodies[:, b:]
         codes = unpack(packed, self.width, _numbers(coded))
-        return _as_floats(bodies[:, :a]), _as_floats(bodies[:, a:b]), codes, packed
+        return Parsed(_as_floats(bodies[:, :a]), _as_floats(bodies[:, a:b]), codes, packed)
 
-    def _join(self, raw: F32, w: F32, layout: Layout) -> F32:
-        out = np.empty((len(w), layout.size), np.float32)
-        for part, slots in zip((raw, w), self._split(layout)):
-            _scatter(out, part, slots)
+    def _values(self, bodies: Parsed, layout: Layout) -> F32:
+        raw, coded = self._split(layout)
+        out = np.empty((len(bodies.codes), layout.size), np.float32)
+        scatter(bodies.raw, raw, out)
+        self._dequantise(bodies.sides, bodies.codes, coded, out)
         return out
 
 
@@ -185,14 +211,15 @@ def _numbers(slots: list[Slot]) -> int:
     return sum(s.size for s in slots)
 
 
-def _gather(block: F32, slots: list[Slot]) -> F32:
+def gather(block: F32, slots: list[Slot]) -> F32:
     """These layers of a block, side by side."""
     if not slots:
         return np.empty((len(block), 0), np.float32)
     return np.concatenate([block[:, s.offset : s.end] for s in slots], axis=1)
 
 
-def _scatter(out: F32, w: F32, slots: list[Slot]) -> None:
+def scatter(w: F32, slots: list[Slot], out: F32) -> None:
+    """The inverse of `gather`, into a block."""
     a = 0
     for s in slots:
         out[:, s.offset : s.end] = w[:, a : a + s.size]

@@ -15,7 +15,6 @@ from fedbraid.errors import WireError
 from fedbraid.layout import Slot
 
 _FEW = 32  # up to so many centroids, comparing with each border is faster than a binary search
-_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,8 +70,6 @@ def _nearest(w: F32, table: F32, dtype: np.dtype) -> Codes:  # type: ignore[type
     if len(table) > _FEW:
         return np.searchsorted(borders, w).astype(dtype)
     codes = np.zeros(len(w), dtype)
-    for a in range(0, len(w), _CHUNK):
-        part, out = w[a : a + _CHUNK], codes[a : a + _CHUNK]
-        for border in borders:
-            out += part > border
+    for border in borders:
+        codes += w > border
     return codes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ import numpy as np
 from fedbraid import rng
 from fedbraid.codec import F32
 from fedbraid.codecs._bits import Codes, code_type
-from fedbraid.codecs._layers import LayerCodec, whole_bits
+from fedbraid.codecs._layers import CHUNK, LayerCodec, gather, scatter, whole_bits
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.layout import Layout, Slot
 
@@ -87,8 +87,10 @@ class Qsgd(LayerCodec):
         return -(-n // (self.bucket or n))
 
     def _noise(self, seeds: Sequence[int], n: int) -> Codes:
-        draws = [rng.generator(seed, "qsgd").integers(0, 1 << 64, -(-n // 4), np.uint64) for seed in seeds]
-        return np.stack(draws).astype("<u8", copy=False).view("<u2")[:, :n]
+        draws = np.empty((len(seeds), -(-n // 4)), "<u8")
+        for row, seed in zip(draws, seeds):
+            row[:] = rng.generator(seed, "qsgd").integers(0, 1 << 64, len(row), np.uint64)
+        return draws.view("<u2")[:, :n]
 
     def _measure(self, w: F32) -> F32:
         cells = self._cells(w)
@@ -107,19 +109,19 @@ class Qsgd(LayerCodec):
         t *= np.float32(self.levels << 16)
         np.rint(t, out=t)
         q = t.astype(np.int32)
-        q += noise
+        q += noise.astype(np.int32)
         q >>= 16
-        q += self.levels + 1
-        return q.astype(code_type(self.bits))
+        codes = q.astype(code_type(self.bits))
+        codes += self.levels + 1  # negative ones wrap around to where they belong
+        return codes
 
     def _to_values(self, codes: Codes, side: F32) -> F32:
         m, n = codes.shape
         q = codes.astype(np.float32)
         q -= self.levels + 1
         q /= np.float32(self.levels)
-        scale = side / np.float32(1 + self.omega(n)) if self.contractive else side
         cells = self._cells(q)
-        cells *= scale[:, :, None]
+        cells *= side[:, :, None]
         return cells.reshape(m, -1)[:, :n]
 
     def _check(self, side: F32, codes: Codes) -> None:
@@ -131,6 +133,24 @@ class Qsgd(LayerCodec):
             raise WireError(
                 f"message holds code 0, which {self!r} does not use; it was damaged or is hostile"
             )
+
+    def _received(self, side: F32, n: int) -> F32:
+        return side / np.float32(1 + self.omega(n)) if self.contractive else side
+
+    def _stretches(self, block: F32, coded: list[Slot]) -> list[F32]:
+        return super()._stretches(block, coded) if self.scope == "layer" else [gather(block, coded)]
+
+    def _put_back(self, stretches: list[F32], coded: list[Slot], out: F32) -> None:
+        if self.scope == "vector":
+            scatter(stretches[0], coded, out)
+
+    def _chunks(self, n: int, side: F32) -> Iterator[tuple[int, int, F32]]:
+        if self.bucket is None:
+            yield from super()._chunks(n, side)
+            return
+        norms = max(1, CHUNK // self.bucket)
+        for at in range(0, side.shape[1], norms):
+            yield at * self.bucket, min((at + norms) * self.bucket, n), side[:, at : at + norms]
 
     def _cells(self, w: F32) -> F32:
         """A segment `[m, n]` as `[m, norms, numbers under one norm]`, the last filled up with zeros."""

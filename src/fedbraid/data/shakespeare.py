@@ -158,7 +158,8 @@ def _dataset(
 ) -> DataSet:
     if most is not None and most < 1:
         raise ConfigError(f"max_samples_per_client={most} leaves nothing; use at least 1")
-    kept = [r for r in roles if test_clients or (len(r.test) and len(r.train) >= max(1, least))]
+    trains = [len(r.train) >= max(1, least) and (test_clients or len(r.test)) for r in roles]
+    kept = [r for r, stays in zip(roles, trains) if stays or (test_clients and not len(r.train))]
     kept = [replace(r, train=r.train[:most], test=r.test[:most]) for r in kept]
     if not any(len(r.train) for r in kept) or not any(len(r.test) for r in kept):
         raise ConfigError(f"min_samples={least} leaves no client; use a smaller one")

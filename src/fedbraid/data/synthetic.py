@@ -15,7 +15,8 @@ _FEATURES, _CLASSES = 60, 10
 def read(clients: int = 30, seed: int = 0, alpha: float = 1.0, beta: float = 1.0) -> DataSet:
     """`alpha` is how much clients' models differ, `beta` how much their inputs do; sizes follow a power law.
 
-    A tenth of each client's samples is its test share.
+    A tenth of each client's samples is its test share. FedProx's code draws one number u_k for all classes,
+    which adds the same to every score and so changes no label; here u_k has a number per class.
     """
     if clients < 1:
         raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
@@ -32,7 +33,7 @@ def read(clients: int = 30, seed: int = 0, alpha: float = 1.0, beta: float = 1.0
 def _client(k: int, seed: int, alpha: float, beta: float) -> tuple[np.ndarray, np.ndarray]:
     gen = rng.generator(seed, "synthetic", k)
     n = int(gen.lognormal(4, 2)) + 50
-    u, v = gen.normal(0, alpha), gen.normal(0, beta)
+    u, v = gen.normal(0, alpha, _CLASSES), gen.normal(0, beta)
     w, b = gen.normal(u, 1, (_FEATURES, _CLASSES)), gen.normal(u, 1, _CLASSES)
     centre = gen.normal(v, 1, _FEATURES)
     x = gen.normal(centre, np.arange(1, _FEATURES + 1) ** -0.6, (n, _FEATURES))  # Σ_jj = j^-1.2

@@ -7,6 +7,7 @@ Names as wide as the model go through the codec; numbers go as they are. Bytes a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid import rng
-from fedbraid.codec import Codec, message_overhead, scalar_size
+from fedbraid.codec import FRAME_BYTES, Codec, pack_message
 from fedbraid.errors import Diverged
 from fedbraid.layout import Layout
 from fedbraid.rule import Vectors
@@ -73,7 +74,7 @@ def upload(
     sizes: Sizes = {}
     for name, v in vectors.items():
         if v.shape[1] != layout.size:
-            received[name], sizes[name] = v, np.full(len(v), scalar_size(v.shape[1]))
+            received[name], sizes[name] = v, np.full(len(v), FRAME_BYTES + 4 * v.shape[1])
             continue
         codec = codec_of(up)
         shifted = codec.weights and name == "delta"
@@ -107,9 +108,15 @@ def _cross(codec: Codec, v: Tensor, name: str, who: Sender, layout: Layout) -> t
 
 def _add_overhead(sizes: Sizes) -> None:
     """Charge what it takes to put several names into one message to the first."""
-    if extra := message_overhead(list(sizes)):
+    if extra := message_overhead(tuple(sizes)):
         first = next(iter(sizes))
         sizes[first] = sizes[first] + extra
+
+
+@lru_cache
+def message_overhead(names: tuple[str, ...]) -> int:
+    """What it takes to put named frames into one message; a lone frame is the message."""
+    return 0 if len(names) == 1 else len(pack_message(dict.fromkeys(names, b"")))
 
 
 # Down -------------------------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ def broadcast(
         sizes[name] = lengths[0]
         error += float((sent - got[0]).square().sum())
         total += float(sent.square().sum())
-    if extra := message_overhead(list(sizes)):
+    if extra := message_overhead(tuple(sizes)):
         sizes[next(iter(sizes))] += extra
     if not hidden:
         return received, s, sizes, {}

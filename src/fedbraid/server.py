@@ -27,6 +27,7 @@ class Uploads:
     K: Tensor  # [m, 1] local steps
     staleness: Tensor  # [m, 1] server steps since the version they trained from
     lr: float  # the rate they trained with
+    start: Tensor  # [m, d] or [1, d], the models they trained from
 
     def weights(self, kind: str) -> Tensor:
         """What each sender counts for, `[m, 1]`."""
@@ -45,6 +46,7 @@ class Info:
     K: float  # weighted mean of the senders' steps
     quantised: float  # the share of quantised senders
     layout: Layout
+    sizes: NDArray[np.int64]  # n_j of every known client
 
 
 # Staleness ------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Rows:
         self._db: Database | None = None
         self._table = ""
         self._limit: int | None = None
+        self._alone = False
 
     def _coded(self, v: Tensor) -> bool:
         return self.codec is not None and self.layout is not None and len(v) == self.layout.size
@@ -115,6 +116,14 @@ class Rows:
         for c in ids:
             self._dirty[c] = None
             self._dropped.discard(c)
+        if self._alone and self._limit is not None and len(self._dirty) > self._limit:
+            self._spill()
+
+    def _spill(self) -> None:
+        assert self._db is not None
+        with self._db.transaction():
+            self.flush()
+        self.committed()
 
     def drop(self, client: int) -> None:
         """Forget a client."""
@@ -143,9 +152,12 @@ class Rows:
 
     # The file behind it -------------------------------------------------------------------------------
 
-    def attach(self, db: Database, table: str, limit: int | None) -> None:
-        """Keep every row in a table of this database, and at most `limit` clean ones in memory."""
-        self._db, self._table, self._limit = db, table, limit
+    def attach(self, db: Database, table: str, limit: int | None, alone: bool = False) -> None:
+        """Keep every row in a table of this database, and at most `limit` clean ones in memory.
+
+        `alone` says that nobody commits: rows then go to the file whenever too many have changed.
+        """
+        self._db, self._table, self._limit, self._alone = db, table, limit, alone
         db.create(table)
 
     def flush(self) -> None:

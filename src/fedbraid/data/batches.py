@@ -57,6 +57,7 @@ class Batch:
     weight: Tensor | None = None  # float32 [m, B]
     augment: Augment | None = None
     draws: Tensor | None = None  # [m, B, 3], for the augmentation
+    noise: NDArray[np.uint64] | None = None  # [m], seeds for a model that draws numbers itself
 
     @property
     def size(self) -> int:
@@ -69,7 +70,8 @@ class Batch:
             used = int((self.weight[i] > 0).sum())
             rows, draws = rows[:, :used], draws if draws is None else draws[:, :used]
         picked = draws if draws is None else draws[i : i + 1]
-        return Batch(self.inputs, self.targets, rows, None, self.augment, picked)
+        noise = self.noise if self.noise is None else self.noise[i : i + 1]
+        return Batch(self.inputs, self.targets, rows, None, self.augment, picked, noise)
 
     def x(self) -> Tensor:
         """The inputs, `[m, B, ...]`; token ids come as int64."""
@@ -135,7 +137,9 @@ class Plan:
                 self._order = np.broadcast_to(column, (len(self.n), len(column)))
             else:
                 keys = rng.bits(self.seed, "batch", self.version, self.clients[:, None], epoch, column)
-                keys = np.where(column < self.n[:, None], keys >> np.uint64(1), np.uint64(2**64 - 1))
+                n = self.n[:, None]
+                keys = np.where(n > self.work.batch, keys >> np.uint64(1), column.astype(np.uint64))
+                keys = np.where(column < n, keys, np.uint64(2**64 - 1))
                 self._order = np.argsort(keys, axis=1, kind="stable")
         return self._order
 
@@ -149,7 +153,8 @@ class Plan:
         if task.augment is not None:
             axes = (self.clients[:, None, None], k, np.arange(picked.shape[1])[:, None], np.arange(3))
             draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.inputs.device)
-        return Batch(task.inputs, task.targets, rows, weight, task.augment, draws)
+        noise = rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1) if task.stochastic else None
+        return Batch(task.inputs, task.targets, rows, weight, task.augment, draws, noise)
 
 
 def batch_sizes(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:

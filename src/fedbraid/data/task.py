@@ -159,6 +159,14 @@ class Task:
         """How many classes the targets name."""
         return int(self.targets.max()) + 1 if self.classifies and self.targets.numel() else 0
 
+    @cached_property
+    def stochastic(self) -> bool:
+        """Whether the model draws random numbers while it trains (dropout)."""
+        return any(
+            (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or (isinstance(m, nn.RNNBase) and m.dropout > 0)
+            for m in self.module().modules()
+        )
+
     def module(self, seed: int = 0) -> nn.Module:
         """A new model, its weights drawn with this seed (or those it was given with)."""
         with torch.random.fork_rng(devices=[]):

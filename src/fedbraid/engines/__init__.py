@@ -1,0 +1,67 @@
+"""Where clients run. `engine=` takes one of these by name, as text such as "pool(workers=2)", or the object."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedbraid.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.engines.client import Engine
+    from fedbraid.engines.in_process import InProcess
+    from fedbraid.engines.pool import Pool
+    from fedbraid.loop import Work
+
+POOL_PAYS = 3e11  # multiply-adds in a run from which starting worker processes is worth it
+
+
+def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:
+    """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop"."""
+    from fedbraid.engines.in_process import InProcess
+
+    return InProcess(block, backend, threads)
+
+
+def pool(workers: int | None = None, backend: str = "auto", block: int | None = None) -> Pool:
+    """Clients in worker processes of one thread each, by default as many as there are cores."""
+    from fedbraid.engines.pool import Pool
+
+    return Pool(workers, backend, block)
+
+
+ENGINES = {"in_process": in_process, "pool": pool}
+
+
+def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int) -> Engine:
+    """The engine for `engine=`; "auto" takes the one that is fastest for this task by what is known of it."""
+    if not isinstance(engine, str):
+        return engine
+    if engine != "auto":
+        from fedbraid.parse import call
+
+        name, args, kwargs = call(engine)
+        if name not in ENGINES:
+            raise unknown("engine", name, [*ENGINES, "auto"])
+        try:
+            made: Engine = ENGINES[name](*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(f"engine {engine!r}: {error}") from error
+        return made
+    return pool() if _pool_pays(task, work, cohort, steps) else in_process()
+
+
+def _pool_pays(task: Task, work: Work, cohort: int, steps: int) -> bool:
+    """Whether autograd in several processes beats one process: much work, and no vectorised backend."""
+    import multiprocessing as mp
+    import os
+
+    from fedbraid.engines.gradients import Vmap
+    from fedbraid.engines.native import Native
+
+    if len(os.sched_getaffinity(0)) < 2 or cohort < 2 or "fork" not in mp.get_all_start_methods():
+        return False
+    if task.inputs.device.type != "cpu" or Native.supports(task) is None or Vmap.suits(task):
+        return False
+    samples = float(task.sizes.mean()) * (work.epochs or 1) if work.steps is None else work.steps * (work.batch or 64)
+    return 6.0 * task.layout.size * samples * cohort * steps > POOL_PAYS

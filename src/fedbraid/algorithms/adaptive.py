@@ -1,0 +1,66 @@
+"""Adaptive server optimisers on the mean update: FedAdagrad, FedAdam, FedYogi (Reddi et al. 2021), FedAdaBelief, FedLamb.
+
+Two variants of the same formulas: `variant="reddi"` steps with m/(√v + ε), v_0 = ε² and no bias
+correction, as the FedOpt paper does; `"corrected"` is the bias-corrected form with v_0 = 0 that FedAdaVR
+uses. Reddi's three default to the first, the other two to the second.
+"""
+
+from __future__ import annotations
+
+from fedbraid.algorithms._build import builder
+from fedbraid.errors import ConfigError
+from fedbraid.loop import Algorithm
+from fedbraid.optim import AdaBelief, Adagrad, Adam, Precondition, TrustRatio, Yogi
+from fedbraid.server import Mean, Scale, Transform, pipeline
+
+
+def _moments(variant: str, eps: float) -> tuple[float, bool]:
+    """(v_0, whether moments are bias-corrected)."""
+    if variant not in ("reddi", "corrected"):
+        raise ConfigError(f"variant={variant!r} is not known; use 'reddi' or 'corrected'")
+    return (eps * eps, False) if variant == "reddi" else (0.0, True)
+
+
+def _stepped(optimiser: Adam, lr: float, weights: str, *more: Transform) -> Algorithm:
+    return Algorithm(gather=Mean(weights), server=pipeline(Precondition(optimiser), *more, Scale(lr)))
+
+
+@builder
+def fedadagrad(
+    lr: float = 0.01, beta1: float = 0.0, beta2: float = 0.0, eps: float = 1e-3, variant: str = "reddi", weights: str = "samples"
+) -> Algorithm:
+    """FedAdagrad: v ← v + G². It never forgets, so beta2, there for the family's sake, changes nothing."""
+    return _stepped(Adagrad(beta1, beta2, eps, _moments(variant, eps)[0]), lr, weights)
+
+
+@builder
+def fedadam(
+    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3, variant: str = "reddi", weights: str = "samples"
+) -> Algorithm:
+    """FedAdam: v ← β₂v + (1−β₂)G²."""
+    return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
+
+
+@builder
+def fedyogi(
+    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3, variant: str = "reddi", weights: str = "samples"
+) -> Algorithm:
+    """FedYogi: v ← v − (1−β₂)G²·sgn(v − G²)."""
+    return _stepped(Yogi(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
+
+
+@builder
+def fedadabelief(
+    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, variant: str = "corrected", weights: str = "samples"
+) -> Algorithm:
+    """FedAdaBelief: the second moment of G − m."""
+    return _stepped(AdaBelief(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
+
+
+@builder
+def fedlamb(
+    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, variant: str = "corrected",
+    layerwise: bool = True, weights: str = "samples",
+) -> Algorithm:  # fmt: skip
+    """FedLamb: Adam's direction scaled per layer by ‖x‖/‖r‖ (or over the whole vector)."""
+    return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps)), lr, weights, TrustRatio(layerwise))

@@ -1,0 +1,204 @@
+"""Server memory of every client's last update: FedVARP and ClusterFedVARP (Jhunjhunwala et al. 2022), MIFA
+(Gu et al. 2021), FedAdaVR and FedAdaVR-Quant (Algorithm 2 of its paper).
+
+The memory keeps a running sum of what is stored, so a step touches the cohort's rows and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbraid import codecs
+from fedbraid.algorithms._build import builder
+from fedbraid.codec import Codec
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.layout import Layout
+from fedbraid.loop import Algorithm
+from fedbraid.optim import SERVER, Optimiser, Precondition, TrustRatio, named
+from fedbraid.rule import Vectors
+from fedbraid.schedule import whole
+from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, pipeline
+from fedbraid.store import Rows
+
+
+@dataclass(frozen=True)
+class Memory(Gather):
+    """r = Σ_S p_i (g_i − y_i) + Σ_N p_j y_j, then y_i ← g_i for i ∈ S (eq. 4 to 7).
+
+    `normalise` is "cohort" (SAGA: the first sum over S), "population" (both over N, the literal eq. 6:
+    SAG) or "seen" (MIFA: the mean of what is stored). `per_rate` stores g_i = Δ_i/η and hands on η·r.
+    """
+
+    weights: str = "samples"
+    codec: Codec | None = None
+    normalise: str = "cohort"
+    per_rate: bool = False
+    rest: Mean = field(default_factory=Mean)
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+        if self.normalise not in ("cohort", "population", "seen"):
+            raise ConfigError(f"normalise={self.normalise!r} is not known; use 'cohort' or 'population'")
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        rows = Rows({"weight": torch.zeros(1), "y": torch.zeros_like(x)}, self.codec, layout)
+        return {"rows": rows, "sum": torch.zeros_like(x, dtype=torch.float64), "seen": 0.0}
+
+    def zero(self, x: Tensor) -> Tree:
+        still = torch.zeros_like(x, dtype=torch.float64)
+        return {"fresh": torch.zeros_like(x), "weight": 0.0, "moved": still, "seen": 0.0, "rest": self.rest.zero(x)}
+
+    def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+        rows: Rows = s["rows"]
+        clients = up.clients.tolist()
+        p = up.weights(self.weights)
+        aged = p * self.rest.staleness(up.staleness)
+        g = up.vectors["delta"] / (up.lr if self.per_rate else 1.0)
+        old = {k: v.to(x.device) for k, v in rows.get(clients).items()}
+        rows.put(clients, {"weight": p, "y": g})
+        stored = g if self.codec is None else rows.get(clients)["y"].to(x.device)
+        moved = torch.mv(stored.T.double(), p.squeeze(1).double()) - torch.mv(old["y"].T.double(), old["weight"].squeeze(1).double())
+        others = {name: v for name, v in up.vectors.items() if name != "delta"}
+        return {
+            "fresh": acc["fresh"] + torch.mv((g - old["y"]).T, aged.squeeze(1)),
+            "weight": acc["weight"] + float(p.sum()),
+            "moved": acc["moved"] + moved,
+            "seen": acc["seen"] + float((p - old["weight"]).sum()),
+            "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),
+        }
+
+    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        total = info.samples if self.weights == "samples" else float(info.N)
+        after, seen = s["sum"] + acc["moved"], s["seen"] + acc["seen"]
+        if self.normalise == "seen":
+            r = (after / seen).to(acc["fresh"].dtype)
+        else:
+            over = acc["weight"] if self.normalise == "cohort" else total
+            r = acc["fresh"] / over + (s["sum"] / total).to(acc["fresh"].dtype)  # eq. 6, 7
+        others, _ = self.rest.close(acc["rest"], {}, info)
+        delta = r * info.lr if self.per_rate else r  # eq. 8
+        return {**others, "delta": delta}, {"rows": s["rows"], "sum": after, "seen": seen}
+
+    def leave(self, s: Tree, client: int) -> Tree:
+        """A client goes for good: its row and its share of the sum go with it."""
+        row = s["rows"].get([client])
+        w, y = float(row["weight"]), row["y"][0].to(s["sum"].device).double()
+        s["rows"].drop(client)
+        return {"rows": s["rows"], "sum": s["sum"] - w * y, "seen": s["seen"] - w}
+
+
+@dataclass(frozen=True)
+class ClusterMemory(Gather):
+    """As FedVARP with one y per cluster: y_c ← mean of the cohort's Δ_i in c, kept where none took part.
+
+    Client i belongs to cluster `i mod clusters`, or to `clusters[i]`.
+    """
+
+    clusters: int | tuple[int, ...]
+    weights: str = "samples"
+    rest: Mean = field(default_factory=Mean)
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+        if isinstance(self.clusters, int):
+            whole("clusters", self.clusters)
+        elif min(self.clusters, default=-1) < 0:
+            raise ConfigError("clusters must name a cluster number >= 0 for every client")
+
+    def of(self, clients: np.ndarray) -> np.ndarray:
+        if isinstance(self.clusters, int):
+            return np.asarray(clients % self.clusters)
+        if len(clients) and clients.max() >= len(self.clusters):
+            raise ConfigError(f"client {clients.max()} has no cluster; {len(self.clusters)} were given")
+        return np.asarray(self.clusters)[clients]
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        count = self.clusters if isinstance(self.clusters, int) else max(self.clusters) + 1
+        return {"y": torch.zeros(count, len(x), device=x.device), "sum": torch.zeros_like(x, dtype=torch.float64), "shares": None}
+
+    def zero(self, x: Tensor) -> Tree:
+        return {"fresh": torch.zeros_like(x), "weight": 0.0, "new": {}, "rest": self.rest.zero(x)}
+
+    def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+        mine = self.of(up.clients)
+        p, delta = up.weights(self.weights), up.vectors["delta"]
+        aged = (p * self.rest.staleness(up.staleness)).squeeze(1)
+        new = dict(acc["new"])
+        for i, c in enumerate(mine.tolist()):
+            total, count = new.get(c, (0.0, 0))
+            new[c] = (total + delta[i], count + 1)
+        others = {name: v for name, v in up.vectors.items() if name != "delta"}
+        return {
+            "fresh": acc["fresh"] + torch.mv((delta - s["y"][torch.from_numpy(mine)]).T, aged),
+            "weight": acc["weight"] + float(p.sum()),
+            "new": new,
+            "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),
+        }
+
+    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        share = s["shares"]
+        if share is None:
+            share = self._shares(info).to(acc["fresh"].device)
+        r = acc["fresh"] / acc["weight"] + s["sum"].to(acc["fresh"].dtype)
+        y, total = s["y"].clone(), s["sum"].clone()
+        for c, (v, count) in acc["new"].items():
+            mean = v / count
+            total += share[c] * (mean - y[c])
+            y[c] = mean
+        others, _ = self.rest.close(acc["rest"], {}, info)
+        return {**others, "delta": r}, {"y": y, "sum": total, "shares": share}
+
+    def _shares(self, info: Info) -> Tensor:
+        """Each cluster's share of all clients' weight."""
+        n = info.sizes if self.weights == "samples" else np.ones(info.N)
+        count = self.clusters if isinstance(self.clusters, int) else max(self.clusters) + 1
+        totals = np.bincount(self.of(np.arange(info.N)), weights=n, minlength=count)
+        return torch.from_numpy(totals / totals.sum())
+
+
+@builder
+def fedvarp(lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """FedVARP: SAGA over clients, with plain averaging steps."""
+    return Algorithm(gather=Memory(weights), server=pipeline(Scale(lr)))
+
+
+@builder
+def mifa(lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """MIFA: the mean of every client's last update, over all clients seen so far."""
+    return Algorithm(gather=Memory(weights, normalise="seen"), server=pipeline(Scale(lr)))
+
+
+@builder
+def cluster_fedvarp(clusters: int | Sequence[int], lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """ClusterFedVARP: one remembered update per cluster of clients."""
+    which = clusters if isinstance(clusters, int) else tuple(int(c) for c in clusters)
+    return Algorithm(gather=ClusterMemory(which, weights), server=pipeline(Scale(lr)))
+
+
+MEMORIES = {None: None, "fp16": codecs.fp16, "int8": codecs.int8, "int4": codecs.int4}
+
+
+@builder
+def fedadavr(
+    optimizer: str = "adam", lr: float = 0.01, memory: str | None = None, normalise: str = "cohort",
+    beta1: float | None = None, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0,
+    layerwise: bool = True, weights: str = "samples",
+) -> Algorithm:  # fmt: skip
+    """FedAdaVR: remember every client's last update, correct with it, step adaptively; memory="int4" quantises it."""
+    if memory not in MEMORIES:
+        raise unknown("memory", str(memory), [m for m in MEMORIES if m])
+    make = MEMORIES[memory]
+    gather = Memory(weights, make() if make else None, normalise, per_rate=True)
+    kind = named(optimizer, SERVER)
+    if kind is Optimiser:
+        optimiser = Optimiser()
+    else:
+        first = (0.0 if optimizer == "adagrad" else 0.9) if beta1 is None else beta1
+        optimiser = kind(first, beta2, eps)  # type: ignore[call-arg]
+    trust = [TrustRatio(layerwise)] if optimizer == "lamb" else []
+    return Algorithm(gather=gather, server=pipeline(Precondition(optimiser, weight_decay), *trust, Scale(lr)))

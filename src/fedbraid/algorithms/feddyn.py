@@ -1,0 +1,56 @@
+"""FedDyn (Acar et al. 2021), in the form of AdaBest's Algorithm 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbraid.algorithms._build import builder
+from fedbraid.errors import ConfigError
+from fedbraid.layout import Layout
+from fedbraid.loop import Algorithm
+from fedbraid.rule import Local, Rule, Vectors
+from fedbraid.server import Info, Mean, Transform, Tree, pipeline
+
+
+@dataclass(frozen=True)
+class DynamicRegulariser(Rule):
+    """g − h_i − μ(x − y); afterwards h_i ← h_i + μ(x − y_K)."""
+
+    mu: float
+
+    def __post_init__(self) -> None:
+        if not self.mu >= 0:
+            raise ConfigError(f"mu={self.mu} pushes clients away from the model; use mu >= 0")
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"h_i": torch.zeros_like(x)}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        return g - loc.memory["h_i"] - self.mu * (loc.x - y), s
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
+        return {}, {"h_i": loc.memory["h_i"] + self.mu * (loc.x - y)}
+
+
+@dataclass(frozen=True)
+class DynamicServer(Transform):
+    """h ← h + (|S|/N)(x − x̄); x ← x̄ − h. The averaged model x̄ is the one to evaluate."""
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return {"h": torch.zeros_like(x)}
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        h = s["h"] + (info.cohort / info.N) * u["delta"]
+        return {**u, "delta": u["delta"] + h}, {"h": h}
+
+    def judged(self, x: Tensor, s: Tree) -> Tensor:
+        return x + s["h"]
+
+
+@builder
+def feddyn(mu: float = 0.02, weights: str = "samples") -> Algorithm:
+    """FedDyn: a dynamic regulariser of strength mu; needs to know the number of clients."""
+    return Algorithm(DynamicRegulariser(mu), Mean(weights), pipeline(DynamicServer()))

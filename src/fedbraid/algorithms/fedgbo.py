@@ -1,0 +1,137 @@
+"""One optimiser for all: FedGBO (Algorithm 1 of its paper), Mimelite (Karimireddy et al. 2021), MFL (Liu et al. 2020).
+
+Clients step with the server's statistics. FedGBO keeps them fixed all round and recovers the mean
+gradient from the model's move by an inverse step; Mimelite keeps them fixed and uploads a full gradient;
+MFL tracks them on clients and averages them. Where clients take different numbers of steps, FedGBO's
+inverse uses their weighted mean K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedbraid.algorithms._build import builder
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.layout import Layout
+from fedbraid.loop import Algorithm
+from fedbraid.optim import Adam, Optimiser, RMSProp, SGDm
+from fedbraid.rule import Local, Rule, Vectors
+from fedbraid.server import Info, Mean, Scale, Transform, Tree, pipeline
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """y ← y + U(g, s), the statistics s staying as they came."""
+
+    optimiser: Optimiser
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        return self.optimiser.apply(g, loc.down), s
+
+
+@dataclass(frozen=True)
+class FixedAndGradient(Fixed):
+    """Mimelite's client: as Fixed, and uploads ∇f_i(x) over the whole local set."""
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
+        return {"grad": loc.full_grad(loc.x)}, {}
+
+
+@dataclass(frozen=True)
+class Tracked(Rule):
+    """MFL's client: s ← T(g, s), then a step with the new statistics; uploads s."""
+
+    optimiser: Optimiser
+
+    def start(self, loc: Local) -> Vectors:
+        return {name: loc.down[name].expand(len(loc.K), -1) for name in self.optimiser.init(loc.x)}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        stats = self.optimiser.track(g, s)
+        return self.optimiser.step(g, stats, 1), {**s, **stats}
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
+        return {name: s[name] for name in self.optimiser.init(loc.x)}, {}
+
+
+@dataclass(frozen=True)
+class Statistics(Transform):
+    """The server's statistics, sent down with the model."""
+
+    optimiser: Optimiser
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return dict(self.optimiser.init(x))
+
+    def send(self, s: Tree) -> Vectors:
+        return dict(s)
+
+
+@dataclass(frozen=True)
+class Inverted(Statistics):
+    """FedGBO: g̃ = I(x, x⁺, s, K, η), s ← T(g̃, s)."""
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        g = self.optimiser.inverse(u["delta"] / (info.lr * info.K), s)
+        return u, dict(self.optimiser.track(g, s))
+
+
+@dataclass(frozen=True)
+class FromGradient(Statistics):
+    """Mimelite: s ← T(mean ∇f_i, s)."""
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        return u, dict(self.optimiser.track(u["grad"], s))
+
+
+@dataclass(frozen=True)
+class Averaged(Statistics):
+    """MFL: s ← mean s_i."""
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        return u, {name: u[name] for name in s}
+
+
+def _optimiser(name: str, beta: float | None, beta1: float, beta2: float, eps: float, v0: float) -> Optimiser:
+    match name:
+        case "sgdm":
+            return SGDm(0.9 if beta is None else beta)
+        case "rmsprop":
+            return RMSProp(0.99 if beta is None else beta, eps, v0)
+        case "adam":
+            if beta is not None:
+                raise ConfigError(f"adam has no beta={beta}; give beta1 and beta2")
+            return Adam(beta1, beta2, eps, v0, corrected=False)
+    raise unknown("optimizer", name, ["sgdm", "rmsprop", "adam"])
+
+
+@builder
+def fedgbo(
+    optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
+    v0: float = 1.0, weights: str = "uniform",
+) -> Algorithm:  # fmt: skip
+    """FedGBO: one global optimiser, applied on clients, tracked on the server by an inverse step."""
+    o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
+    return Algorithm(Fixed(o), Mean(weights), pipeline(Inverted(o), Scale()))
+
+
+@builder
+def mimelite(
+    optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
+    v0: float = 1.0, weights: str = "uniform",
+) -> Algorithm:  # fmt: skip
+    """Mimelite: statistics fixed on clients, tracked on the server from full local gradients at x."""
+    o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
+    return Algorithm(FixedAndGradient(o), Mean(weights), pipeline(FromGradient(o), Scale()))
+
+
+@builder
+def mfl(
+    optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
+    v0: float = 1.0, weights: str = "uniform",
+) -> Algorithm:  # fmt: skip
+    """MFL: clients track the statistics themselves; the server averages them with the models."""
+    o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
+    return Algorithm(Tracked(o), Mean(weights), pipeline(Averaged(o), Scale()))

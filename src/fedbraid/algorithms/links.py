@@ -1,0 +1,52 @@
+"""Thin links over any algorithm: FedPAQ (Reisizadeh et al. 2020), Fed-EF (Li and Li 2023), hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedbraid.algorithms._build import builder
+from fedbraid.codec import Codec
+from fedbraid.errors import ConfigError
+from fedbraid.link import Down, ErrorFeedback, HiddenState, Up, codec_of
+from fedbraid.loop import Algorithm
+from fedbraid.server import Mean, Scale, pipeline
+
+
+@builder
+def with_codecs(a: Algorithm, up: Codec | None = None, down: Codec | None = None) -> Algorithm:
+    """Any algorithm over other links; what wraps a link stays."""
+
+    def put(link: Up | Down, codec: Codec | None) -> Up | Down:
+        if codec is None:
+            return link
+        return codec if isinstance(link, Codec) else type(link)(codec)
+
+    if down is not None and down.weights:
+        raise ConfigError(f"down={down!r} is for uploads; the model itself is sent down, so use its inner codec")
+    return replace(a, up=put(a.up, up), down=put(a.down, down), name="")
+
+
+@builder
+def error_feedback(a: Algorithm) -> Algorithm:
+    """Any algorithm whose clients add what the codec lost to their next upload."""
+    return replace(a, up=ErrorFeedback(codec_of(a.up)), name="")
+
+
+@builder
+def hidden_state(a: Algorithm) -> Algorithm:
+    """Any algorithm whose server and clients share a hidden state, so that only its change is broadcast."""
+    return replace(a, down=HiddenState(codec_of(a.down)), name="")
+
+
+@builder
+def fedpaq(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """FedPAQ: FedAvg with quantised uploads."""
+    return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=codec)
+
+
+@builder
+def fedef(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """Fed-EF: FedAvg with quantised uploads and error feedback."""
+    return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=ErrorFeedback(codec))
+
+

@@ -1,0 +1,120 @@
+"""The only client code: one visit of a block of clients, in whatever process or machine it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.data.batches import Batch, Plan
+from fedbraid.link import Sender, Sizes, upload
+from fedbraid.rule import Gradient, Local, Vectors, train
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.loop import Algorithm, Order, Work
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change in a run, and every engine needs."""
+
+    algorithm: Algorithm
+    task: Task
+    work: Work
+    seed: int
+
+
+@dataclass
+class Reply:
+    """What came of an order: uploads as the server decodes them, and what the clients now remember."""
+
+    clients: NDArray[np.int64]
+    uploads: Vectors  # [m, ·]
+    memory: Vectors  # [m, ·]
+    sizes: Sizes  # bytes by name, [m] each
+    loss: Tensor  # [m]
+    K: Tensor  # [m, 1]
+    lr: float
+
+    def row(self, i: int) -> Reply:
+        """One client's part."""
+        at = slice(i, i + 1)
+        return Reply(
+            self.clients[at], {k: v[at] for k, v in self.uploads.items()}, {k: v[at] for k, v in self.memory.items()},
+            {k: v[at] for k, v in self.sizes.items()}, self.loss[at], self.K[at], self.lr,
+        )  # fmt: skip
+
+    @staticmethod
+    def join(parts: list[Reply]) -> Reply:
+        """Several replies as one, in order."""
+        first = parts[0]
+        return Reply(
+            np.concatenate([p.clients for p in parts]),
+            {k: torch.cat([p.uploads[k] for p in parts]) for k in first.uploads},
+            {k: torch.cat([p.memory[k] for p in parts]) for k in first.memory},
+            {k: np.concatenate([p.sizes[k] for p in parts]) for k in first.sizes},
+            torch.cat([p.loss for p in parts]), torch.cat([p.K for p in parts]), parts[-1].lr,
+        )  # fmt: skip
+
+
+class Engine(Protocol):
+    """Runs clients. Opened once per run; the same order always gives the same reply."""
+
+    def open(self, setup: Setup) -> None: ...
+
+    def train(self, order: Order) -> Iterator[Reply]: ...
+
+    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+    def describe(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+def visit(setup: Setup, grad: Gradient, order: Order) -> Reply:
+    """Train a block of clients from one version and encode what they upload."""
+    task, work, layout = setup.task, setup.work, setup.task.layout
+    plan = Plan(task, work, order.clients, order.version, setup.seed)
+    x = order.down["x"][None]
+    K = torch.from_numpy(plan.K).to(x)[:, None]
+    loc = Local(
+        x=x,
+        down={name: v[None] for name, v in order.down.items() if name != "x"},
+        memory=order.memory,
+        lr=work.rate(order.version),
+        K=K,
+        n=torch.from_numpy(plan.n).to(x)[:, None],
+        t=order.version,
+        momentum=work.momentum,
+        full_grad=full_gradient(task, grad, order.clients),
+    )
+    with torch.random.fork_rng(devices=[], enabled=task.stochastic):
+        vectors, memory, loss = train(setup.algorithm.rule, grad, loc, plan, work, layout)
+    who = Sender(order.clients, order.version, setup.seed)
+    received, kept, sizes = upload(setup.algorithm.up, vectors, x, order.memory, who, layout)
+    return Reply(order.clients, received, {**order.memory, **memory, **kept}, sizes, loss, K, loc.lr)
+
+
+def full_gradient(task: Task, grad: Gradient, clients: NDArray[np.int64], chunk: int = 256) -> Callable[[Tensor], Tensor]:
+    """y -> the gradient of each client's whole local set, in chunks that fit in memory."""
+    n = task.sizes[clients]
+
+    def at(y: Tensor) -> Tensor:
+        y = y.expand(len(clients), -1).contiguous()
+        total = torch.zeros_like(y)
+        for lo in range(0, int(n.max()), chunk):
+            column = np.arange(lo, min(lo + chunk, int(n.max())))
+            inside = column < n[:, None]
+            rows = task.row_ids(clients, np.minimum(column, n[:, None] - 1))
+            weight = torch.from_numpy(inside.astype(np.float32)).to(y.device)
+            g, _ = grad(y, Batch(task.inputs, task.targets, rows, None if inside.all() else weight))
+            total += g * torch.from_numpy(inside.sum(1) / n).to(y)[:, None]
+        return total
+
+    return at

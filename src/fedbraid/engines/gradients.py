@@ -1,0 +1,129 @@
+"""Gradients of a block by PyTorch: a loop of plain autograd, or vmap over clients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+if TYPE_CHECKING:
+    from fedbraid.data.batches import Batch
+    from fedbraid.data.task import Task
+
+CHUNK = 512  # samples of an evaluation batch
+
+
+class Torch:
+    """What both share: a module and a batched forward pass to judge a model with."""
+
+    def __init__(self, task: Task) -> None:
+        self.layout, self.loss = task.layout, task.per_example
+        self.module = task.module().to(task.inputs.device)
+        self.classifies = task.classifies
+        self.judge = task.module().to(task.inputs.device).eval()
+        convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
+        self.channels_last = convolves and task.inputs.ndim == 4
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(a loss per example, the predicted classes or None)."""
+        self.layout.load(self.judge, x)
+        losses, classes = [], []
+        for lo in range(0, len(inputs), CHUNK):
+            a = inputs[lo : lo + CHUNK]
+            out = self.judge(a if a.is_floating_point() else a.long())
+            losses.append(self.loss(out, targets[lo : lo + CHUNK]))
+            if self.classifies and out.ndim == 2:
+                classes.append(out.argmax(1))
+        return torch.cat(losses), torch.cat(classes) if classes else None
+
+
+class Loop(Torch):
+    """One client after the other through plain autograd, parameters and gradients being views of flat rows."""
+
+    name, vectorised = "loop", False
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.module.train()
+        named = dict(self.module.named_parameters())
+        buffers = dict(self.module.named_buffers())
+        self.slots = [(s, named[s.name]) for s in self.layout if not s.buffer]
+        self.buffers = [(s, buffers[s.name]) for s in self.layout if s.buffer]
+        self._out = torch.empty(0, 0)
+        self._at = (0, 0)
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self._out.shape != y.shape:
+            self._out = torch.empty_like(y)
+            self._at = (0, 0)
+        G = self._out.zero_()
+        losses = torch.zeros(len(y), device=y.device)
+        alone = len(y) == 1 and batch.weight is None
+        for i in range(len(y)):
+            part = batch if alone else batch.client(i)
+            if part.rows.shape[1]:
+                losses[i] = self._one(y[i], G[i], part)
+        return G, losses
+
+    def _one(self, y: Tensor, g: Tensor, batch: Batch) -> Tensor:
+        self._point(y, g)
+        if batch.noise is not None:
+            torch.manual_seed(int(batch.noise[0]))
+        x = batch.x()[0]
+        if self.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        loss = self.loss(self.module(x), batch.y()[0]).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for slot, buffer in self.buffers:
+            y[slot.offset : slot.end] = buffer.reshape(-1)
+        return loss.detach()
+
+    def _point(self, y: Tensor, g: Tensor) -> None:
+        """Make the module's tensors views of these rows."""
+        for slot, buffer in self.buffers:
+            buffer.copy_(y[slot.offset : slot.end].view(slot.shape))
+        at = (y.data_ptr(), g.data_ptr())
+        if at == self._at:
+            return
+        self._at = at
+        for slot, p in self.slots:
+            p.data = y[slot.offset : slot.end].view(slot.shape)
+            p.grad = g[slot.offset : slot.end].view(slot.shape)
+
+
+class Vmap(Torch):
+    """All clients of a block at once: good where their weights meet in batched matrix products."""
+
+    name, vectorised = "vmap", True
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+
+        def one(params: dict[str, Tensor], x: Tensor, t: Tensor, w: Tensor) -> Tensor:
+            each: Tensor = self.loss(functional_call(self.module, params, (x,)), t)
+            return (each * w).sum() / w.sum().clamp_min(1e-12)
+
+        self._both = vmap(grad_and_value(one))
+        self._ones = torch.empty(0)
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        weight = batch.weight
+        if weight is None:
+            if self._ones.shape != batch.rows.shape:
+                self._ones = torch.ones(batch.rows.shape, device=y.device)
+            weight = self._ones
+        grads, losses = self._both(self.layout.views(y), batch.x(), batch.y(), weight)
+        return torch.cat([grads[s.name].reshape(len(y), -1) for s in self.layout], 1), losses
+
+    @staticmethod
+    def suits(task: Task) -> bool:
+        """Whether vmap is the faster of the two: a chain of linear maps, nothing random, no statistics."""
+        plain = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Softmax, nn.LogSoftmax)
+        leaves = [m for m in task.module().modules() if not list(m.children())]
+        return all(isinstance(m, plain) for m in leaves) and task.layout.buffers is None
+
+
+BACKENDS = {"loop": Loop, "vmap": Vmap}

@@ -1,0 +1,77 @@
+"""Configurations as text: `fedshift(fedpaq(uniform(4)), …)` means the same on the command line, in a file, in run.json.
+
+Only calls of known names with literal arguments are understood; nothing is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fedbraid.errors import ConfigError, unknown
+
+Names = Mapping[str, Callable[..., Any]]
+
+
+def evaluate(text: str, names: Names, kind: str) -> Any:
+    """The object that a piece of configuration names.
+
+    >>> evaluate("dict(a=[1, 2])", {"dict": dict}, "thing")
+    {'a': [1, 2]}
+    """
+    return _value(_tree(text, kind), names, kind)
+
+
+def call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, arguments and keywords of a call with literal arguments; a bare name has none."""
+    node = _tree(text, "setting")
+    if isinstance(node, ast.Name):
+        return node.id, [], {}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ConfigError(f"{text!r} is not of the form name(key=value)")
+    args = [_value(a, {}, "value") for a in node.args]
+    return node.func.id, args, {k.arg or "": _value(k.value, {}, "value") for k in node.keywords}
+
+
+def _tree(text: str, kind: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{kind} {text!r} cannot be read; write it as name(key=value, ...)") from error
+
+
+def _value(node: ast.expr, names: Names, kind: str) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(i, names, kind) for i in items]
+        case ast.Name(id=name):
+            return _made(name, [], {}, names, kind)
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords):
+            given = {k.arg or "": _value(k.value, names, kind) for k in keywords}
+            return _made(name, [_value(a, names, kind) for a in args], given, names, kind)
+    raise ConfigError(f"{ast.unparse(node)!r} is not a value, a list or a call; write names as 'text' in quotes")
+
+
+def _made(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind: str) -> Any:
+    if name not in names:
+        raise unknown(kind, name, names)
+    make = names[name]
+    try:
+        signature = inspect.signature(make)
+    except ValueError:
+        return make(*args, **kwargs)
+    loose = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in kwargs:
+        if key not in signature.parameters and not loose:
+            raise unknown(f"keyword of {name}", key, signature.parameters)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}; it is called as {name}{signature}") from error
+    return make(*args, **kwargs)

@@ -102,8 +102,7 @@ class Codec:
 
     def __repr__(self) -> str:
         """The public call: fields at their default are left out."""
-        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
-        fields = sorted(fields, key=lambda f: f.kw_only)
+        fields = sorted(dataclasses.fields(self), key=lambda f: f.kw_only)  # type: ignore[arg-type]
         shown = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
         return f"{self._name}({', '.join(f'{name}={value!r}' for name, value in shown)})"
 

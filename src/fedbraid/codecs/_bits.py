@@ -6,6 +6,8 @@ whole arrays and no loop over elements.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,7 @@ Words = NDArray[np.uint64]
 Codes = NDArray[np.uint8] | NDArray[np.uint16]
 
 
-def code_type(bits: int) -> np.dtype[np.unsignedinteger]:  # type: ignore[type-arg]
+def code_type(bits: int) -> np.dtype[Any]:
     """The unsigned type that holds one code: a byte up to 8 bits, two up to 16."""
     return np.dtype("<u1" if bits <= 8 else "<u2")
 

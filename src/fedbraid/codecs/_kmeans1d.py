@@ -23,7 +23,9 @@ _BINS = 1 << 16
 _MANY = 1 << 17  # from so many numbers on, a histogram is tried before sorting
 _PLACES = 32  # candidates on either side of a border
 _DYNAMIC = 1024  # up to so many clusters, the dynamic programme is worth its time
-_ROUNDS, _LLOYD, _GAIN = 12, 20, 1e-4
+_REACH = 16
+_CAPS = 20
+_ROUNDS, _LLOYD, _GAIN = 50, 20, 1e-4
 
 
 def centroids(w: F32, k: int) -> F32:
@@ -53,7 +55,7 @@ def _from_histogram(w: F32, k: int) -> F32 | None:
     full = np.flatnonzero(counts)
     if len(full) < 16 * k:
         return None
-    table, error = _fit(_Line.of(low + (full + 0.5) * step, counts[full].astype(np.float64)), k)
+    table, error = _fit(_Line.of(low + (full + 0.5) * np.float64(step), counts[full].astype(np.float64)), k)
     noise = len(w) * step**2 / 12  # the error of the bins themselves
     return table if noise < 5e-4 * error else None
 
@@ -78,9 +80,14 @@ class _Line:
     def start(self, k: int) -> I64:
         """Borders with equal shares of the cube root of the density."""
         gap = np.diff(self.x)
-        share = np.cumsum(np.cbrt(gap * gap * np.diff(self.count)[1:]))
+        mass = np.cbrt(gap * gap * np.diff(self.count)[1:])
+        for _ in range(_CAPS):  # a gap is worth one border, however wide it is
+            np.minimum(mass, mass.sum() / k, out=mass)
+        share = np.cumsum(mass)
         at = np.searchsorted(share, share[-1] * np.arange(1, k) / k) + 1
-        return np.concatenate([[0], at, [len(self.x)]])
+        order = np.arange(1, k)
+        at = np.maximum.accumulate(at - order) + order  # no interval is empty
+        return np.concatenate([[0], np.minimum(at, len(self.x) - k + order), [len(self.x)]])
 
     def centres(self, borders: I64) -> F64:
         """The mean of each interval; an empty one stays where it is."""
@@ -103,10 +110,13 @@ class _Line:
             borders = np.concatenate([borders[:1], inner, borders[-1:]])
         return borders
 
-    def dynamic(self, borders: I64) -> I64:
-        """The best borders among candidates between each border's neighbours."""
-        left = np.linspace(borders[:-2], borders[1:-1], _PLACES + 1, axis=1)
-        right = np.linspace(borders[1:-1], borders[2:], _PLACES + 1, axis=1)
+    def dynamic(self, borders: I64, reach: int) -> I64:
+        """The best borders among candidates between each border's neighbours, `reach` away on either side."""
+        at = np.arange(1, len(borders) - 1)
+        left = np.linspace(borders[np.maximum(at - reach, 0)], borders[at], _PLACES + 1, axis=1)
+        right = np.linspace(
+            borders[at], borders[np.minimum(at + reach, len(borders) - 1)], _PLACES + 1, axis=1
+        )
         places = np.concatenate([left, right[:, 1:]], axis=1).astype(np.int64)
         n, s = self.count[places], self.total[places]
         best = _explained(n[0], s[0])
@@ -130,13 +140,13 @@ def _explained(n: F64, s: F64) -> F64:
 
 def _fit(line: _Line, k: int) -> tuple[F32, float]:
     """The centroids and the squared error of k clusters."""
-    borders = line.lloyd(line.start(k))
+    borders, reach = line.lloyd(line.start(k)), 1
     for _ in range(_ROUNDS if k <= _DYNAMIC else 0):
         error = line.square - line.gain(borders)
-        moved = line.lloyd(line.dynamic(borders))
+        moved = line.lloyd(line.dynamic(borders, reach))
         better = error - (line.square - line.gain(moved))
-        if better > 0:
-            borders = moved
-        if better <= _GAIN * error:
+        borders = moved if better > 0 else borders
+        reach = reach if better > _GAIN * error else 4 * reach
+        if reach > _REACH:
             break
     return (line.centres(borders) + line.mean).astype(np.float32), line.square - line.gain(borders)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,7 +51,10 @@ class Kmeans(LayerCodec):
         return np.stack([centroids(row, 1 << self.bits) for row in w])
 
     def _to_codes(self, w: F32, side: F32, noise: Codes | None) -> Codes:
-        return np.stack([_nearest(row, table, code_type(self.bits)) for row, table in zip(w, side)])
+        codes: Codes = np.empty(w.shape, code_type(self.bits))
+        for out, row, table in zip(codes, w, side):
+            out[:] = _nearest(row, table, code_type(self.bits))
+        return codes
 
     def _to_values(self, codes: Codes, side: F32) -> F32:
         return np.stack([table.take(row) for row, table in zip(codes, side)])
@@ -63,7 +66,7 @@ class Kmeans(LayerCodec):
             )
 
 
-def _nearest(w: F32, table: F32, dtype: np.dtype) -> Codes:  # type: ignore[type-arg]
+def _nearest(w: F32, table: F32, dtype: np.dtype[Any]) -> Codes:
     """The index of the nearest centroid of a sorted table; the lower one where two are as near."""
     wide = table.astype(np.float64)
     borders = ((wide[1:] + wide[:-1]) / 2).astype(np.float32)

@@ -95,11 +95,11 @@ class Qsgd(LayerCodec):
     def _measure(self, w: F32) -> F32:
         cells = self._cells(w)
         if self.norm == "max":
-            return np.maximum(cells.max(2), -cells.min(2))
-        norm = np.sqrt(np.square(cells, dtype=np.float64).sum(2))
-        if (norm > np.finfo(np.float32).max).any():
-            raise WireError(f"a layer of l2 norm {norm.max():g} is beyond float32; the model diverged")
-        return norm.astype(np.float32)
+            return np.asarray(np.maximum(cells.max(2), -cells.min(2)))
+        root = np.sqrt(np.square(cells, dtype=np.float64).sum(2))
+        if (root > np.finfo(np.float32).max).any():
+            raise WireError(f"a layer of l2 norm {root.max():g} is beyond float32; the model diverged")
+        return np.asarray(root, np.float32)
 
     def _to_codes(self, w: F32, side: F32, noise: Codes | None) -> Codes:
         """Fixed point with 16 bits after the point, plus 16 random bits, without what is after the point."""

@@ -25,7 +25,7 @@ class Symmetric(LayerCodec):
         return 1
 
     def _measure(self, w: F32) -> F32:
-        alpha = np.maximum(w.max(1, keepdims=True), -w.min(1, keepdims=True)) / np.float32(self._top)
+        alpha: F32 = np.maximum(w.max(1, keepdims=True), -w.min(1, keepdims=True)) / np.float32(self._top)
         alpha[alpha == 0] = 1
         return alpha
 

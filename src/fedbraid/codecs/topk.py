@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Topk(Framed):
             kept[at] = self._cast(row[at])
         return torch.from_numpy(out), [self.size(layout)] * len(block)
 
-    def _cast(self, kept: F32) -> NDArray[np.floating]:  # type: ignore[type-arg]
+    def _cast(self, kept: F32) -> NDArray[Any]:
         if self.values == "float16" and len(kept) and np.abs(kept).max() >= 65520:
             raise WireError(f"{np.abs(kept).max():g} is beyond float16's 65504; use values='float32'")
         return kept.astype(self._type)

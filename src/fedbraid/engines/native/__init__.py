@@ -14,15 +14,12 @@ from torch import Tensor
 
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
-from fedbraid.engines.native.build import FLAGS, NativeUnavailable, compiler, library
+from fedbraid.engines.native.build import FLAGS, NativeUnavailable, compiler, lanes, library
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
 from fedbraid.errors import DataError, EngineError
 
 __all__ = ["Native", "NativeUnavailable"]
-
-LANES = 8
-
 
 class Native:
     """The gradient of every client's batch, `native(y[m, d], batch) -> (G[m, d], losses[m])`.
@@ -52,7 +49,7 @@ class Native:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.size, self.classifies = graph.size, task.loss == "cross_entropy"
-        self.source = generate(graph, str(task.loss), LANES)
+        self.source = generate(graph, str(task.loss), lanes())
         lib = library(self.source, flags)
         self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
         p, n = ctypes.c_void_p, ctypes.c_int64
@@ -65,8 +62,9 @@ class Native:
         m, size = batch.rows.shape
         if y.shape != (m, self.size):
             raise EngineError(f"parameters of shape {tuple(y.shape)} for {m} clients of {self.size}")
-        y, rows, targets = y.contiguous(), batch.rows.contiguous(), self._targets(batch.targets)
-        weight = None if batch.weight is None else batch.weight.contiguous()
+        y, rows = y.to(torch.float32).contiguous(), batch.rows.to(torch.int64).contiguous()
+        targets = self._targets(batch.targets)
+        weight = None if batch.weight is None else batch.weight.to(torch.float32).contiguous()
         inputs, plain = batch.inputs, batch.augment is None
         if not (plain and inputs.is_contiguous() and inputs.dtype == torch.float32):
             inputs, plain = batch.x().to(torch.float32).contiguous(), False
@@ -85,12 +83,13 @@ class Native:
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """The loss of each example, and the class that each is taken for (None where there are no classes)."""
+        x = x.to(torch.float32).contiguous()
         inputs, targets = inputs.to(torch.float32).contiguous(), self._targets(targets)
         losses = torch.empty(len(inputs))
         best = torch.empty(len(inputs), dtype=torch.int64) if self.classifies else None
         _raise(
             self._evaluate(
-                x.contiguous().data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
+                x.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
                 None if best is None else best.data_ptr(), self.threads,
             )
         )  # fmt: skip

@@ -12,6 +12,7 @@ from fedbraid.engines.native.trace import Graph, Op
 _CHUNK = 64  # samples that go through the layers together
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "mse": "SquaredError"}
+_READS_OUTPUT = {"relu", "leaky_relu", "tanh", "sigmoid", "max_pool"}  # on the way back
 _MAPS = {"relu": "Relu", "tanh": "Tanh", "sigmoid": "Sigmoid"}
 
 
@@ -40,17 +41,20 @@ class _Writer:
         self.blocks = _CHUNK // lanes
         self.sizes = [math.prod(s) for s in graph.shapes]
         self.moving = self._moving()
+        self.by_rows = self._by_rows()
         self.written: set[int] = set()  # values whose gradient has been written so far
         n = len(graph.ops)
-        made = {op.output: t for t, op in enumerate(graph.ops)} | {0: 0}
-        last_use = {v: t for t, op in enumerate(graph.ops) for v in op.inputs} | {graph.output: n}
-        live = set(made) & ({0} | {op.output for op in graph.ops})
-        self.values = {v: self._per_block(self.sizes[v], made[v], 2 * n - made[v]) for v in live}
-        self.gradients = {v: self._per_block(self.sizes[v], 2 * n - last_use[v], 2 * n - made[v]) for v in live if v}
+        made = {0: 0} | {op.output: t for t, op in enumerate(graph.ops)}
+        uses = {v: [t for t, op in enumerate(graph.ops) if v in op.inputs] or [n] for v in made}
+        needed = {v: 2 * n - uses[v][0] for v in made}
+        needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.kind in _READS_OUTPUT}
+        self.values = {v: self._per_block(self.sizes[v], made[v], needed[v]) for v in made}
+        self.gradients = {v: self._per_block(self.sizes[v], 2 * n - uses[v][-1], 2 * n - made[v]) for v in made if v}
         self.kept = {t: self._per_block(_kept(op), t, 2 * n - t) for t, op in enumerate(graph.ops)}
-        self.scratch = {t: _Buffer(self._scratch(op), t, 2 * n - t) for t, op in enumerate(graph.ops)}
-        buffers = [b for group in (self.values, self.gradients, self.kept, self.scratch) for b in group.values()]
-        self.workspace = _place(buffers)
+        self.scratch = {t: _Buffer(self._scratch(op), t, t) for t, op in enumerate(graph.ops)}
+        self.scratch_back = {t: _Buffer(b.size, 2 * n - t, 2 * n - t) for t, b in self.scratch.items()}
+        groups = (self.values, self.gradients, self.kept, self.scratch, self.scratch_back)
+        self.workspace = _place([b for group in groups for b in group.values()])
 
     def _per_block(self, size: int, first: int, last: int) -> _Buffer:
         return _Buffer(size * self.blocks, first, last)
@@ -62,6 +66,18 @@ class _Writer:
             if op.weight is not None or op.bias is not None or moving.intersection(op.inputs):
                 moving.add(op.output)
         return moving
+
+    def _by_rows(self) -> bool:
+        """Whether the input goes to one linear layer so narrow that turning the samples costs more than it saves."""
+        users = [op for op in self.graph.ops if 0 in op.inputs]
+        if len(users) != 1 or users[0].kind != "linear":
+            return False
+        i, o = (int(c) for c in users[0].constants)
+        return i % self.lanes == 0 and 9 * o <= i
+
+    def _gather(self) -> str:
+        size = self.sizes[0]
+        return f"for (int n = 0; n < nb; n++) gather<{size}>(rows + n * LANES, {self._value(0)} + n * {size});"
 
     def model(self) -> str:
         ops, out = self.graph.ops, self.graph.output
@@ -79,7 +95,7 @@ class _Writer:
             f"    static constexpr int64_t output = {self.values[out].offset}, output_gradient = {self.gradients[out].offset};",
             "",
             "    static void forward(const float* p, V* v, const float* const* rows, int nb) {",
-            f"        for (int n = 0; n < nb; n++) gather<{self.sizes[0]}>(rows + n * LANES, {self._value(0)} + n * {self.sizes[0]});",
+            *([] if self.by_rows else [f"        {self._gather()}"]),
             *(f"        {self._forward(t, op)}" for t, op in enumerate(ops)),
             "    }",
             "",
@@ -120,6 +136,8 @@ class _Writer:
         kept, scratch = f"v + {self.kept[t].offset}", f"v + {self.scratch[t].offset}"
         match op.kind:
             case "linear":
+                if self.by_rows and op.inputs[0] == 0:
+                    return f"L{t}::forward_rows(rows, {w}, {b}, {y}, nb);"
                 return f"L{t}::forward({x}, {w}, {b}, {y}, nb);"
             case "conv":
                 return f"L{t}::forward({x}, {w}, {b}, {y}, {kept}, {scratch}, nb);"
@@ -137,7 +155,7 @@ class _Writer:
             return
         x, dy = self._value(op.inputs[0]), self._gradient(op.output)
         w, dw, db = _at("p", op.weight), _at("g", op.weight), _at("g", op.bias)
-        kept, scratch = f"v + {self.kept[t].offset}", f"v + {self.scratch[t].offset}"
+        kept, scratch = f"v + {self.kept[t].offset}", f"v + {self.scratch_back[t].offset}"
         wanted = op.inputs[0] in self.moving
         dx = self._gradient(op.inputs[0]) if wanted else "nullptr"
         match op.kind:

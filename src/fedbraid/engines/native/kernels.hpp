@@ -11,13 +11,14 @@
 #ifndef LANES
 #define LANES 8
 #endif
-#if defined(__AVX512F__) || defined(__aarch64__)
+#ifdef __AVX512F__
 #define ACCUMULATORS 25  // of 32 vector registers
 #else
 #define ACCUMULATORS 12  // of 16
 #endif
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
+#define OP static __attribute__((noinline))
 
 typedef float V __attribute__((vector_size(4 * LANES)));
 typedef float VU __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -42,12 +43,17 @@ INLINE void put(float* to, float value, bool add) { *to = add ? *to + value : va
 
 // LANES x LANES, in place: log2(LANES) rounds of a perfect shuffle of rows r and r + LANES / 2.
 INLINE void transpose(V* a) {
-#if LANES == 8
-#define SHUFFLE_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define SHUFFLE_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define SHUFFLE_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VI{__VA_ARGS__})
+#endif
+#if LANES == 8
+#define SHUFFLE_LOW(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define SHUFFLE_HIGH(a, b) SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define SHUFFLE_LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define SHUFFLE_HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #endif
     constexpr int half = LANES / 2;
     V b[LANES];
@@ -62,7 +68,7 @@ INLINE void transpose(V* a) {
 
 // Rows of F numbers, one per lane, into V[F].
 template <int F>
-void gather(const float* const* rows, V* out) {
+OP void gather(const float* const* rows, V* out) {
     int f = 0;
     for (; f + LANES <= F; f += LANES) {
         V t[LANES];
@@ -78,7 +84,7 @@ constexpr int round_up(int n) { return (n + LANES - 1) / LANES * LANES; }
 
 // V[F] into LANES rows of round_up(F) numbers.
 template <int F>
-void scatter(const V* in, float* rows) {
+static void scatter(const V* in, float* rows) {
     for (int f = 0; f < F; f += LANES) {
         V t[LANES];
         UNROLL for (int l = 0; l < LANES; l++) t[l] = f + l < F ? in[f + l] : V{};
@@ -101,6 +107,23 @@ INLINE V exp(V x) {
     p = p * r * r + r + 1.f;
     VI e = (__builtin_convertvector(n, VI) + 127) << 23;
     return p * (V)e;
+}
+
+// log of positive normal numbers, to about one unit in the last place (Cephes again).
+INLINE V log(V x) {
+    VI bits = (VI)x - 0x3f3504f3;  // so that the fraction lies in [sqrt(1/2), sqrt(2))
+    V e = __builtin_convertvector(bits >> 23, V);
+    V f = (V)((bits & 0x7fffff) + 0x3f3504f3) - 1.f, z = f * f;
+    V p = splat(7.0376836292e-2f);
+    p = p * f - 1.1514610310e-1f;
+    p = p * f + 1.1676998740e-1f;
+    p = p * f - 1.2420140846e-1f;
+    p = p * f + 1.4249322787e-1f;
+    p = p * f - 1.6668057665e-1f;
+    p = p * f + 2.0000714765e-1f;
+    p = p * f - 2.4999993993e-1f;
+    p = p * f + 3.3333331174e-1f;
+    return (f + (p * f * z + e * -2.12194440e-4f - z * 0.5f)) + e * 0.693359375f;
 }
 
 INLINE V tanh(V x) {
@@ -203,12 +226,61 @@ struct Correlate {
     }
 
     template <bool ADD>
-    static void run(const V* in, const float* w, const float* base, V* out, int first, int last) {
+    OP void run(const V* in, const float* w, const float* base, V* out, int first, int last) {
         constexpr int whole = O / tile.n * tile.n;
         for (int o = 0; o < whole; o += tile.n)
             rows<tile.n, ADD>(in, w + o * taps, base ? base + o : base, out + o * OY * OX, first, last);
         if constexpr (O % tile.n != 0)
             rows<O % tile.n, ADD>(in, w + whole * taps, base ? base + whole : base, out + whole * OY * OX, first, last);
+    }
+};
+
+// The way back through a convolution of stride 1 whose rows of dx fit in registers: no border is needed, and
+// none of its zeros multiplied. dx[i][y][x] = sum over (o, ky, kx) of dy[o][y + PY - ky][x + PX - kx] w[o][i][ky][kx].
+template <int I, int H, int W, int O, int KY, int KX, int PY, int PX>
+struct Narrow {
+    static constexpr int OY = H + 2 * PY - KY + 1, OX = W + 2 * PX - KX + 1;
+    static constexpr int at_once = (ACCUMULATORS + 5) / (W + KX) < I ? (ACCUMULATORS + 5) / (W + KX) : I;
+
+    static constexpr int useful() {
+        int taps = 0;
+        for (int j = 0; j < OX; j++)
+            for (int k = 0; k < KX; k++) taps += j + k - PX >= 0 && j + k - PX < W;
+        return taps;
+    }
+    static constexpr bool pays = at_once > 0 && useful() * 10 < W * KX * 9;
+
+    template <int N, bool ADD>
+    static void planes(const V* dy, const float* w, V* dx) {
+        for (int y = 0; y < H; y++) {
+            V acc[N][W];
+            UNROLL for (int i = 0; i < N; i++)
+                UNROLL for (int x = 0; x < W; x++) acc[i][x] = V{};
+            int k0 = y + PY - OY + 1 > 0 ? y + PY - OY + 1 : 0, k1 = y + PY + 1 < KY ? y + PY + 1 : KY;
+            for (int o = 0; o < O; o++)
+                for (int ky = k0; ky < k1; ky++) {
+                    const V* row = dy + (o * OY + y + PY - ky) * OX;
+                    V c[N][KX];
+                    UNROLL for (int i = 0; i < N; i++)
+                        UNROLL for (int k = 0; k < KX; k++) c[i][k] = splat(w[((o * I + i) * KY + ky) * KX + k]);
+                    UNROLL for (int j = 0; j < OX; j++)
+                        UNROLL for (int i = 0; i < N; i++)
+                            UNROLL for (int k = 0; k < KX; k++)
+                                if (j + k - PX >= 0 && j + k - PX < W) acc[i][j + k - PX] += row[j] * c[i][k];
+                }
+            UNROLL for (int i = 0; i < N; i++)
+                UNROLL for (int x = 0; x < W; x++) {
+                    V* to = dx + (i * H + y) * W + x;
+                    *to = ADD ? *to + acc[i][x] : acc[i][x];
+                }
+        }
+    }
+
+    template <bool ADD>
+    OP void run(const V* dy, const float* w, V* dx) {
+        constexpr int whole = I / at_once * at_once;
+        for (int i = 0; i < whole; i += at_once) planes<at_once, ADD>(dy, w + i * KY * KX, dx + i * H * W);
+        if constexpr (I % at_once != 0) planes<I % at_once, ADD>(dy, w + whole * KY * KX, dx + whole * H * W);
     }
 };
 
@@ -234,17 +306,22 @@ struct Conv {
                 std::memcpy((void*)(to + (i * HP + y + PY) * WP + PX), x + (i * H + y) * W, sizeof(V) * W);
     }
 
-    static void forward(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
         Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
         for (int n = 0; n < nb; n++) {
             if constexpr (padded) pad(x + n * in_size, bordered + n * kept);
             const V* from = padded ? bordered + n * kept : x + n * in_size;
-            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, 0, HP);
+            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, PY, PY + H);
         }
     }
 
     template <bool ADD>
-    static void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
+    OP void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
+        if constexpr (SY == 1 && SX == 1 && Narrow<I, H, W, O, KY, KX, PY, PX>::pays) {
+            for (int n = 0; n < nb; n++)
+                Narrow<I, H, W, O, KY, KX, PY, PX>::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
+            return;
+        }
         constexpr int top = KY - 1 - PY, left = KX - 1 - PX;
         V* wide = scratch + packed;
         Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
@@ -295,7 +372,7 @@ struct Conv {
     }
 
     template <int N>
-    static void weight_rows(const V* x, const V* dy, int nb, float* dw, bool add) {
+    OP void weight_rows(const V* x, const V* dy, int nb, float* dw, bool add) {
         constexpr int whole = I / tile.m * tile.m;
         for (int i = 0; i < whole; i += tile.m)
             for (int ky = 0; ky < KY; ky++)
@@ -305,7 +382,7 @@ struct Conv {
                 weight_block<N, I % tile.m>(x + whole * HP * WP, dy, ky, nb, dw + whole * KY * KX, add);
     }
 
-    static void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, int nb, bool add) {
+    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, int nb, bool add) {
         constexpr int whole = O / tile.n * tile.n, each = I * KY * KX;
         const V* from = padded ? bordered : x;
         for (int o = 0; o < whole; o += tile.n)
@@ -314,10 +391,14 @@ struct Conv {
             weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
         if (db)
             for (int o = 0; o < O; o++) {
-                V s = {};
-                for (int n = 0; n < nb; n++)
-                    for (int k = 0; k < OY * OX; k++) s += dy[n * out_size + o * OY * OX + k];
-                put(db + o, total(s), add);
+                V s[4] = {};  // four sums at a time: one alone waits for itself
+                for (int n = 0; n < nb; n++) {
+                    const V* from = dy + n * out_size + o * OY * OX;
+                    int k = 0;
+                    for (; k + 4 <= OY * OX; k += 4) UNROLL for (int j = 0; j < 4; j++) s[j] += from[k + j];
+                    for (; k < OY * OX; k++) s[0] += from[k];
+                }
+                put(db + o, total((s[0] + s[1]) + (s[2] + s[3])), add);
             }
     }
 };
@@ -361,19 +442,50 @@ struct Linear {
     }
 
     template <int R, int C, int SR, int SC, bool ADD>
-    static void run(const V* in, const float* w, const float* base, V* out, int nb) {
+    OP void run(const V* in, const float* w, const float* base, V* out, int nb) {
         for (; nb >= 4; nb -= 4, in += 4 * R, out += 4 * C) columns<4, R, C, SR, SC, ADD>(in, w, base, out);
         if (nb == 3) columns<3, R, C, SR, SC, ADD>(in, w, base, out);
         if (nb == 2) columns<2, R, C, SR, SC, ADD>(in, w, base, out);
         if (nb == 1) columns<1, R, C, SR, SC, ADD>(in, w, base, out);
     }
 
-    static void forward(const V* x, const float* w, const float* b, V* y, int nb) {
+    OP void forward(const V* x, const float* w, const float* b, V* y, int nb) {
         run<I, O, 1, I, false>(x, w, b, y, nb);
     }
 
+    // N outputs of LANES samples whose rows are whole vectors: sums along the rows, turned at the end.
+    template <int N>
+    INLINE void dot(const float* const* x, const float* w, const float* b, V* y) {
+        V acc[N][LANES];
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int l = 0; l < LANES; l++) acc[o][l] = V{};
+        for (int i = 0; i < I; i += LANES) {
+            V c[N];
+            UNROLL for (int o = 0; o < N; o++) c[o] = load(w + o * I + i);
+            UNROLL for (int l = 0; l < LANES; l++) {
+                V v = load(x[l] + i);
+                UNROLL for (int o = 0; o < N; o++) acc[o][l] += v * c[o];
+            }
+        }
+        UNROLL for (int o = 0; o < N; o++) {
+            transpose(acc[o]);
+            V sum = acc[o][0];
+            UNROLL for (int l = 1; l < LANES; l++) sum += acc[o][l];
+            y[o] = b ? sum + b[o] : sum;
+        }
+    }
+
+    // From rows of the table to V[O], without turning the inputs: for few outputs.
+    OP void forward_rows(const float* const* x, const float* w, const float* b, V* y, int nb) {
+        constexpr int most = LANES <= 8 && ACCUMULATORS > 16 ? 2 : 1, step = O < most ? O : most;
+        for (int n = 0; n < nb; n++, x += LANES, y += O) {
+            for (int o = 0; o + step <= O; o += step) dot<step>(x, w + o * I, b ? b + o : b, y + o);
+            if constexpr (O % step != 0) dot<1>(x, w + (O - 1) * I, b ? b + O - 1 : b, y + O - 1);
+        }
+    }
+
     template <bool ADD>
-    static void backward_input(const V* dy, const float* w, V* dx, int nb) {
+    OP void backward_input(const V* dy, const float* w, V* dx, int nb) {
         run<O, I, I, 1, ADD>(dy, w, nullptr, dx, nb);
     }
 
@@ -406,7 +518,7 @@ struct Linear {
     static constexpr Tile tile = best_tile(O, IR / LANES, 1, 4);
 
     template <int M>
-    static void weight_columns(const float* const* x, const float* dy, int samples, float* dw, int tail, bool add) {
+    OP void weight_columns(const float* const* x, const float* dy, int samples, float* dw, int tail, bool add) {
         constexpr int whole = O / tile.n * tile.n;
         for (int o = 0; o < whole; o += tile.n)
             weight_block<tile.n, M>(x, dy + o, samples, dw + o * I, tail, add);
@@ -415,7 +527,7 @@ struct Linear {
     }
 
     // x: pointers to the samples' rows, each readable to IR numbers, or to I where I is IR.
-    static void weight_rows(const float* const* x, const V* dy, float* dw, float* db, float* dyt, int nb, int samples, bool add) {
+    OP void weight_rows(const float* const* x, const V* dy, float* dw, float* db, float* dyt, int nb, int samples, bool add) {
         for (int n = 0; n < nb; n++) scatter<O>(dy + n * O, dyt + n * LANES * OR);
         constexpr int vectors = IR / LANES, whole = vectors / tile.m * tile.m, rest = vectors % tile.m;
         const float* at[samples];
@@ -433,7 +545,7 @@ struct Linear {
             }
     }
 
-    static void backward_weight(const V* x, const V* dy, float* dw, float* db, V* scratch, int nb, int samples, bool add) {
+    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, V* scratch, int nb, int samples, bool add) {
         float *xt = (float*)scratch, *dyt = xt + nb * LANES * IR;
         const float* rows[nb * LANES];
         for (int n = 0; n < nb; n++) {
@@ -472,7 +584,7 @@ struct Pool {
 
     // The largest of a window, and of 0 if RECTIFY.
     template <bool RECTIFY>
-    static void max_forward(const V* x, V* y, int nb) {
+    OP void max_forward(const V* x, V* y, int nb) {
         planes(nb, [=](int plane, int at, int oy, int ox) {
             V m = RECTIFY ? V{} : splat(-INFINITY);
             window(oy, ox, [&](int k) { m = max(m, x[plane + k]); });
@@ -481,7 +593,7 @@ struct Pool {
     }
 
     template <bool RECTIFY, bool ADD>
-    static void max_backward(const V* x, const V* y, const V* dy, V* dx, int nb) {
+    OP void max_backward(const V* x, const V* y, const V* dy, V* dx, int nb) {
         if (!ADD && !covers) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
         planes(nb, [=](int plane, int at, int oy, int ox) {
             V m = y[at], g = RECTIFY ? keep(m > 0.f, dy[at]) : dy[at];
@@ -503,7 +615,7 @@ struct Pool {
     }
 
     template <int DIVISOR>
-    static void mean_forward(const V* x, V* y, int nb) {
+    OP void mean_forward(const V* x, V* y, int nb) {
         planes(nb, [=](int plane, int at, int oy, int ox) {
             V s = {};
             window(oy, ox, [&](int k) { s += x[plane + k]; });
@@ -512,7 +624,7 @@ struct Pool {
     }
 
     template <int DIVISOR, bool ADD>
-    static void mean_backward(const V* dy, V* dx, int nb) {
+    OP void mean_backward(const V* dy, V* dx, int nb) {
         if (!ADD && !covers) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
         planes(nb, [=](int plane, int at, int oy, int ox) {
             V g = dy[at] * share<DIVISOR>(oy, ox);
@@ -529,7 +641,7 @@ struct GroupNorm {
     static constexpr int kept = 2 * GROUPS;  // mean and 1 / deviation, in V per block
     static constexpr int sums = 2 * C;       // scratch, in V
 
-    static void forward(const V* x, const float* w, const float* b, V* y, V* stats, float eps, int nb) {
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* stats, float eps, int nb) {
         for (int g = 0; g < nb * GROUPS; g++) {
             const V* from = x + g * each;
             V mean = {}, var = {};
@@ -549,7 +661,7 @@ struct GroupNorm {
     }
 
     template <bool ADD, bool INPUT>
-    static void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* scratch, int nb, bool add) {
+    OP void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* scratch, int nb, bool add) {
         V *sum_w = scratch, *sum_b = scratch + C;
         std::memset((void*)scratch, 0, sizeof(V) * 2 * C);
         for (int g = 0; g < nb * GROUPS; g++) {
@@ -605,22 +717,22 @@ struct Sigmoid {
 
 template <class F, int N>
 struct Map {
-    static void forward(const V* x, V* y, int nb) {
+    OP void forward(const V* x, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = F::value(x[k]);
     }
     template <bool ADD>
-    static void backward(const V* y, const V* dy, V* dx, int nb) {
+    OP void backward(const V* y, const V* dy, V* dx, int nb) {
         for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + F::slope(y[k], dy[k]) : F::slope(y[k], dy[k]);
     }
 };
 
 template <int N>
 struct Add {
-    static void forward(const V* a, const V* b, V* y, int nb) {
+    OP void forward(const V* a, const V* b, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = a[k] + b[k];
     }
     template <bool ADD>
-    static void backward(const V* dy, V* dx, int nb) {
+    OP void backward(const V* dy, V* dx, int nb) {
         for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] : dy[k];
     }
 };
@@ -635,7 +747,7 @@ struct CrossEntropy {
     static bool valid(const Target* t) { return *t >= 0 && *t < O; }
 
     // `dz` may be null. `best` takes the first largest output.
-    static void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t* best) {
+    OP void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t* best) {
         V top = z[0];
         VI at = {};
         for (int o = 1; o < O; o++) {
@@ -643,15 +755,20 @@ struct CrossEntropy {
             top = pick(more, z[o], top);
             at = (more & o) | (~more & at);
         }
-        V e[O], sum = {};
-        for (int o = 0; o < O; o++) sum += e[o] = exp(z[o] - top);
+        V sum = {};
+        for (int o = 0; o < O; o++) {
+            V e = exp(z[o] - top);
+            sum += e;
+            if (dz) dz[o] = e;
+        }
+        V each = log(sum) + top;
         for (int l = 0; l < LANES; l++) {
-            loss[l] = std::log(sum[l]) + top[l] - ((const float*)(z + *t[l]))[l];
+            loss[l] = each[l] - ((const float*)(z + *t[l]))[l];
             if (best) best[l] = at[l];
         }
         if (!dz) return;
         V scale = share / sum;
-        for (int o = 0; o < O; o++) dz[o] = e[o] * scale;
+        for (int o = 0; o < O; o++) dz[o] *= scale;
         for (int l = 0; l < LANES; l++) ((float*)(dz + *t[l]))[l] -= share[l];
     }
 };
@@ -663,7 +780,7 @@ struct SquaredError {
 
     static bool valid(const Target*) { return true; }
 
-    static void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t*) {
+    OP void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t*) {
         V sum = {};
         for (int o = 0; o < O; o++) {
             V want;

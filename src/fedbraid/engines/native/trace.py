@@ -203,7 +203,7 @@ class _Builder:
             raise Unsupported(f"{node.name!r} changes in place what something else reads")
         inputs = tuple(self.values[t] for t in tensors)
         self.values[node] = self._value(node)
-        self.ops.append(Op("add", inputs, self.values[node]))
+        self.ops.append(Op("add", inputs, self.values[node], (math.prod(self.shapes[-1]),)))
 
     def _apply(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> None:
         where = str(node.target)[2:] if node.op == "call_module" else node.name

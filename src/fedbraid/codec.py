@@ -102,7 +102,7 @@ class Codec:
 
     def __repr__(self) -> str:
         """The public call: fields at their default are left out."""
-        fields = sorted(dataclasses.fields(self), key=lambda f: f.kw_only)  # type: ignore[arg-type]
+        fields = sorted(dataclasses.fields(self), key=lambda f: bool(f.kw_only))  # type: ignore[arg-type]
         shown = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
         return f"{self._name}({', '.join(f'{name}={value!r}' for name, value in shown)})"
 

@@ -20,18 +20,17 @@ from fedbraid.errors import ConfigError, WireError
 from fedbraid.layout import Layout
 
 ODD = Layout.from_shapes([("a", (3, 5)), ("a.bias", (7,)), ("c", (4, 4, 2)), ("none", (0, 3)), ("scale", ())])
-QAFEL = Layout.from_shapes(
-    [row for i, c in enumerate((3, 32, 32, 32)) for row in ((f"c{i}", (32, c, 3, 3)), (f"b{i}", (32,)))]
-    + [("fc", (2, 288)), ("rest", (66,))]
-)
-FEDSHIFT = Layout.from_shapes(
-    [("c1", (32, 3, 5, 5)), ("b1", (32,)), ("c2", (64, 32, 5, 5)), ("b2", (64,))]
-    + [("f1", (512, 4096)), ("b3", (512,)), ("f2", (10, 512)), ("b4", (10,))]
-)
-LENET = Layout.from_shapes(
-    [("c1", (6, 1, 5, 5)), ("b1", (6,)), ("c2", (16, 6, 5, 5)), ("b2", (16,)), ("f1", (120, 400)), ("b3", (120,))]
-    + [("f2", (84, 120)), ("b4", (84,)), ("f3", (10, 84)), ("b5", (10,))]
-)
+
+
+def network(*shapes: tuple[int, ...]) -> Layout:
+    """Layers of these weights, each with a bias for each of its outputs."""
+    rows = [row for i, s in enumerate(shapes) for row in ((f"{i}.weight", s), (f"{i}.bias", s[:1]))]
+    return Layout.from_shapes(rows)
+
+
+QAFEL = network((32, 3, 3, 3), (32, 32, 3, 3), (32, 32, 3, 3), (32, 32, 3, 3), (2, 288), (32,))
+FEDSHIFT = network((32, 3, 5, 5), (64, 32, 5, 5), (512, 4096), (10, 512))
+LENET = network((6, 1, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84))
 
 EVERY: list[Codec] = [
     codecs.identity(),
@@ -110,8 +109,11 @@ def test_size_is_the_length_of_the_message(codec):
 
 
 def test_sizes_of_the_papers():
+    assert (QAFEL.size, FEDSHIFT.size) == (29_282, 2_156_490)
     for make in (codecs.qsgd, codecs.uniform):
-        assert [make(bits).size(QAFEL) <= most for bits, most in ((8, 29_924), (4, 15_380), (2, 8_108))] == [True] * 3
+        assert [make(bits).size(QAFEL) <= most for bits, most in ((8, 29_924), (4, 15_380), (2, 8_108))] == [
+            True
+        ] * 3
     assert codecs.identity().size(QAFEL) - 117_128 <= 20
     weights = sum(s.size for s in FEDSHIFT if len(s.shape) > 1)
     side = codecs.kmeans(4).size(FEDSHIFT) - weights // 2 - 4 * (FEDSHIFT.size - weights)
@@ -124,7 +126,9 @@ def test_one_percent_of_two_million_takes_nine_bits_a_position():
     assert 8 * positions.size(k, FEDSHIFT.size) / k < 8.7
 
 
-@pytest.mark.parametrize(("codec", "share"), [(codecs.fp16(), 0.505), (codecs.int8(), 0.255), (codecs.int4(), 0.13)])
+@pytest.mark.parametrize(
+    ("codec", "share"), [(codecs.fp16(), 0.505), (codecs.int8(), 0.255), (codecs.int4(), 0.13)]
+)
 def test_rows_take_their_share_of_float32(codec, share):
     assert codec.row_size(LENET) <= share * 4 * LENET.size
 
@@ -142,11 +146,15 @@ def test_a_block_is_what_its_messages_decode_to(codec, m):
     assert sizes == [len(data) for data in messages]
 
 
-@pytest.mark.parametrize("codec", [codecs.qsgd(4, norm="l2"), codecs.uniform(5), codecs.int8(), codecs.topk(0.01)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [codecs.qsgd(4, norm="l2"), codecs.uniform(5), codecs.int8(), codecs.topk(0.01)], ids=repr
+)
 def test_a_large_block_is_what_its_messages_decode_to(codec):
     block = normal(12, QAFEL.size)  # more numbers than are worked on at a time
     values, _ = codec.roundtrip(block, QAFEL, range(12))
-    assert all(torch.equal(row, there_and_back(codec, v, QAFEL, i)) for i, (row, v) in enumerate(zip(values, block)))
+    assert all(
+        torch.equal(row, there_and_back(codec, v, QAFEL, i)) for i, (row, v) in enumerate(zip(values, block))
+    )
 
 
 def test_a_layer_larger_than_a_piece_is_one_layer():
@@ -164,7 +172,9 @@ def test_the_input_is_left_alone_and_one_seed_gives_one_message(codec):
     assert torch.equal(v, before)
 
 
-@pytest.mark.parametrize("codec", [c for c in EVERY if "topk" not in repr(c) and "quantise" not in repr(c)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [c for c in EVERY if "topk" not in repr(c) and "quantise" not in repr(c)], ids=repr
+)
 def test_one_dimensional_layers_travel_as_they_are(codec):
     v = normal(ODD.size)
     out = there_and_back(codec, v, ODD)
@@ -177,8 +187,12 @@ def test_identity_is_exact():
     assert torch.equal(there_and_back(codecs.identity(), v, ODD), v)
 
 
-finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
-vectors = st.lists(finite32, min_size=ODD.size, max_size=ODD.size).map(lambda v: torch.tensor(v, dtype=torch.float32))
+finite32 = st.floats(
+    width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100
+)
+vectors = st.lists(finite32, min_size=ODD.size, max_size=ODD.size).map(
+    lambda v: torch.tensor(v, dtype=torch.float32)
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,7 +214,13 @@ def test_int_is_within_half_a_scale(v, codec):
 
 
 @settings(max_examples=60, deadline=None)
-@given(vectors, st.integers(2, 16), st.integers(0, 2**40), st.sampled_from([None, 4]), st.sampled_from(["layer", "vector"]))
+@given(
+    vectors,
+    st.integers(2, 16),
+    st.integers(0, 2**40),
+    st.sampled_from([None, 4]),
+    st.sampled_from(["layer", "vector"]),
+)
 def test_qsgd_is_within_a_level_and_keeps_zeros(v, bits, seed, bucket, scope):
     v[::3] = 0
     codec = codecs.qsgd(bits, bucket=bucket, scope=scope)
@@ -232,7 +252,9 @@ def least_error(x: np.ndarray, k: int) -> float:
     n, s, q = (np.concatenate([[0], np.cumsum(p)]) for p in (np.ones_like(x), x, x * x))
     size = n - n[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        cost = np.where(size > 0, q - q[:, None] - (s - s[:, None]) ** 2 / size, np.where(size == 0, 0, np.inf))
+        cost = np.where(
+            size > 0, q - q[:, None] - (s - s[:, None]) ** 2 / size, np.where(size == 0, 0, np.inf)
+        )
     best = cost[0]
     for _ in range(k - 1):
         best = (best[:, None] + cost).min(0)
@@ -298,7 +320,11 @@ def test_kmeans_sends_the_nearest_centroid():
 # the theory: unbiased, contractive
 
 
-@pytest.mark.parametrize("codec", [codecs.qsgd(2), codecs.qsgd(4), codecs.qsgd(3, norm="l2", scope="vector"), codecs.qsgd(8, bucket=5)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [codecs.qsgd(2), codecs.qsgd(4), codecs.qsgd(3, norm="l2", scope="vector"), codecs.qsgd(8, bucket=5)],
+    ids=repr,
+)
 def test_qsgd_is_unbiased(codec):
     assert codec.unbiased
     v = normal(ODD.size)
@@ -314,7 +340,13 @@ def test_contractive_qsgd_contracts(norm, bits, bucket):
     layout = Layout.from_shapes([("w", (10, 30))])
     codec = codecs.qsgd(bits, norm=norm, bucket=bucket, contractive=True)
     delta = 1 / (1 + codec.omega(300))
-    for v in (normal(300), normal(300) ** 5, torch.eye(300)[3], torch.ones(300), torch.ones(300) + torch.eye(300)[0]):
+    for v in (
+        normal(300),
+        normal(300) ** 5,
+        torch.eye(300)[3],
+        torch.ones(300),
+        torch.ones(300) + torch.eye(300)[0],
+    ):
         draws, _ = codec.roundtrip(v.expand(300, -1), layout, range(300))
         lost = ((draws - v).double() ** 2).sum(1).mean() / (v.double() ** 2).sum()
         assert lost <= (1 - delta) * 1.02
@@ -324,7 +356,10 @@ def test_contractive_qsgd_contracts(norm, bits, bucket):
 def test_contractive_divides_by_one_plus_omega():
     layout = Layout.from_shapes([("w", (10, 30))])
     v = normal(300)
-    for norm, omega in (("l2", min(300 / 49, math.sqrt(300) / 7)), ("max", min(300 / 196, math.sqrt(300) / 7))):
+    for norm, omega in (
+        ("l2", min(300 / 49, math.sqrt(300) / 7)),
+        ("max", min(300 / 196, math.sqrt(300) / 7)),
+    ):
         plain = there_and_back(codecs.qsgd(4, norm=norm), v, layout)
         shrunk = there_and_back(codecs.qsgd(4, norm=norm, contractive=True), v, layout)
         assert torch.allclose(shrunk * (1 + omega), plain, rtol=1e-5)
@@ -343,7 +378,9 @@ def test_topk_contracts_and_keeps_the_largest(v, fraction):
 
 def test_topk_of_equals_keeps_the_first_and_counts_like_a_person():
     layout = Layout.from_shapes([("w", (100,))])
-    assert there_and_back(codecs.topk(0.07), torch.ones(100), layout).nonzero().flatten().tolist() == list(range(7))
+    assert there_and_back(codecs.topk(0.07), torch.ones(100), layout).nonzero().flatten().tolist() == list(
+        range(7)
+    )
     assert codecs.topk(0.29).kept(layout) == 29
     assert codecs.topk(0.291).kept(layout) == 30
 
@@ -375,7 +412,12 @@ def test_mixed_by_share_is_even_and_exact():
     for share, n in ((0.5, 100), (0.29, 100), (0.1, 1000), (0.7, 10), (1 / 3, 30), (0, 10), (1, 10)):
         chosen = [codecs.mixed(codecs.int4(), share=share).quantises(i) for i in range(n)]
         assert sum(chosen) == round(share * n)
-    assert [codecs.mixed(codecs.int4(), share=0.5).quantises(i) for i in range(4)] == [False, True, False, True]
+    assert [codecs.mixed(codecs.int4(), share=0.5).quantises(i) for i in range(4)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_mixed_by_name_and_either_frame_decodes():

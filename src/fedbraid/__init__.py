@@ -1,10 +1,10 @@
 """fedbraid: federated learning with parts that compose.
 
-    import fedbraid as fb
+import fedbraid as fb
 
-    task = fb.tasks.load("digits", clients=100, partition=fb.partition.label_chunks(1))
-    result = fb.simulate(task, fb.fedadavr("lamb"), fb.Work(lr=0.05, batch=10), fb.rounds(100, clients=5), seed=42)
-    print(result)
+task = fb.tasks.load("digits", clients=100, partition=fb.partition.label_chunks(1))
+result = fb.simulate(task, fb.fedadavr("lamb"), fb.Work(lr=0.05, batch=10), fb.rounds(100, clients=5), seed=42)
+print(result)
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fedbraid import clock, codecs, engines, errors, models
-    from fedbraid.algorithms import (
-        adabest, cluster_fedvarp, error_feedback, fedadabelief, fedadagrad, fedadam, fedadavr, fedasync, fedavg,
-        fedavgm, fedbuff, feddyn, fedef, fedgbo, fedlamb, fednova, fedpaq, fedprox, fedshift, fedvarp, fedyogi,
-        hidden_state, mfl, mifa, mimelite, qafel, scaffold, scaffold_m, with_codecs,
-    )  # fmt: skip
+    from fedbraid.algorithms.adabest import adabest
+    from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
+    from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
+    from fedbraid.algorithms.fedadavr import cluster_fedvarp, fedadavr, fedvarp, mifa
+    from fedbraid.algorithms.feddyn import feddyn
+    from fedbraid.algorithms.fedgbo import fedgbo, mfl, mimelite
+    from fedbraid.algorithms.fedshift import fedshift
+    from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
+    from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
+    from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.codec import Codec
     from fedbraid.data import partition, tasks
     from fedbraid.data.task import Task
@@ -28,9 +33,9 @@ if TYPE_CHECKING:
     from fedbraid.layout import Layout
     from fedbraid.loop import Algorithm, State, Work
     from fedbraid.rule import Chain, Local, Rule, chain
+    from fedbraid.runs import Result, resume, simulate
     from fedbraid.schedule import buffered, immediate, rounds
     from fedbraid.server import Gather, Info, Mean, Pipeline, Scale, Staleness, Transform, Uploads, pipeline
-    from fedbraid.runs import Result, resume, simulate
 
 _HOMES = {
     "": "clock codecs engines errors models",
@@ -52,7 +57,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ any instant, a run resumes from its last committed step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -39,10 +40,14 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
-                raise RunError(f"{self.path} holds other files and no run.json; give out= a new or empty folder")
+                raise RunError(
+                    f"{self.path} holds other files and no run.json; give out= a new or empty folder"
+                )
             self.write_json("run.json", config)
         except OSError as error:
-            raise RunError(f"the run folder {self.path} cannot be written: {error.strerror}; choose another out=") from error
+            raise RunError(
+                f"the run folder {self.path} cannot be written: {error.strerror}; choose another out="
+            ) from error
 
     def config(self) -> Record:
         try:
@@ -50,9 +55,13 @@ class Folder:
         except FileNotFoundError as error:
             raise RunError(f"{self.path} is no run folder (it has no run.json); check the path") from error
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / 'run.json'} cannot be read ({error}); restore it or start a new run") from error
+            raise RunError(
+                f"{self.path / 'run.json'} cannot be read ({error}); restore it or start a new run"
+            ) from error
         if not isinstance(config, dict):
-            raise RunError(f"{self.path / 'run.json'} does not hold a configuration; restore it or start a new run")
+            raise RunError(
+                f"{self.path / 'run.json'} does not hold a configuration; restore it or start a new run"
+            )
         return config
 
     def write_json(self, name: str, value: Any) -> None:
@@ -71,7 +80,9 @@ class Folder:
         except FileNotFoundError:
             return
         except ValueError as error:
-            raise RunError(f"{self.path / 'metrics.jsonl'} is damaged ({error}); resume the run to repair it") from error
+            raise RunError(
+                f"{self.path / 'metrics.jsonl'} is damaged ({error}); resume the run to repair it"
+            ) from error
 
 
 class Checkpoint:
@@ -126,7 +137,12 @@ class Checkpoint:
         skeleton = {name: _pack(getattr(state, name), name, tensors) for name in TREES}
         try:
             self.metrics.flush()
-            tree = {"state": skeleton, "sent": sorted(state.sent), "metrics": self.metrics.tell(), "note": note}
+            tree = {
+                "state": skeleton,
+                "sent": sorted(state.sent),
+                "metrics": self.metrics.tell(),
+                "note": note,
+            }
             with self.db.transaction():
                 for rows in self._tables.values():
                     rows.flush()
@@ -159,10 +175,8 @@ class Checkpoint:
         )
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # what was not flushed was not committed either
             self.metrics.close()
-        except OSError:
-            pass  # what was not flushed was not committed either
         self.db.close()
 
 
@@ -196,16 +210,20 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return {"$dict": [[k, _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
         case None | bool() | int() | float() | str():
             return value
-    raise RunError(f"state {path!r} holds a {type(value).__name__}, which cannot be saved; use tensors and numbers")
+    raise RunError(
+        f"state {path!r} holds a {type(value).__name__}, which cannot be saved; use tensors and numbers"
+    )
 
 
 def _unpack(value: Any, lookup: Callable[[str], Any]) -> Any:
     if isinstance(value, dict):
         if "$tensor" in value:
             return lookup(value["$tensor"])
-        return {k: _unpack(v, lookup) for k, v in value["$dict"]} if "$dict" in value else {
-            k: _unpack(v, lookup) for k, v in value.items()
-        }
+        return (
+            {k: _unpack(v, lookup) for k, v in value["$dict"]}
+            if "$dict" in value
+            else {k: _unpack(v, lookup) for k, v in value.items()}
+        )
     return value
 
 
@@ -219,5 +237,3 @@ def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(save_tensors({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}))
     part.replace(path)
-
-

@@ -149,7 +149,9 @@ class classes(Durations):
         object.__setattr__(self, "factors", tuple(self.factors))
         object.__setattr__(self, "shares", tuple(self.shares))
         if len(self.factors) != len(self.shares) or abs(sum(self.shares) - 1) > 1e-9:
-            raise ConfigError(f"speed classes need one share per factor, adding up to 1; got {self.shares} for {self.factors}")
+            raise ConfigError(
+                f"speed classes need one share per factor, adding up to 1; got {self.shares} for {self.factors}"
+            )
         for f in self.factors:
             _positive("factor", f)
 

@@ -34,7 +34,9 @@ class MissingExtra(FedbraidError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs an optional dependency; install it with: pip install 'fedbraid[{extra}]'")
+        super().__init__(
+            f"{what} needs an optional dependency; install it with: pip install 'fedbraid[{extra}]'"
+        )
 
 
 class RunError(FedbraidError):

@@ -67,11 +67,15 @@ class Layout:
             if not p.is_floating_point():
                 raise DataError(f"parameter {name!r} is {p.dtype}; fedbraid trains floating-point parameters")
         if not named:
-            raise DataError("the model has no trainable parameter; set requires_grad=True on what is to be trained")
+            raise DataError(
+                "the model has no trainable parameter; set requires_grad=True on what is to be trained"
+            )
         return cls.from_shapes([(n, tuple(p.shape), b) for n, p, b in named])
 
     @classmethod
-    def from_shapes(cls, shapes: Sequence[tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], bool]]) -> Layout:
+    def from_shapes(
+        cls, shapes: Sequence[tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], bool]]
+    ) -> Layout:
         """A layout from (name, shape) or (name, shape, is a buffer) rows, in order."""
         slots, offset = [], 0
         for name, shape, *rest in shapes:
@@ -130,7 +134,9 @@ class Layout:
         named.update(module.named_parameters())
         missing = [s.name for s in self.slots if s.name not in named or named[s.name].shape != s.shape]
         if missing:
-            raise ConfigError(f"the module does not fit the layout: {missing[0]!r} is missing or has another shape")
+            raise ConfigError(
+                f"the module does not fit the layout: {missing[0]!r} is missing or has another shape"
+            )
         return named
 
 

@@ -89,7 +89,9 @@ def upload(
     return received, kept, sizes
 
 
-def _cross(codec: Codec, v: Tensor, name: str, who: Sender, layout: Layout) -> tuple[Tensor, NDArray[np.int64]]:
+def _cross(
+    codec: Codec, v: Tensor, name: str, who: Sender, layout: Layout
+) -> tuple[Tensor, NDArray[np.int64]]:
     """A block through each client's own codec."""
     if codec.lossless:
         return v, np.full(len(v), codec.size(layout))

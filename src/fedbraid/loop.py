@@ -49,7 +49,9 @@ class Work:
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", 1)
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError(f"both epochs={self.epochs} and steps={self.steps} were given; give one of them")
+            raise ConfigError(
+                f"both epochs={self.epochs} and steps={self.steps} were given; give one of them"
+            )
         whole("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
         if self.batch is not None:
             whole("batch", self.batch)
@@ -111,7 +113,9 @@ def rehearse(a: Algorithm) -> dict[str, bool]:
         extra, remembered = a.rule.finish(y, s, loc)
         up = {"delta": x - y, **extra}
         if remembered.keys() != memory.keys():
-            raise ConfigError(f"the rule remembers {sorted(remembered)} but starts with {sorted(memory)}; name the same in init and finish")
+            raise ConfigError(
+                f"the rule remembers {sorted(remembered)} but starts with {sorted(memory)}; name the same in init and finish"
+            )
         stage = "gather or server"
         uploads = Uploads(np.arange(2), up, one, one, torch.zeros(2, 1), 0.1, x[None])
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
@@ -232,7 +236,11 @@ class Jobs:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if not tick.live and bool((tick.versions == tick.step).all()) and len(set(tick.clients.tolist())) == len(tick.clients):
+    if (
+        not tick.live
+        and bool((tick.versions == tick.step).all())
+        and len(set(tick.clients.tolist())) == len(tick.clients)
+    ):
         yield tick.step, tick.clients
         return
     run: list[int] = []
@@ -327,7 +335,9 @@ class Tally:
         self.loss += float(reply.loss.sum())
         self.drift += float(up.vectors["delta"].norm(dim=1).sum())
         if not math.isfinite(self.drift):
-            bad = next(int(c) for c, v in zip(reply.clients, up.vectors["delta"]) if not torch.isfinite(v).all())
+            bad = next(
+                int(c) for c, v in zip(reply.clients, up.vectors["delta"]) if not torch.isfinite(v).all()
+            )
             raise Diverged(
                 f"client {bad}'s update at step {self.state.t + 1} is not finite; lower the learning rate, or clip"
                 " gradients with clip=. The last committed step is intact"

@@ -55,7 +55,9 @@ def _value(node: ast.expr, names: Names, kind: str) -> Any:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords):
             given = {k.arg or "": _value(k.value, names, kind) for k in keywords}
             return _made(name, [_value(a, names, kind) for a in args], given, names, kind)
-    raise ConfigError(f"{ast.unparse(node)!r} is not a value, a list or a call; write names as 'text' in quotes")
+    raise ConfigError(
+        f"{ast.unparse(node)!r} is not a value, a list or a call; write names as 'text' in quotes"
+    )
 
 
 def _made(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind: str) -> Any:

@@ -108,7 +108,7 @@ def train(
     m = len(plan.n)
     y = loc.x.repeat(m, 1)
     s, steps = rule.start(loc), int(plan.K.max())
-    even = bool((plan.K == steps).all())
+    even = int(plan.K.min()) == steps
     b = torch.zeros_like(y) if work.momentum else None
     loss = torch.zeros(m, device=y.device)
     for k in range(steps):
@@ -126,7 +126,7 @@ def train(
             y.add_(v, alpha=-loc.lr)
             s = s_new
         else:
-            on = loc.K > k
+            on = k < loc.K
             y = torch.where(on, y - loc.lr * v, y)
             s = {name: torch.where(on, value, s[name]) for name, value in s_new.items()}
         if stats is not None:

@@ -133,14 +133,19 @@ class Run:
             before = self.state.x
             self.state, record = advance(setup.algorithm, task, jobs, self.state, tick, setup.seed)
             record |= self._measure(before)
-            stop = any([cb(record, self) for cb in self._hooks("step")])
+            answers = [hook(record, self) for hook in self._hooks("step")]
+            stop = any(answers)
             if stop:
                 self.note = {"stopped": self.state.t}
             pending.append(record)
             if self.checkpoint is None:
                 self.history += pending
                 pending = []
-            elif stop or self.state.t == self.schedule.steps or self.state.t % self.options.checkpoint_every == 0:
+            elif (
+                stop
+                or self.state.t == self.schedule.steps
+                or self.state.t % self.options.checkpoint_every == 0
+            ):
                 self.checkpoint.commit(self.state, pending, self.note)
                 pending = []
         return self._result()
@@ -163,7 +168,13 @@ class Run:
         history = self.history if self.folder is None else list(self.folder.records())
         x, task = self.state.x, self.setup.task
         result = Result(
-            x, history, task, self.state, self.setup.algorithm, self.engine.describe(), self.folder.path if self.folder else None
+            x,
+            history,
+            task,
+            self.state,
+            self.setup.algorithm,
+            self.engine.describe(),
+            self.folder.path if self.folder else None,
         )
         if self.folder is not None:
             judged = self.setup.algorithm.server.judged(x, self.state.server)
@@ -198,10 +209,13 @@ def judge(engine: Engine, task: Task, x: Tensor, on: str = "test") -> Record:
     record["accuracy"] = float(right.mean())
     if on == "clients":
         if task.test_offsets is None:
-            raise ConfigError("evaluate_on='clients' needs a test share per client; give client_tests= or natural ids")
+            raise ConfigError(
+                "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+            )
         cuts = task.test_offsets
-        shares = np.add.reduceat(right.numpy(), cuts[:-1]) / np.maximum(np.diff(cuts), 1)
-        shares = shares[np.diff(cuts) > 0]
+        upto = np.concatenate([[0.0], np.cumsum(right.numpy())])
+        held = np.diff(cuts) > 0
+        shares = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
         record["accuracy_clients"] = float(shares.mean())
         record["accuracy_worst_tenth"] = float(np.sort(shares)[: max(1, len(shares) // 10)].mean())
     return record
@@ -300,15 +314,32 @@ def resume(
             **config["options"],
         )
     except (KeyError, TypeError) as error:
-        raise RunError(f"{folder.path / 'run.json'} lacks or garbles {error}; restore it or start a new run") from error
+        raise RunError(
+            f"{folder.path / 'run.json'} lacks or garbles {error}; restore it or start a new run"
+        ) from error
 
 
 # What run.json holds -------------------------------------------------------------------------------
 
 _TASKS: weakref.WeakValueDictionary[int, Task] = weakref.WeakValueDictionary()
 
-_DURATIONS = {f.__name__: f for f in (clock.constant, clock.halfnormal, clock.lognormal, clock.exponential, clock.trace, clock.classes)}
-SCHEDULES: dict[str, Any] = {"Rounds": Rounds, "Buffered": Buffered, "bandwidth": clock.bandwidth, **_DURATIONS}
+_DURATIONS = {
+    f.__name__: f
+    for f in (
+        clock.constant,
+        clock.halfnormal,
+        clock.lognormal,
+        clock.exponential,
+        clock.trace,
+        clock.classes,
+    )
+}
+SCHEDULES: dict[str, Any] = {
+    "Rounds": Rounds,
+    "Buffered": Buffered,
+    "bandwidth": clock.bandwidth,
+    **_DURATIONS,
+}
 
 
 def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options, device: str) -> Record:
@@ -358,12 +389,14 @@ def _task_of(folder: Folder, config: Record) -> Task:
     if config["task"] is not None:
         from fedbraid.data import tasks
 
-        made: Task = tasks.from_spec(config["task"])
+        made: Task = tasks.reload(config["task"])
         return made
     for task in list(_TASKS.values()):
         if task.fingerprint == config["data"]:
             return task
-    raise RunError(f"the task of {folder.path} was made in Python; pass it again: fb.resume({str(folder.path)!r}, task=task)")
+    raise RunError(
+        f"the task of {folder.path} was made in Python; pass it again: fb.resume({str(folder.path)!r}, task=task)"
+    )
 
 
 def _algorithm_of(folder: Folder, config: Record) -> Algorithm:
@@ -391,12 +424,16 @@ def algorithm_from(text: str) -> Algorithm:
 def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
     for value, kind in ((task, Task), (algorithm, Algorithm), (work, Work), (schedule, Schedule)):
         if not isinstance(value, kind):
-            raise ConfigError(f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}")
+            raise ConfigError(
+                f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}"
+            )
 
 
 def _cohort(schedule: Schedule, task: Task) -> int:
     if isinstance(schedule, Rounds):
-        return len(schedule.clients[0]) if isinstance(schedule.clients, tuple) else schedule.cohort(task.clients)
+        return (
+            len(schedule.clients[0]) if isinstance(schedule.clients, tuple) else schedule.cohort(task.clients)
+        )
     return task.clients
 
 

@@ -70,11 +70,15 @@ class Rounds(Schedule):
         super().__post_init__()
         if isinstance(self.clients, float):
             if not 0 < self.clients <= 1:
-                raise ConfigError(f"clients={self.clients} is no share; use a share in (0, 1] or a whole number >= 1")
+                raise ConfigError(
+                    f"clients={self.clients} is no share; use a share in (0, 1] or a whole number >= 1"
+                )
         elif isinstance(self.clients, int):
             whole("clients", self.clients)
         elif len(self.clients) < self.steps or not all(self.clients):
-            raise ConfigError(f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each")
+            raise ConfigError(
+                f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
+            )
         if not self.over >= 1:
             raise ConfigError(f"over={self.over} asks fewer clients than are needed; use over >= 1")
         if self.timeout is not None and not self.timeout > 0:
@@ -98,15 +102,21 @@ class Rounds(Schedule):
         if isinstance(self.clients, tuple):
             fixed = np.asarray(self.clients[step], np.int64)
             if fixed.min() < 0 or fixed.max() >= N or len(np.unique(fixed)) < len(fixed):
-                raise ConfigError(f"the cohort of round {step} is not a set of clients 0 to {N - 1}: {fixed.tolist()}")
+                raise ConfigError(
+                    f"the cohort of round {step} is not a set of clients 0 to {N - 1}: {fixed.tolist()}"
+                )
             return fixed, self.durations.mean, 0
         wanted, waited = self.cohort(N), 0.0
         for attempt in range(1000):
-            asked = rng.generator(seed, "cohort", step, attempt).choice(N, min(N, math.ceil(wanted * self.over)), replace=False)
+            asked = rng.generator(seed, "cohort", step, attempt).choice(
+                N, min(N, math.ceil(wanted * self.over)), replace=False
+            )
             if isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1:
                 took = np.full(len(asked), self.durations.value)
             else:
-                took = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
+                took = self.durations.draw(
+                    rng.uniform(seed, "duration", step, attempt, np.arange(len(asked)))
+                )
                 took = took * [self.durations.factor(int(c)) for c in asked]
                 if self.bandwidth is not None:
                     took = took + [self.bandwidth.seconds(int(c), *message) for c in asked]
@@ -117,7 +127,9 @@ class Rounds(Schedule):
                 end = float(took[kept].max()) if len(kept) == wanted else limit
                 return asked[kept], waited + end, len(asked) - len(kept)
             waited += limit
-        raise ConfigError(f"no client finished within timeout={self.timeout} in 1000 tries; raise the timeout or shorten the work")
+        raise ConfigError(
+            f"no client finished within timeout={self.timeout} in 1000 tries; raise the timeout or shorten the work"
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,9 @@ class Buffered(Schedule):
         whole("concurrency", self.concurrency)
         if isinstance(self.arrivals, str):
             if self.arrivals not in ("constant", "poisson", "closed"):
-                raise ConfigError(f"arrivals={self.arrivals!r} is not known; use 'constant', 'poisson', 'closed' or a list of times")
+                raise ConfigError(
+                    f"arrivals={self.arrivals!r} is not known; use 'constant', 'poisson', 'closed' or a list of times"
+                )
         elif list(self.arrivals) != sorted(self.arrivals) or not self.arrivals:
             raise ConfigError("a trace of arrivals needs at least one time, in order")
         if self.arrivals == "closed" and self.concurrency < self.buffer and self.durations.mean == 0:
@@ -251,7 +265,9 @@ class _Queue:
             return kind[k] if k < len(kind) else math.inf
         mean = self.plan.durations.mean
         if self.plan.bandwidth is not None:
-            mean += sum(m / r for m, r in zip(self.message, (self.plan.bandwidth.down, self.plan.bandwidth.up)))
+            mean += sum(
+                m / r for m, r in zip(self.message, (self.plan.bandwidth.down, self.plan.bandwidth.up))
+            )
         gap = mean / self.plan.concurrency
         if kind == "constant":
             return k * gap

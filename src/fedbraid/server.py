@@ -65,7 +65,8 @@ class Staleness:
             raise unknown("staleness", self.kind, _STALENESS)
 
     def __call__(self, tau: Tensor) -> Tensor:
-        return _STALENESS[self.kind](self, tau)
+        scale: Tensor = _STALENESS[self.kind](self, tau)
+        return scale
 
 
 _STALENESS: dict[str, Any] = {
@@ -179,7 +180,9 @@ class Pipeline(Transform):
         for i, link in enumerate(self.links):
             part = link.send(s[str(i)])
             for name in part.keys() & down.keys():
-                raise ConfigError(f"two server parts of one algorithm both send {name!r}; rename it in one of them")
+                raise ConfigError(
+                    f"two server parts of one algorithm both send {name!r}; rename it in one of them"
+                )
             down |= part
         return down
 
@@ -213,5 +216,3 @@ class Scale(Transform):
 
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
         return (u, s) if self.lr == 1 else ({**u, "delta": self.lr * u["delta"]}, s)
-
-

@@ -191,7 +191,9 @@ class Rows:
         block = torch.zeros(len(found), self._stride, dtype=torch.uint8)
         for row, data in zip(block, found.values()):
             if len(data) != self.row_bytes:
-                raise RunError(f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is damaged")
+                raise RunError(
+                    f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is damaged"
+                )
             row[: self.row_bytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._slab_write(list(found), block)
 
@@ -210,7 +212,9 @@ class Database:
             self._sql.execute("PRAGMA synchronous = NORMAL")
             self._sql.execute("PRAGMA wal_autocheckpoint = 4000")
             with self.transaction():
-                self._sql.execute("CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, tree TEXT, tensors BLOB)")
+                self._sql.execute(
+                    "CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, tree TEXT, tensors BLOB)"
+                )
         except sqlite3.Error as error:
             raise self._refusal(error) from error
 
@@ -219,8 +223,12 @@ class Database:
         if "locked" in text:
             return RunError(f"{folder} is in use by another process; wait for it to end or stop it first")
         if "full" in text or "disk I/O" in text:
-            return RunError(f"the disk of {folder} is full or failing ({text}); free space, then resume: the last committed step is intact")
-        return RunError(f"the checkpoint {self.path} cannot be read or written ({text}); restore it from a copy or start a new run")
+            return RunError(
+                f"the disk of {folder} is full or failing ({text}); free space, then resume: the last committed step is intact"
+            )
+        return RunError(
+            f"the checkpoint {self.path} cannot be read or written ({text}); restore it from a copy or start a new run"
+        )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -239,10 +247,15 @@ class Database:
 
     def create(self, table: str) -> None:
         with self.transaction():
-            self._sql.execute(f'CREATE TABLE IF NOT EXISTS "{table}" (id INTEGER PRIMARY KEY, data BLOB NOT NULL)')
+            self._sql.execute(
+                f'CREATE TABLE IF NOT EXISTS "{table}" (id INTEGER PRIMARY KEY, data BLOB NOT NULL)'
+            )
 
     def write(self, table: str, ids: Sequence[int], rows: np.ndarray) -> None:
-        self._sql.executemany(f'INSERT OR REPLACE INTO "{table}" VALUES (?, ?)', zip(ids, map(memoryview, rows)))
+        self._sql.executemany(
+            f'INSERT OR REPLACE INTO "{table}" VALUES (?, ?)',
+            ((i, memoryview(row)) for i, row in zip(ids, rows)),
+        )
 
     def delete(self, table: str, ids: Iterable[int]) -> None:
         self._sql.executemany(f'DELETE FROM "{table}" WHERE id = ?', ((i,) for i in ids))

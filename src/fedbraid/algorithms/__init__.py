@@ -26,4 +26,36 @@ BUILDERS = {
 
 WRAPPERS = {f.__name__: f for f in (fedshift, with_codecs, error_feedback, hidden_state)}
 
-__all__ = [*BUILDERS, *WRAPPERS]  # noqa: PLE0604
+__all__ = [
+    "BUILDERS",
+    "WRAPPERS",
+    "adabest",
+    "cluster_fedvarp",
+    "error_feedback",
+    "fedadabelief",
+    "fedadagrad",
+    "fedadam",
+    "fedadavr",
+    "fedasync",
+    "fedavg",
+    "fedavgm",
+    "fedbuff",
+    "feddyn",
+    "fedef",
+    "fedgbo",
+    "fedlamb",
+    "fednova",
+    "fedpaq",
+    "fedprox",
+    "fedshift",
+    "fedvarp",
+    "fedyogi",
+    "hidden_state",
+    "mfl",
+    "mifa",
+    "mimelite",
+    "qafel",
+    "scaffold",
+    "scaffold_m",
+    "with_codecs",
+]

@@ -27,7 +27,12 @@ def _stepped(optimiser: Adam, lr: float, weights: str, *more: Transform) -> Algo
 
 @builder
 def fedadagrad(
-    lr: float = 0.01, beta1: float = 0.0, beta2: float = 0.0, eps: float = 1e-3, variant: str = "reddi", weights: str = "samples"
+    lr: float = 0.01,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    eps: float = 1e-3,
+    variant: str = "reddi",
+    weights: str = "samples",
 ) -> Algorithm:
     """FedAdagrad: v ← v + G². It never forgets, so beta2, there for the family's sake, changes nothing."""
     return _stepped(Adagrad(beta1, beta2, eps, _moments(variant, eps)[0]), lr, weights)
@@ -35,7 +40,12 @@ def fedadagrad(
 
 @builder
 def fedadam(
-    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3, variant: str = "reddi", weights: str = "samples"
+    lr: float = 0.01,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    eps: float = 1e-3,
+    variant: str = "reddi",
+    weights: str = "samples",
 ) -> Algorithm:
     """FedAdam: v ← β₂v + (1−β₂)G²."""
     return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
@@ -43,7 +53,12 @@ def fedadam(
 
 @builder
 def fedyogi(
-    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3, variant: str = "reddi", weights: str = "samples"
+    lr: float = 0.01,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    eps: float = 1e-3,
+    variant: str = "reddi",
+    weights: str = "samples",
 ) -> Algorithm:
     """FedYogi: v ← v − (1−β₂)G²·sgn(v − G²)."""
     return _stepped(Yogi(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
@@ -51,7 +66,12 @@ def fedyogi(
 
 @builder
 def fedadabelief(
-    lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, variant: str = "corrected", weights: str = "samples"
+    lr: float = 0.01,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    variant: str = "corrected",
+    weights: str = "samples",
 ) -> Algorithm:
     """FedAdaBelief: the second moment of G − m."""
     return _stepped(AdaBelief(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)

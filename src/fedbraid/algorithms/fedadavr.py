@@ -21,7 +21,7 @@ from fedbraid.layout import Layout
 from fedbraid.loop import Algorithm
 from fedbraid.optim import SERVER, Optimiser, Precondition, TrustRatio, named
 from fedbraid.rule import Vectors
-from fedbraid.schedule import whole
+from fedbraid.schedule import Ints, whole
 from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, pipeline
 from fedbraid.store import Rows
 
@@ -51,7 +51,13 @@ class Memory(Gather):
 
     def zero(self, x: Tensor) -> Tree:
         still = torch.zeros_like(x, dtype=torch.float64)
-        return {"fresh": torch.zeros_like(x), "weight": 0.0, "moved": still, "seen": 0.0, "rest": self.rest.zero(x)}
+        return {
+            "fresh": torch.zeros_like(x),
+            "weight": 0.0,
+            "moved": still,
+            "seen": 0.0,
+            "rest": self.rest.zero(x),
+        }
 
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         rows: Rows = s["rows"]
@@ -62,7 +68,9 @@ class Memory(Gather):
         old = {k: v.to(x.device) for k, v in rows.get(clients).items()}
         rows.put(clients, {"weight": p, "y": g})
         stored = g if self.codec is None else rows.get(clients)["y"].to(x.device)
-        moved = torch.mv(stored.T.double(), p.squeeze(1).double()) - torch.mv(old["y"].T.double(), old["weight"].squeeze(1).double())
+        moved = torch.mv(stored.T.double(), p.squeeze(1).double()) - torch.mv(
+            old["y"].T.double(), old["weight"].squeeze(1).double()
+        )
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return {
             "fresh": acc["fresh"] + torch.mv((g - old["y"]).T, aged.squeeze(1)),
@@ -110,16 +118,20 @@ class ClusterMemory(Gather):
         elif min(self.clusters, default=-1) < 0:
             raise ConfigError("clusters must name a cluster number >= 0 for every client")
 
-    def of(self, clients: np.ndarray) -> np.ndarray:
+    def of(self, clients: Ints) -> Ints:
         if isinstance(self.clusters, int):
-            return np.asarray(clients % self.clusters)
+            return clients % np.int64(self.clusters)
         if len(clients) and clients.max() >= len(self.clusters):
             raise ConfigError(f"client {clients.max()} has no cluster; {len(self.clusters)} were given")
-        return np.asarray(self.clusters)[clients]
+        return np.array(self.clusters, np.int64)[clients]
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
         count = self.clusters if isinstance(self.clusters, int) else max(self.clusters) + 1
-        return {"y": torch.zeros(count, len(x), device=x.device), "sum": torch.zeros_like(x, dtype=torch.float64), "shares": None}
+        return {
+            "y": torch.zeros(count, len(x), device=x.device),
+            "sum": torch.zeros_like(x, dtype=torch.float64),
+            "shares": None,
+        }
 
     def zero(self, x: Tensor) -> Tree:
         return {"fresh": torch.zeros_like(x), "weight": 0.0, "new": {}, "rest": self.rest.zero(x)}

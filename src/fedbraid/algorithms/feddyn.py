@@ -47,7 +47,8 @@ class DynamicServer(Transform):
         return {**u, "delta": u["delta"] + h}, {"h": h}
 
     def judged(self, x: Tensor, s: Tree) -> Tensor:
-        return x + s["h"]
+        h: Tensor = s["h"]
+        return x + h
 
 
 @builder

@@ -16,14 +16,15 @@ from fedbraid.server import Mean, Scale, pipeline
 def with_codecs(a: Algorithm, up: Codec | None = None, down: Codec | None = None) -> Algorithm:
     """Any algorithm over other links; what wraps a link stays."""
 
-    def put(link: Up | Down, codec: Codec | None) -> Up | Down:
-        if codec is None:
-            return link
-        return codec if isinstance(link, Codec) else type(link)(codec)
-
     if down is not None and down.weights:
-        raise ConfigError(f"down={down!r} is for uploads; the model itself is sent down, so use its inner codec")
-    return replace(a, up=put(a.up, up), down=put(a.down, down), name="")
+        raise ConfigError(
+            f"down={down!r} is for uploads; the model itself is sent down, so use its inner codec"
+        )
+    new_up: Up = a.up if up is None else ErrorFeedback(up) if isinstance(a.up, ErrorFeedback) else up
+    new_down: Down = (
+        a.down if down is None else HiddenState(down) if isinstance(a.down, HiddenState) else down
+    )
+    return replace(a, up=new_up, down=new_down, name="")
 
 
 @builder
@@ -48,5 +49,3 @@ def fedpaq(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm
 def fedef(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """Fed-EF: FedAvg with quantised uploads and error feedback."""
     return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=ErrorFeedback(codec))
-
-

@@ -30,14 +30,20 @@ def _steps(lr: float, momentum: float) -> Pipeline:
 
 
 @builder
-def fedbuff(lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform") -> Algorithm:
+def fedbuff(
+    lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform"
+) -> Algorithm:
     """FedBuff: x ← x − lr · (1/K) Σ s(τ) Δ over a buffer of K uploads."""
     return Algorithm(gather=Mean(weights, Staleness(staleness)), server=_steps(lr, momentum))
 
 
 @builder
 def fedasync(
-    lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", form: str = "delta", weights: str = "uniform"
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    staleness: str = "sqrt",
+    form: str = "delta",
+    weights: str = "uniform",
 ) -> Algorithm:
     """FedAsync: a step after every upload; form="delta" adds the update, "mixing" averages the models."""
     if form not in ("delta", "mixing"):
@@ -56,5 +62,3 @@ def qafel(
     return Algorithm(
         gather=Mean(weights, Staleness(staleness)), server=_steps(lr, momentum), up=up, down=HiddenState(down)
     )
-
-

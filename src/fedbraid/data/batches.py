@@ -152,8 +152,14 @@ class Plan:
         draws = None
         if task.augment is not None:
             axes = (self.clients[:, None, None], k, np.arange(picked.shape[1])[:, None], np.arange(3))
-            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.inputs.device)
-        noise = rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1) if task.stochastic else None
+            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(
+                task.inputs.device
+            )
+        noise = (
+            rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
+            if task.stochastic
+            else None
+        )
         return Batch(task.inputs, task.targets, rows, weight, task.augment, draws, noise)
 
 

@@ -92,7 +92,9 @@ class Task:
         )  # fmt: skip
 
     @classmethod
-    def from_datasets(cls, model: nn.Module | Build, clients: Sequence[Any], test: Any = None, **options: Any) -> Task:
+    def from_datasets(
+        cls, model: nn.Module | Build, clients: Sequence[Any], test: Any = None, **options: Any
+    ) -> Task:
         """A task from one map-style torch dataset per client, each item an (input, target) pair."""
         pairs = [_read(d) for d in clients]
         return cls.from_arrays(model, pairs, None if test is None else _read(test), **options)
@@ -163,7 +165,8 @@ class Task:
     def stochastic(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout)."""
         return any(
-            (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or (isinstance(m, nn.RNNBase) and m.dropout > 0)
+            (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
+            or (isinstance(m, nn.RNNBase) and m.dropout > 0)
             for m in self.module().modules()
         )
 
@@ -173,7 +176,9 @@ class Task:
             torch.manual_seed(rng.key(seed, "init"))
             module = self.build()
         if not isinstance(module, nn.Module):
-            raise DataError(f"the model is a {type(module).__name__}; pass a torch.nn.Module or a function that returns one")
+            raise DataError(
+                f"the model is a {type(module).__name__}; pass a torch.nn.Module or a function that returns one"
+            )
         return module
 
     def initial(self, seed: int) -> Tensor:
@@ -210,8 +215,8 @@ class Task:
         tensors += [] if self.start is None else [self.start]
         for t in tensors:
             h.update(str((t.dtype, tuple(t.shape), t.stride())).encode())
-            h.update(memoryview(_storage(t)))
-        h.update(memoryview(np.ascontiguousarray(self.offsets)))
+            h.update(_storage(t).data)
+        h.update(np.ascontiguousarray(self.offsets).data)
         return h.hexdigest()
 
     # Checks ---------------------------------------------------------------------------------------
@@ -230,19 +235,28 @@ class Task:
             try:
                 out = module.to(x.device)(x if x.is_floating_point() else x.long())
             except Exception as error:
-                raise DataError(f"the model's forward pass fails on one sample of shape {tuple(x.shape)}: {error}") from error
+                raise DataError(
+                    f"the model's forward pass fails on one sample of shape {tuple(x.shape)}: {error}"
+                ) from error
             try:
                 each = self.per_example(out, self.targets[self.rows[:1]])
             except Exception as error:
                 shapes = f"outputs {tuple(out.shape)} and targets {tuple(self.targets[self.rows[:1]].shape)}"
                 raise DataError(f"the loss fails on {shapes}: {error}") from error
         if each.shape != (1,):
-            raise DataError(f"the loss gave shape {tuple(each.shape)} for one sample; it must give one number per example")
+            raise DataError(
+                f"the loss gave shape {tuple(each.shape)} for one sample; it must give one number per example"
+            )
         if self.loss == "cross_entropy":
-            for what, y in (("training", self.targets), ("test", self.test[1] if self.test else self.targets[:0])):
+            for what, y in (
+                ("training", self.targets),
+                ("test", self.test[1] if self.test else self.targets[:0]),
+            ):
                 if y.numel() and (int(y.min()) < 0 or int(y.max()) >= out.shape[1]):
                     bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
-                    raise DataError(f"{what} label {bad} is out of range for a model with {out.shape[1]} outputs; use 0 to {out.shape[1] - 1}")
+                    raise DataError(
+                        f"{what} label {bad} is out of range for a model with {out.shape[1]} outputs; use 0 to {out.shape[1] - 1}"
+                    )
 
 
 class _Copy:
@@ -258,8 +272,10 @@ class _Copy:
 def _storage(t: Tensor) -> NDArray[np.uint8]:
     """The bytes behind a tensor, read once even where its rows overlap (text windows)."""
     t = t.detach().cpu()
-    flat = t.contiguous() if t.untyped_storage().nbytes() > 2 * t.nbytes else t
-    return np.frombuffer(flat.untyped_storage(), np.uint8) if flat.nbytes else np.empty(0, np.uint8)  # type: ignore[call-overload]
+    storage = t.untyped_storage()
+    if t.is_contiguous() or storage.nbytes() >= t.nbytes:
+        return t.contiguous().view(-1).view(torch.uint8).numpy() if t.nbytes else np.empty(0, np.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 
 def _pair(pair: Any, what: str, loss: str | Loss) -> tuple[Tensor, Tensor]:
@@ -270,22 +286,31 @@ def _pair(pair: Any, what: str, loss: str | Loss) -> tuple[Tensor, Tensor]:
         raise DataError(f"{what} must be an (inputs, targets) pair, not {type(pair).__name__}") from error
     x, y = torch.as_tensor(x), torch.as_tensor(y)
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-        raise DataError(f"{what} has inputs of shape {tuple(x.shape)} but targets of shape {tuple(y.shape)}; give one target per input")
+        raise DataError(
+            f"{what} has inputs of shape {tuple(x.shape)} but targets of shape {tuple(y.shape)}; give one target per input"
+        )
     if len(x) == 0:
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     if x.is_floating_point():
         x = x.to(torch.float32)
-        if not torch.isfinite(x).all():
+        if not _finite(x):
             raise DataError(f"{what} has NaN or infinity in its inputs; clean or fill those values first")
     if loss == "cross_entropy":
         if y.is_floating_point():
-            raise DataError(f"{what} has {y.dtype} targets; cross_entropy needs whole class numbers (or use loss='mse')")
+            raise DataError(
+                f"{what} has {y.dtype} targets; cross_entropy needs whole class numbers (or use loss='mse')"
+            )
         y = y.long()
     elif y.is_floating_point() or loss == "mse":
         y = y.to(torch.float32)
         if not torch.isfinite(y).all():
             raise DataError(f"{what} has NaN or infinity in its targets; clean or fill those values first")
     return x, y
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether every number is finite, looked at piece by piece so that large tables need no copy."""
+    return all(bool(torch.isfinite(x[lo : lo + 4096]).all()) for lo in range(0, len(x), 4096))
 
 
 def _stack(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -303,4 +328,6 @@ def _read(dataset: Any) -> tuple[Tensor, Tensor]:
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
         return torch.empty(0), torch.empty(0)
-    return torch.stack([torch.as_tensor(x) for x, _ in items]), torch.stack([torch.as_tensor(y) for _, y in items])
+    return torch.stack([torch.as_tensor(x) for x, _ in items]), torch.stack(
+        [torch.as_tensor(y) for _, y in items]
+    )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
+    from fedbraid.engines.blocks import InProcess
     from fedbraid.engines.client import Engine
-    from fedbraid.engines.in_process import InProcess
-    from fedbraid.engines.pool import Pool
+    from fedbraid.engines.processes import Pool
     from fedbraid.loop import Work
 
 POOL_PAYS = 3e11  # multiply-adds in a run from which starting worker processes is worth it
@@ -18,19 +19,19 @@ POOL_PAYS = 3e11  # multiply-adds in a run from which starting worker processes 
 
 def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:
     """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop"."""
-    from fedbraid.engines.in_process import InProcess
+    from fedbraid.engines.blocks import InProcess
 
     return InProcess(block, backend, threads)
 
 
 def pool(workers: int | None = None, backend: str = "auto", block: int | None = None) -> Pool:
     """Clients in worker processes of one thread each, by default as many as there are cores."""
-    from fedbraid.engines.pool import Pool
+    from fedbraid.engines.processes import Pool
 
     return Pool(workers, backend, block)
 
 
-ENGINES = {"in_process": in_process, "pool": pool}
+ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": pool}
 
 
 def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int) -> Engine:
@@ -44,10 +45,9 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
         if name not in ENGINES:
             raise unknown("engine", name, [*ENGINES, "auto"])
         try:
-            made: Engine = ENGINES[name](*args, **kwargs)
+            return ENGINES[name](*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"engine {engine!r}: {error}") from error
-        return made
     return pool() if _pool_pays(task, work, cohort, steps) else in_process()
 
 
@@ -63,5 +63,9 @@ def _pool_pays(task: Task, work: Work, cohort: int, steps: int) -> bool:
         return False
     if task.inputs.device.type != "cpu" or Native.supports(task) is None or Vmap.suits(task):
         return False
-    samples = float(task.sizes.mean()) * (work.epochs or 1) if work.steps is None else work.steps * (work.batch or 64)
+    samples = (
+        float(task.sizes.mean()) * (work.epochs or 1)
+        if work.steps is None
+        else work.steps * (work.batch or 64)
+    )
     return 6.0 * task.layout.size * samples * cohort * steps > POOL_PAYS

@@ -101,7 +101,9 @@ def visit(setup: Setup, grad: Gradient, order: Order) -> Reply:
     return Reply(order.clients, received, {**order.memory, **memory, **kept}, sizes, loss, K, loc.lr)
 
 
-def full_gradient(task: Task, grad: Gradient, clients: NDArray[np.int64], chunk: int = 256) -> Callable[[Tensor], Tensor]:
+def full_gradient(
+    task: Task, grad: Gradient, clients: NDArray[np.int64], chunk: int = 256
+) -> Callable[[Tensor], Tensor]:
     """y -> the gradient of each client's whole local set, in chunks that fit in memory."""
     n = task.sizes[clients]
 

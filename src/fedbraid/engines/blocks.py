@@ -43,7 +43,9 @@ class InProcess:
         for lo in range(0, len(order.clients), self.size):
             at = slice(lo, lo + self.size)
             memory = {name: v[at] for name, v in order.memory.items()}
-            yield visit(self.setup, self.grad, dataclasses.replace(order, clients=order.clients[at], memory=memory))
+            yield visit(
+                self.setup, self.grad, dataclasses.replace(order, clients=order.clients[at], memory=memory)
+            )
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.grad.evaluate(x, inputs, targets)
@@ -64,7 +66,9 @@ def gradient(task: Task, backend: str, threads: int = 0) -> Gradient:
         if native is not None:
             return native
     if backend == "vmap" and task.stochastic:
-        raise ConfigError("the model draws random numbers (dropout), which vmap cannot count; use backend='loop'")
+        raise ConfigError(
+            "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
+        )
     return Vmap(task) if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop(task)
 
 

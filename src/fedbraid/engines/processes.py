@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Reply, Setup, visit
-from fedbraid.engines.in_process import gradient
 from fedbraid.errors import ConfigError, EngineError
 from fedbraid.rule import Gradient, Vectors
 
@@ -38,7 +38,9 @@ class Pool:
         if "fork" not in mp.get_all_start_methods():
             raise ConfigError("the pool engine needs fork, which this system lacks; use engine='in_process'")
         if setup.task.inputs.device.type != "cpu":
-            raise ConfigError(f"the pool engine runs on the CPU, not on {setup.task.inputs.device}; use engine='in_process'")
+            raise ConfigError(
+                f"the pool engine runs on the CPU, not on {setup.task.inputs.device}; use engine='in_process'"
+            )
         count = self.workers or len(os.sched_getaffinity(0))
         if count < 1:
             raise ConfigError(f"workers={self.workers} is no pool; use workers >= 1")
@@ -50,7 +52,9 @@ class Pool:
         self.processes = []
         for _ in range(count):
             ours, theirs = ctx.Pipe()
-            process = ctx.Process(target=_work, args=(setup, self.grad, self.shared, theirs, [*self.pipes, ours]), daemon=True)
+            process = ctx.Process(
+                target=_work, args=(setup, self.grad, self.shared, theirs, [*self.pipes, ours]), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -85,7 +89,10 @@ class Pool:
             clients,
             self.shared.read(0, m, "uploads"),
             self.shared.read(0, m, "memory"),
-            {name: np.concatenate([np.array(f["sizes"][name], np.int64) for f in facts]) for name in facts[0]["sizes"]},
+            {
+                name: np.concatenate([np.array(f["sizes"][name], np.int64) for f in facts])
+                for name in facts[0]["sizes"]
+            },
             torch.tensor([v for f in facts for v in f["loss"]]),
             torch.tensor([[v] for f in facts for v in f["K"]]),
             facts[-1]["lr"],
@@ -111,7 +118,9 @@ class Pool:
         process.join(1)
         code = process.exitcode
         why = "killed, perhaps for lack of memory" if code is not None and code < 0 else f"exit code {code}"
-        return EngineError(f"worker process {process.pid} died ({why}); the last committed step is intact, resume the run")
+        return EngineError(
+            f"worker process {process.pid} died ({why}); the last committed step is intact, resume the run"
+        )
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.grad.evaluate(x, inputs, targets)
@@ -140,9 +149,9 @@ class _Shared:
         self.names = {"uploads": algorithm.uploads(layout), "memory": memory}
         row = 4 * sum(sum(widths.values()) for widths in self.names.values())
         self.slots = max(1, min(4096, SLOT_BYTES // max(row, 1)))
-        self.down = {name: torch.zeros(layout.size).share_memory_() for name in down}
+        self.down = {name: _shared(layout.size) for name in down}
         self.rows = {
-            kind: {name: torch.empty(self.slots, width).share_memory_() for name, width in widths.items()}
+            kind: {name: _shared(self.slots, width) for name, width in widths.items()}
             for kind, widths in self.names.items()
         }
         self._last: Vectors = {}
@@ -164,6 +173,11 @@ class _Shared:
         return {name: rows[lo:hi] for name, rows in self.rows[kind].items()}
 
 
+def _shared(*shape: int) -> Tensor:
+    shared: Tensor = torch.zeros(shape).share_memory_()  # type: ignore[no-untyped-call]
+    return shared
+
+
 def _work(setup: Setup, grad: Gradient, shared: _Shared, pipe: Connection, others: list[Connection]) -> None:
     """A worker's life: take a block, train it, write its rows, say so."""
     from fedbraid.loop import Order
@@ -182,7 +196,14 @@ def _work(setup: Setup, grad: Gradient, shared: _Shared, pipe: Connection, other
             shared.write(lo, reply.uploads, "uploads")
             shared.write(lo, reply.memory, "memory")
             sizes = {name: v.tolist() for name, v in reply.sizes.items()}
-            pipe.send({"sizes": sizes, "loss": reply.loss.tolist(), "K": reply.K.squeeze(1).tolist(), "lr": reply.lr})
+            pipe.send(
+                {
+                    "sizes": sizes,
+                    "loss": reply.loss.tolist(),
+                    "K": reply.K.squeeze(1).tolist(),
+                    "lr": reply.lr,
+                }
+            )
         except KeyboardInterrupt:
             os._exit(0)
         except BaseException:

@@ -1,0 +1,38 @@
+# Every target sets up what it needs; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## make the virtual environment
+
+demo: $(READY)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
+	$(BIN)/fedbraid demo
+
+test: $(READY) lint types  ## lint, types and all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, format and rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy, strict on the package
+	$(BIN)/mypy
+
+bench: $(READY)  ## speed against bare PyTorch, side by side
+	$(BIN)/python benchmarks/speed.py
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,74 @@
+"""Numbers for people: bytes, durations, rounds to a target. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def format_bytes(count: float) -> str:
+    """
+    >>> format_bytes(999), format_bytes(61706 * 4), format_bytes(3.1e9)
+    ('999 B', '247 kB', '3.10 GB')
+    """
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def format_count(count: float) -> str:
+    """
+    >>> format_count(61706), format_count(4.98e9)
+    ('61.7 k', '4.98 G')
+    """
+    return _scaled(count, ("", "k", "M", "G", "T", "P")).rstrip()
+
+
+def _scaled(count: float, units: tuple[str, ...]) -> str:
+    for unit in units:
+        if abs(count) < 999.5 or unit == units[-1]:
+            break
+        count /= 1000
+    if unit == units[0] and float(count).is_integer():
+        return f"{count:.0f} {unit}"
+    digits = 2 if abs(count) < 9.995 else 1 if abs(count) < 99.95 else 0
+    return f"{count:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """
+    >>> format_seconds(0.25), format_seconds(75), format_seconds(7300)
+    ('0.2 s', '1:15', '2:01:40')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_share(share: float | None) -> str:
+    """
+    >>> format_share(0.9712), format_share(None)
+    ('97.1 %', '–')
+    """
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def rounds_to(history: Iterable[Record], target: float, key: str = "accuracy") -> int | None:
+    """The first step at which a measurement reaches the target, None where it never does.
+
+    >>> rounds_to([{"step": 1, "accuracy": 0.4}, {"step": 2}, {"step": 3, "accuracy": 0.9}], 0.8)
+    3
+    """
+    return next((r["step"] for r in history if r.get(key, float("-inf")) >= target), None)
+
+
+def until(history: Iterable[Record], step: int | None, key: str) -> int | None:
+    """What a count, such as `bytes_up`, adds up to by a step."""
+    return None if step is None else sum(r[key] for r in history if r["step"] <= step)
+
+
+def best(history: Iterable[Record], key: str = "accuracy") -> float | None:
+    """The largest value of a measurement."""
+    return max((r[key] for r in history if key in r), default=None)

@@ -126,7 +126,7 @@ def clusters(v: torch.Tensor, bits: int, repeats: int) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{v}" for k, v in row.items())
+    return ", ".join(v if isinstance(v, str) else f"{k} {v:.3g}" for k, v in row.items())
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ I64 = NDArray[np.int64]
 
 _BINS = 1 << 16
 _MANY = 1 << 17  # from so many numbers on, a histogram is tried before sorting
-_PLACES = 32  # candidates on either side of a border
+_PLACES = 16  # candidates on either side of a border
 _DYNAMIC = 1024  # up to so many clusters, the dynamic programme is worth its time
 _REACH = 16
 _CAPS = 20
@@ -93,12 +93,12 @@ class _Line:
         """The mean of each interval; an empty one stays where it is."""
         n, s = np.diff(self.count[borders]), np.diff(self.total[borders])
         here = self.x[np.minimum(borders[:-1], len(self.x) - 1)]
-        return np.where(n > 0, s / np.where(n > 0, n, 1), here)
+        return np.where(n > 0, s / np.maximum(n, 1), here)
 
     def gain(self, borders: I64) -> float:
         """How much of the square the intervals' means explain."""
         n, s = np.diff(self.count[borders]), np.diff(self.total[borders])
-        return float(np.sum(s * s / np.where(n > 0, n, 1)))
+        return float(np.sum(_explained(n, s)))
 
     def lloyd(self, borders: I64) -> I64:
         """Borders half-way between the means, until they stay."""
@@ -124,7 +124,7 @@ class _Line:
         for i in range(1, len(places)):
             every = best[:, None] + _explained(n[i] - n[i - 1][:, None], s[i] - s[i - 1][:, None])
             choices.append(every.argmax(0))
-            best = every.max(0)
+            best = every[choices[-1], np.arange(every.shape[1])]
         last = int(np.argmax(best + _explained(self.count[-1] - n[-1], self.total[-1] - s[-1])))
         out = borders.copy()
         for i in range(len(places) - 1, -1, -1):
@@ -135,7 +135,9 @@ class _Line:
 
 def _explained(n: F64, s: F64) -> F64:
     """s²/n, nothing where n = 0, and forbidden where an interval would end before it starts."""
-    return np.where(n > 0, s * s / np.where(n > 0, n, 1), np.where(n < 0, -np.inf, 0.0))
+    out = s * s / np.maximum(n, 1)
+    out[n < 0] = -np.inf
+    return out
 
 
 def _fit(line: _Line, k: int) -> tuple[F32, float]:

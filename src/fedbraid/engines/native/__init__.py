@@ -21,6 +21,7 @@ from fedbraid.errors import DataError, EngineError
 
 __all__ = ["Native", "NativeUnavailable"]
 
+
 class Native:
     """The gradient of every client's batch, `native(y[m, d], batch) -> (G[m, d], losses[m])`.
 
@@ -75,14 +76,15 @@ class Native:
         _raise(
             self._gradient(
                 y.data_ptr(), self._buffer.data_ptr(), losses.data_ptr(), m, size,
-                rows.data_ptr() if plain else None, rows.data_ptr(), None if weight is None else weight.data_ptr(),
+                rows.data_ptr() if plain else None, rows.data_ptr(),
+                None if weight is None else weight.data_ptr(),
                 inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads,
             )
         )  # fmt: skip
         return self._buffer, losses
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The loss of each example, and the class that each is taken for (None where there are no classes)."""
+        """Each example's loss, and the class that it is taken for (None where there are no classes)."""
         x = x.to(torch.float32).contiguous()
         inputs, targets = inputs.to(torch.float32).contiguous(), self._targets(targets)
         losses = torch.empty(len(inputs))
@@ -99,14 +101,16 @@ class Native:
         return targets.to(torch.int64 if self.classifies else torch.float32).contiguous()
 
     def _check(self, task: Task) -> None:
-        """Refuse to run if the model itself gives other losses: a hook or a custom call that tracing did not see."""
+        """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
         x, y = task.inputs[task.rows[:2]], task.targets[task.rows[:2]]
         module = task.module()
         with torch.no_grad():
             want = task.per_example(module(x), y)
         got, _ = self.evaluate(task.layout.flatten(module), x, y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
-            raise NativeUnavailable(f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}")
+            raise NativeUnavailable(
+                f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
+            )
 
 
 _FAULTS: dict[int, EngineError | DataError] = {
@@ -135,5 +139,3 @@ def _graph(task: Task) -> Graph:
     if task.loss == "cross_entropy" and task.targets.ndim != 1:
         raise Unsupported("a sample has more than one label")
     return graph
-
-

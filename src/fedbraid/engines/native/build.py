@@ -16,7 +16,16 @@ from pathlib import Path
 
 from fedbraid.errors import EngineError
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
 
 
 class NativeUnavailable(EngineError):
@@ -33,7 +42,7 @@ def compiler() -> list[str] | None:
 
 
 def lanes() -> int:
-    """Samples to a vector: 16 where the arithmetic units are 512 bits wide; AMD's took 8 as fast, with less padding."""
+    """Samples to a vector: 16 with AVX-512, but 8 on AMD, where it was as fast and pads less."""
     model, instructions = cpu_model()
     return 16 if "avx512f" in instructions.split() and "AMD" not in model else 8
 
@@ -41,7 +50,9 @@ def lanes() -> int:
 @lru_cache(maxsize=8)
 def _version(command: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
     return done.stdout.partition("\n")[0]
@@ -60,7 +71,7 @@ def cpu_model() -> tuple[str, str]:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/fedbraid or ~/.cache/fedbraid: made private, and refused if others could write to it."""
+    """$XDG_CACHE_HOME/fedbraid or ~/.cache/fedbraid: made private, refused if others could write to it."""
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "fedbraid"
     try:
@@ -69,9 +80,13 @@ def cache_folder() -> Path:
     except OSError as error:
         raise NativeUnavailable(f"the cache folder {folder} cannot be used: {error.strerror}") from error
     if found.st_uid != os.getuid():
-        raise NativeUnavailable(f"the cache folder {folder} belongs to another user; remove it or set XDG_CACHE_HOME")
+        raise NativeUnavailable(
+            f"the cache folder {folder} belongs to another user; remove it or set XDG_CACHE_HOME"
+        )
     if stat.S_IMODE(found.st_mode) & 0o022:
-        raise NativeUnavailable(f"others can write to the cache folder {folder}; run: chmod 700 {shlex.quote(str(folder))}")
+        raise NativeUnavailable(
+            f"others can write to the cache folder {folder}; run: chmod 700 {shlex.quote(str(folder))}"
+        )
     return folder
 
 
@@ -107,7 +122,11 @@ def _compile(command: list[str], flags: tuple[str, ...], source: str, path: Path
         cpp.write_text(source, encoding="utf-8")
         try:
             done = subprocess.run(
-                [*command, *flags, str(cpp), "-o", str(so)], capture_output=True, text=True, timeout=300, check=False
+                [*command, *flags, str(cpp), "-o", str(so)],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fedbraid.engines.native.trace import Graph, Op
 
-_CHUNK = 64  # samples that go through the layers together
+_CHUNK = 64  # samples that go through the layers together,
+_ROOM = 256 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "mse": "SquaredError"}
 _READS_OUTPUT = {"relu", "leaky_relu", "tanh", "sigmoid", "max_pool"}  # on the way back
@@ -20,7 +21,10 @@ def generate(graph: Graph, loss: str, lanes: int) -> str:
     """The whole source of a library for this graph and loss, `lanes` samples to a vector."""
     here = Path(__file__).parent
     kernels, runtime = ((here / f).read_text(encoding="utf-8") for f in ("kernels.hpp", "runtime.hpp"))
-    return f"#define LANES {lanes}\n{kernels}\n{_Writer(graph, loss, lanes).model()}\n{runtime}"
+    writer = _Writer(graph, loss, lanes, blocks := _CHUNK // lanes)
+    while blocks > 1 and writer.workspace * lanes * 4 > _ROOM:
+        writer = _Writer(graph, loss, lanes, blocks := blocks // 2)
+    return f"#define LANES {lanes}\n{kernels}\n{writer.model()}\n{runtime}"
 
 
 @dataclass
@@ -36,9 +40,8 @@ class _Buffer:
 class _Writer:
     """Time runs from 0 to n over the forward operations, n is the loss, 2n - t takes operation t back."""
 
-    def __init__(self, graph: Graph, loss: str, lanes: int) -> None:
-        self.graph, self.loss, self.lanes = graph, loss, lanes
-        self.blocks = _CHUNK // lanes
+    def __init__(self, graph: Graph, loss: str, lanes: int, blocks: int) -> None:
+        self.graph, self.loss, self.lanes, self.blocks = graph, loss, lanes, blocks
         self.sizes = [math.prod(s) for s in graph.shapes]
         self.moving = self._moving()
         self.by_rows = self._by_rows()
@@ -49,7 +52,9 @@ class _Writer:
         needed = {v: 2 * n - uses[v][0] for v in made}
         needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.kind in _READS_OUTPUT}
         self.values = {v: self._per_block(self.sizes[v], made[v], needed[v]) for v in made}
-        self.gradients = {v: self._per_block(self.sizes[v], 2 * n - uses[v][-1], 2 * n - made[v]) for v in made if v}
+        self.gradients = {
+            v: self._per_block(self.sizes[v], 2 * n - uses[v][-1], 2 * n - made[v]) for v in made if v
+        }
         self.kept = {t: self._per_block(_kept(op), t, 2 * n - t) for t, op in enumerate(graph.ops)}
         self.scratch = {t: _Buffer(self._scratch(op), t, t) for t, op in enumerate(graph.ops)}
         self.scratch_back = {t: _Buffer(b.size, 2 * n - t, 2 * n - t) for t, b in self.scratch.items()}
@@ -68,7 +73,7 @@ class _Writer:
         return moving
 
     def _by_rows(self) -> bool:
-        """Whether the input goes to one linear layer so narrow that turning the samples costs more than it saves."""
+        """Whether the input goes to one linear layer, too narrow for turning the samples to pay."""
         users = [op for op in self.graph.ops if 0 in op.inputs]
         if len(users) != 1 or users[0].kind != "linear":
             return False
@@ -77,29 +82,48 @@ class _Writer:
 
     def _gather(self) -> str:
         size = self.sizes[0]
-        return f"for (int n = 0; n < nb; n++) gather<{size}>(rows + n * LANES, {self._value(0)} + n * {size});"
+        return (
+            f"for (int n = 0; n < nb; n++) gather<{size}>(rows + n * LANES, {self._value(0)} + n * {size});"
+        )
+
+    def _constants(self) -> dict[str, int]:
+        out = self.graph.output
+        return {
+            "parameters": self.graph.size,
+            "inputs": self.sizes[0],
+            "outputs": self.sizes[out],
+            "blocks": self.blocks,
+            "workspace": self.workspace,
+            "output": self.values[out].offset,
+            "output_gradient": self.gradients[out].offset,
+        }
 
     def model(self) -> str:
         ops, out = self.graph.ops, self.graph.output
-        slopes = [f"struct Slope{t} {{ static constexpr float a = {op.constants[1]!r}f; }};" for t, op in enumerate(ops) if op.kind == "leaky_relu"]
+        slopes = [
+            f"struct Slope{t} {{ static constexpr float a = {float(op.constants[1])!r}f; }};"
+            for t, op in enumerate(ops)
+            if op.kind == "leaky_relu"
+        ]
         types = [f"typedef {_type(t, op)} L{t};" for t, op in enumerate(ops)]
         back = [line for t in reversed(range(len(ops))) for line in self._backward(t, ops[t])]
-        zeros = [f"if (!add) std::memset(g + {at}, 0, sizeof(float) * {size});" for at, size in self.graph.unused]
+        zeros = [
+            f"if (!add) std::memset(g + {at}, 0, sizeof(float) * {size});" for at, size in self.graph.unused
+        ]
         return "\n".join([
             *slopes,
             *types,
             "struct Model {",
             f"    typedef {_LOSSES[self.loss]}<{self.sizes[out]}> Loss;",
-            f"    static constexpr int64_t parameters = {self.graph.size}, inputs = {self.sizes[0]}, outputs = {self.sizes[out]};",
-            f"    static constexpr int64_t blocks = {self.blocks}, workspace = {self.workspace};",
-            f"    static constexpr int64_t output = {self.values[out].offset}, output_gradient = {self.gradients[out].offset};",
+            *(f"    static constexpr int64_t {name} = {value};" for name, value in self._constants().items()),
             "",
             "    static void forward(const float* p, V* v, const float* const* rows, int nb) {",
             *([] if self.by_rows else [f"        {self._gather()}"]),
             *(f"        {self._forward(t, op)}" for t, op in enumerate(ops)),
             "    }",
             "",
-            "    static void backward(const float* p, float* g, V* v, const float* const* rows, int nb, int samples, bool add) {",
+            "    static void backward(const float* p, float* g, V* v, const float* const* rows, int nb,",
+            "                         int samples, bool add) {",
             *(f"        {line}" for line in back + zeros),
             "    }",
             "};",
@@ -146,7 +170,7 @@ class _Writer:
             case "avg_pool":
                 return f"L{t}::mean_forward<{op.constants[-1]}>({x}, {y}, nb);"
             case "group_norm":
-                return f"L{t}::forward({x}, {w}, {b}, {y}, {kept}, {op.constants[3]!r}f, nb);"
+                return f"L{t}::forward({x}, {w}, {b}, {y}, {kept}, {float(op.constants[3])!r}f, nb);"
             case _:
                 return f"L{t}::forward({x}, {y}, nb);"
 
@@ -160,8 +184,8 @@ class _Writer:
         dx = self._gradient(op.inputs[0]) if wanted else "nullptr"
         match op.kind:
             case "linear":
-                i, o = (int(c) for c in op.constants)
-                if op.inputs[0] == 0 and i % self.lanes == 0:  # the table's rows are what the turned inputs would be
+                whole = int(op.constants[0]) % self.lanes == 0
+                if op.inputs[0] == 0 and whole:  # the table's rows are what the turned inputs would be
                     yield f"L{t}::weight_rows(rows, {dy}, {dw}, {db}, (float*)({scratch}), nb, samples, add);"
                 else:
                     yield f"L{t}::backward_weight({x}, {dy}, {dw}, {db}, {scratch}, nb, samples, add);"
@@ -173,7 +197,8 @@ class _Writer:
                     yield f"L{t}::backward_input<{self._add(op.inputs[0])}>({dy}, {w}, {dx}, {scratch}, nb);"
             case "group_norm":
                 flags = f"{self._add(op.inputs[0]) if wanted else 'false'}, {_bool(wanted)}"
-                yield f"L{t}::backward<{flags}>({x}, {w}, {kept}, {dy}, {dx}, {dw}, {db}, {scratch}, nb, add);"
+                rest = f"{dy}, {dx}, {dw}, {db}, {scratch}, nb, add"
+                yield f"L{t}::backward<{flags}>({x}, {w}, {kept}, {rest});"
             case "max_pool":
                 flags = f"{_bool(op.constants[-1])}, {self._add(op.inputs[0])}"
                 yield f"L{t}::max_backward<{flags}>({x}, {self._value(op.output)}, {dy}, {dx}, nb);"

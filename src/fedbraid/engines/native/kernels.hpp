@@ -140,6 +140,20 @@ INLINE V tanh(V x) {
 
 INLINE V sigmoid(V x) { return 1.f / (1.f + exp(-x)); }
 
+// f(0) + ... + f(n - 1): four sums at a time, since one alone waits for itself, in short runs, since rounding grows.
+template <class F>
+INLINE V sum(int n, F f) {
+    V all = {};
+    for (int from = 0; from < n; from += 64) {
+        V s[4] = {};
+        int k = from, end = from + 64 < n ? from + 64 : n;
+        for (; k + 4 <= end; k += 4) UNROLL for (int j = 0; j < 4; j++) s[j] += f(k + j);
+        for (; k < end; k++) s[0] += f(k);
+        all += (s[0] + s[1]) + (s[2] + s[3]);
+    }
+    return all;
+}
+
 // How to cut `n` outputs by `m` others into tiles whose sums stay in registers.
 struct Tile {
     int n, m;
@@ -391,14 +405,12 @@ struct Conv {
             weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
         if (db)
             for (int o = 0; o < O; o++) {
-                V s[4] = {};  // four sums at a time: one alone waits for itself
+                V s = {};
                 for (int n = 0; n < nb; n++) {
                     const V* from = dy + n * out_size + o * OY * OX;
-                    int k = 0;
-                    for (; k + 4 <= OY * OX; k += 4) UNROLL for (int j = 0; j < 4; j++) s[j] += from[k + j];
-                    for (; k < OY * OX; k++) s[0] += from[k];
+                    s += sum(OY * OX, [=](int k) { return from[k]; });
                 }
-                put(db + o, total((s[0] + s[1]) + (s[2] + s[3])), add);
+                put(db + o, total(s), add);
             }
     }
 };
@@ -644,18 +656,15 @@ struct GroupNorm {
     OP void forward(const V* x, const float* w, const float* b, V* y, V* stats, float eps, int nb) {
         for (int g = 0; g < nb * GROUPS; g++) {
             const V* from = x + g * each;
-            V mean = {}, var = {};
-            for (int k = 0; k < each; k++) mean += from[k];
-            mean *= 1.f / each;
-            for (int k = 0; k < each; k++) var += (from[k] - mean) * (from[k] - mean);
-            var = var * (1.f / each) + eps;
+            V mean = sum(each, [=](int k) { return from[k]; }) * (1.f / each);
+            V var = sum(each, [=](int k) { return (from[k] - mean) * (from[k] - mean); }) * (1.f / each) + eps;
             V scale;
             for (int l = 0; l < LANES; l++) scale[l] = 1.f / std::sqrt(var[l]);
             stats[2 * g] = mean, stats[2 * g + 1] = scale;
             for (int c = 0; c < channels; c++) {
                 int channel = g % GROUPS * channels + c;
-                V a = scale * (w ? w[channel] : 1.f), z = (b ? b[channel] : 0.f) - mean * a;
-                for (int k = 0; k < HW; k++) y[g * each + c * HW + k] = from[c * HW + k] * a + z;
+                V a = scale * (w ? w[channel] : 1.f), z = splat(b ? b[channel] : 0.f);
+                for (int k = c * HW; k < (c + 1) * HW; k++) y[g * each + k] = (from[k] - mean) * a + z;
             }
         }
     }
@@ -669,8 +678,9 @@ struct GroupNorm {
             V mean = stats[2 * g], scale = stats[2 * g + 1], all = {}, along = {};
             for (int c = 0; c < channels; c++) {
                 int channel = g % GROUPS * channels + c;
-                V s = {}, t = {};
-                for (int k = c * HW; k < (c + 1) * HW; k++) s += grad[k], t += grad[k] * ((from[k] - mean) * scale);
+                const V *xs = from + c * HW, *gs = grad + c * HW;
+                V s = sum(HW, [=](int k) { return gs[k]; });
+                V t = sum(HW, [=](int k) { return gs[k] * ((xs[k] - mean) * scale); });
                 sum_b[channel] += s, sum_w[channel] += t;
                 all += s * (w ? w[channel] : 1.f), along += t * (w ? w[channel] : 1.f);
             }

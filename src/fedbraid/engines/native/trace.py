@@ -23,7 +23,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Op:
-    """One layer: what it reads and writes (numbers of values), its constants, its places in the flat vector."""
+    """One layer: the values it reads and writes, its constants, its places in the flat vector."""
 
     kind: str
     inputs: tuple[int, ...]
@@ -115,10 +115,27 @@ _METHODS: dict[str, Callable[..., nn.Module]] = {
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
 }
-_RESHAPES: set[Any] = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "float", "to", "type_as"}
+_RESHAPES: set[Any] = {
+    "view",
+    "reshape",
+    "flatten",
+    "squeeze",
+    "unsqueeze",
+    "contiguous",
+    "float",
+    "to",
+    "type_as",
+}
 _RESHAPES |= {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_NEEDLESS = {"size", "dim", getattr, operator.getitem, operator.mul, operator.floordiv}  # arithmetic on shapes
+_NEEDLESS = {
+    "size",
+    "dim",
+    getattr,
+    operator.getitem,
+    operator.mul,
+    operator.floordiv,
+}  # arithmetic on shapes
 
 
 class _Builder:
@@ -162,7 +179,9 @@ class _Builder:
         if not isinstance(node, fx.Node) or node not in self.values:
             raise Unsupported("the model's output is not one tensor")
         if self.results[node].ndim != 2:
-            raise Unsupported(f"the model's output has shape {tuple(self.results[node].shape[1:])} per sample, not one row")
+            raise Unsupported(
+                f"the model's output has shape {tuple(self.results[node].shape[1:])} per sample, not one row"
+            )
         return self.values[node]
 
     def _node(self, node: fx.Node) -> None:
@@ -181,18 +200,22 @@ class _Builder:
         raise Unsupported(f"the operation {_name(target)!r} at {node.name!r} is not supported")
 
     def _same_numbers(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether a reshape left each sample its numbers, in order (a batch never mixes, being of one sample)."""
+        """Whether a reshape left each sample its numbers; it cannot change their order."""
         a, b = self.results[node], self.results[source]
         return bool(a.shape[:1] == (_BATCH,) and a.numel() == b.numel() and a.dtype == torch.float32)
 
     def _layer(self, node: fx.Node) -> nn.Module | None:
         if node.op == "call_module":
-            return self.modules[str(node.target)]
+            layer: nn.Module = self.modules[str(node.target)]
+            return layer
         make = _METHODS.get(str(node.target)) if node.op == "call_method" else _FUNCTIONS.get(node.target)
         if make is None:
             return None
         try:
-            return make(*node.args[1:], **{k: v for k, v in node.kwargs.items() if k not in ("return_indices", "input")})
+            return make(
+                *node.args[1:],
+                **{k: v for k, v in node.kwargs.items() if k not in ("return_indices", "input")},
+            )
         except TypeError:
             return None
 
@@ -240,7 +263,9 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def _image(shape: Shape, where: str) -> tuple[int, int, int]:
     if len(shape) != 3:
-        raise Unsupported(f"the layer {where!r} gets samples of shape {shape}, not channels by rows by columns")
+        raise Unsupported(
+            f"the layer {where!r} gets samples of shape {shape}, not channels by rows by columns"
+        )
     return shape[0], shape[1], shape[2]
 
 
@@ -259,14 +284,26 @@ def _conv(layer: nn.Conv2d, shape: Shape, where: str) -> Described:
         if padding == "same" and any(k % 2 == 0 for k in layer.kernel_size):
             raise Unsupported(f"the convolution {where!r} pads unevenly")
         padding = tuple(k // 2 for k in layer.kernel_size) if padding == "same" else (0, 0)
-    return "conv", (*image, layer.out_channels, *_pair(layer.kernel_size), *_pair(layer.stride), *_pair(padding))
+    return "conv", (
+        *image,
+        layer.out_channels,
+        *_pair(layer.kernel_size),
+        *_pair(layer.stride),
+        *_pair(padding),
+    )
 
 
 def _max_pool(layer: nn.MaxPool2d, shape: Shape, where: str) -> Described:
     if _pair(layer.dilation) != (1, 1) or layer.ceil_mode or layer.return_indices:
         raise Unsupported(f"the pooling {where!r} has dilation, ceil_mode or return_indices")
     stride = layer.stride or layer.kernel_size
-    return "max_pool", (*_image(shape, where), *_pair(layer.kernel_size), *_pair(stride), *_pair(layer.padding), 0)
+    return "max_pool", (
+        *_image(shape, where),
+        *_pair(layer.kernel_size),
+        *_pair(stride),
+        *_pair(layer.padding),
+        0,
+    )
 
 
 def _avg_pool(layer: nn.AvgPool2d, shape: Shape, where: str) -> Described:

@@ -285,7 +285,7 @@ def advance(
         state.clients.put(reply.clients.tolist(), reply.memory)
     jobs.forget(tick)
     info = Info(
-        state.t, tally.count, task.clients, float(task.offsets[-1]), tally.lr, tally.steps / tally.count,
+        state.t, tally.count, task.clients, float(task.offsets[-1]), tally.lr, tally.steps / tally.weight,
         tally.quantised / tally.count, layout, task.sizes,
     )  # fmt: skip
     u, gather = algorithm.gather.close(acc, state.gather, info)
@@ -323,7 +323,8 @@ class Tally:
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
         self.count, self.quantised, self.lr = 0, 0, 0.0
-        self.steps = self.loss = self.drift = 0.0
+        self.kind = getattr(algorithm.gather, "weights", "uniform")
+        self.weight = self.steps = self.loss = self.drift = 0.0
 
     def add(self, up: Uploads, reply: Reply, versions: NDArray[np.int64]) -> None:
         m = len(reply.clients)
@@ -331,7 +332,9 @@ class Tally:
         self.clients += reply.clients.tolist()
         self.staleness += (self.state.t - versions).tolist()
         self.lr = reply.lr
-        self.steps += float(reply.K.sum())
+        p = up.weights(self.kind)
+        self.weight += float(p.sum())
+        self.steps += float((p * reply.K).sum())
         self.loss += float(reply.loss.sum())
         self.drift += float(up.vectors["delta"].norm(dim=1).sum())
         if not math.isfinite(self.drift):

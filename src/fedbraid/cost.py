@@ -8,8 +8,10 @@ that are really encoded.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,7 +57,6 @@ class Cost:
     down: dict[str, int]
     flops: float  # per client and round
     steps: float
-    notes: list[str] = field(default_factory=list)
 
     @property
     def bytes_up(self) -> int:
@@ -66,7 +67,9 @@ class Cost:
         return sum(self.down.values())
 
 
-def estimate(module: nn.Module, sample: Tensor, algorithm: Algorithm, work: Work, crowd: Crowd, buffers: str = "refuse") -> Cost:
+def estimate(
+    module: nn.Module, sample: Tensor, algorithm: Algorithm, work: Work, crowd: Crowd, buffers: str = "refuse"
+) -> Cost:
     """The cost of a round of this algorithm, on this model and with one sample like this."""
     layout = Layout.of(module, buffers)
     x = layout.flatten(module)
@@ -104,7 +107,9 @@ def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd)
     some = max(1, min(crowd.per_round, _ENCODED))
     who = Sender(np.linspace(0, crowd.clients - 1, some).astype(np.int64), 0, 0)
     noise = torch.Generator().manual_seed(0)
-    vectors = {name: torch.randn(some, width, generator=noise) * 0.01 for name, width in a.uploads(layout).items()}
+    vectors = {
+        name: torch.randn(some, width, generator=noise) * 0.01 for name, width in a.uploads(layout).items()
+    }
     memory = state.clients.get(who.clients.tolist())
     _, _, sizes = upload(a.up, vectors, x[None], memory, who, layout)
     return {name: round(float(lengths.mean()) * crowd.per_round) for name, lengths in sizes.items()}
@@ -135,9 +140,17 @@ def local_steps(work: Work, samples: float) -> float:
 def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samples: float) -> float:
     """Eq. 22 for one client and round."""
     both, ops = 3 * forward, operations(a, work)
-    seen = work.epochs * samples if work.epochs is not None and work.steps is None else (work.steps or 1) * (work.batch or samples)
+    seen = (
+        work.epochs * samples
+        if work.epochs is not None and work.steps is None
+        else (work.steps or 1) * (work.batch or samples)
+    )
     steps = local_steps(work, samples)
-    return seen * both + (steps * ops.per_step + ops.per_visit) * parameters + ops.full_gradients * samples * both
+    return (
+        seen * both
+        + (steps * ops.per_step + ops.per_visit) * parameters
+        + ops.full_gradients * samples * both
+    )
 
 
 def forward_flops(module: nn.Module, sample: Tensor) -> float:
@@ -147,13 +160,22 @@ def forward_flops(module: nn.Module, sample: Tensor) -> float:
     was, counter = module.training, FlopCounterMode(display=False)
     module.eval()
     try:
-        with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), counter:
+        with torch.no_grad(), _plain_kernels(), counter:
             module(sample if sample.is_floating_point() else sample.long())
     finally:
         module.train(was)
         for hook in hooks:
             hook.remove()
     return (counter.get_total_flops() / 2 + sum(extra)) / len(sample)
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Without oneDNN, whose fused LSTM hides its products from the counter; its flags warn about GPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def _extra(m: nn.Module, inputs: tuple[Any, ...], out: Any) -> float:
@@ -183,7 +205,10 @@ class Operations:
 class _Elements(TorchDispatchMode):
     """Counts the numbers that elementwise operations write."""
 
-    FREE = ("aten.view", "aten.expand", "aten._unsafe_view", "aten.clone", "aten.detach", "aten._to_copy", "aten.repeat")
+    FREE = tuple(
+        f"aten.{name}"
+        for name in "view expand _unsafe_view clone detach _to_copy repeat zeros ones full empty alias slice select".split()
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,9 @@ class Bar:
 
     EVERY = 0.1  # seconds between two drawings
 
-    def __init__(self, title: str = "", progress: Progress | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self, title: str = "", progress: Progress | None = None, console: Console | None = None
+    ) -> None:
         self.title, self.shared = title, progress is not None
         self.progress = progress if progress is not None else display(console)
         self.task: Any = None

@@ -1,0 +1,280 @@
+"""From words to a run: the same keys as options, as TOML, and as calls such as `mnist(clients=500)`.
+
+A configuration is a dict of sections; options override a file, and keys that nobody knows are refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbraid.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.loop import Algorithm, Work
+    from fedbraid.schedule import Schedule
+
+Section = dict[str, Any]
+Config = dict[str, Section]
+
+WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last")
+SCHEDULE = (
+    "rounds", "per_round", "over", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
+)  # fmt: skip
+RUN = (
+    "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
+)  # fmt: skip
+SECTIONS = ("task", "algorithm", "work", "schedule", "run")
+ONLY_ROUNDS = ("per_round", "over", "timeout")
+ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
+
+DEFAULT_WORK: Section = {"lr": 0.01, "momentum": 0.9, "batch": 20}
+DEFAULT_ROUNDS, DEFAULT_PER_ROUND = 100, 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `fb.simulate` is called with."""
+
+    task: Task
+    algorithm: Algorithm
+    work: Work
+    schedule: Schedule
+    options: Section
+    target: float | None
+
+
+def read(path: str) -> Config:
+    """The sections of a TOML file, every key known."""
+    try:
+        config = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for name, section in config.items():
+        if name not in SECTIONS:
+            raise unknown(f"section of {path}", name, SECTIONS)
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path} has {name} = {section!r}; write a section [{name}] with keys below it")
+    for name, keys in (("work", WORK), ("schedule", SCHEDULE), ("run", RUN)):
+        known(config.get(name, {}), keys, f"key of [{name}] in {path}")
+    for name in ("task", "algorithm"):
+        if not isinstance(config.get(name, {}).get("name"), str):
+            raise ConfigError(f'{path} has no name in [{name}]; add name = "{_EXAMPLES[name]}"')
+    return config
+
+
+_EXAMPLES = {"task": "digits", "algorithm": "fedavg"}
+
+
+def known(section: Section, keys: tuple[str, ...], kind: str) -> None:
+    for key in section:
+        if key not in keys:
+            raise unknown(kind, key, keys)
+
+
+def given(**values: Any) -> Section:
+    """The options that were given."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def merge(file: Config, options: Config) -> Config:
+    """A file's sections with options on top; those that exclude each other replace each other."""
+    merged = {name: dict(file.get(name, {})) for name in SECTIONS}
+    for name, section in options.items():
+        for one, other in (("epochs", "steps"), ("steps", "epochs")):
+            if name == "work" and one in section and other not in section:
+                merged[name].pop(other, None)
+        merged[name] |= section
+    return merged
+
+
+def plan(config: Config) -> Plan:
+    """Everything built and checked, nothing yet run."""
+    run = dict(config["run"])
+    target = run.pop("target", None)
+    if target is not None and (not isinstance(target, int | float) or not 0 < target <= 1):
+        raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
+    run.pop("out", None)
+    algorithm = algorithm_of(config["algorithm"])
+    work, schedule = work_of(config["work"]), schedule_of(config["schedule"])
+    return Plan(task_of(config["task"]), algorithm, work, schedule, run, target)
+
+
+# Sections -----------------------------------------------------------------------------------------
+
+
+def task_of(section: Section) -> Task:
+    """The task of `name = "mnist(clients=500)"` and other keywords of `fb.tasks.load`, which come on top."""
+    from fedbraid.data import tasks
+
+    name, keywords = task_call(section)
+    return tasks.load(name, **keywords)
+
+
+def task_call(section: Section) -> tuple[str, Section]:
+    """The task's name, and the keywords for `fb.tasks.load`."""
+    from fedbraid import models
+    from fedbraid.data import partition, tasks
+    from fedbraid.parse import evaluate
+
+    names: dict[str, Callable[..., Any]] = {**partition.KINDS}
+    names |= {model: _saying(model) for model in models.names()}
+    names |= {task: _named(task) for task in tasks.names()}
+    rest = dict(section)
+    text = str(rest.pop("name"))
+    call = evaluate(text, names, "task")
+    if not isinstance(call, _Call):
+        raise ConfigError(f"{text!r} is no task; `fedbraid list tasks` shows what there is")
+    return call.name, {**call.keywords, **rest}
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    keywords: Section
+
+
+def _named(task: str) -> Callable[..., _Call]:
+    def call(clients: Any = None, partition: Any = None, **rest: Any) -> _Call:
+        return _Call(task, given(clients=clients, partition=partition, **rest))
+
+    return call
+
+
+def _saying(word: str) -> Callable[[], str]:
+    return lambda: word
+
+
+def algorithm_of(section: Section) -> Algorithm:
+    """The algorithm of `name = "fedadavr(lr=0.01)"` with further keywords on the outermost call."""
+    from fedbraid.runs import algorithm_from
+
+    rest = dict(section)
+    text = str(rest.pop("name"))
+    return algorithm_from(_with_keywords(text, rest) if rest else text)
+
+
+def _with_keywords(text: str, extra: Mapping[str, Any]) -> str:
+    """A call with these keywords set, as text."""
+    from fedbraid import algorithms
+    from fedbraid.parse import evaluate
+
+    try:
+        node: ast.expr = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        evaluate(text, {}, "algorithm")  # says what is wrong
+        raise
+    if isinstance(node, ast.Name):
+        node = ast.Call(node, [], [])
+    makers = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in makers:
+        raise unknown("algorithm", ast.unparse(node.func) if isinstance(node, ast.Call) else text, makers)
+    parameters = inspect.signature(makers[node.func.id]).parameters
+    kept = [k for k in node.keywords if k.arg not in extra]
+    for key, value in extra.items():
+        if key not in parameters:
+            raise unknown(f"keyword of {node.func.id}", key, parameters)
+        kept.append(ast.keyword(key, _argument(value, str(parameters[key].annotation), key)))
+    return ast.unparse(ast.Call(node.func, node.args, kept))
+
+
+def _argument(value: Any, annotation: str, key: str) -> ast.expr:
+    """A value as it stands in a call: text is a codec or an algorithm where the parameter wants one."""
+    text = value if isinstance(value, str) else repr(value)
+    if isinstance(value, str) and "str" in annotation and not _is_literal(value):
+        text = repr(value)
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{key}={value} cannot be read; write a number, a word or a call such as int8()"
+        ) from error
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return True
+
+
+def keywords(pairs: list[str]) -> Section:
+    """`-a key=value` pairs as a section."""
+    section: Section = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(f"-a {pair!r} is not of the form key=value, such as -a lr=0.01")
+        section[key.strip()] = value.strip()
+    return section
+
+
+def work_of(section: Section) -> Work:
+    from fedbraid.loop import Work
+
+    settings = {**DEFAULT_WORK, **section}
+    if isinstance(settings["batch"], str):
+        settings["batch"] = _batch(settings["batch"])
+    _numbers(settings, [key for key in WORK if key != "last"], "work")
+    return Work(**settings)
+
+
+def _batch(text: str) -> int | None:
+    if text == "full":
+        return None
+    if not text.lstrip("+-").isdigit():
+        raise ConfigError(f"batch={text!r} is no batch size; use a whole number or 'full'")
+    return int(text)
+
+
+def _numbers(section: Section, keys: list[str], where: str) -> None:
+    for key in keys:
+        value = section.get(key)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise ConfigError(f"{key}={value!r} in [{where}] is no number; write {key} = 1, without quotes")
+
+
+def schedule_of(section: Section) -> Schedule:
+    """Rounds, or with a buffer or a concurrency, asynchronous steps."""
+    from fedbraid.schedule import buffered, rounds
+
+    settings = dict(section)
+    steps = settings.pop("rounds", DEFAULT_ROUNDS)
+    asynchronous = any(key in settings for key in ("buffer", "concurrency"))
+    for key in ONLY_ROUNDS if asynchronous else ONLY_BUFFERED:
+        if key in settings:
+            use = "leave out buffer and concurrency" if asynchronous else "give a buffer, such as --buffer 10"
+            kind = "synchronous rounds" if asynchronous else "asynchronous steps"
+            raise ConfigError(f"{key}={settings[key]!r} belongs to {kind}; {use}")
+    _numbers(settings, ["per_round", "over", "timeout", "buffer", "concurrency"], "schedule")
+    for key in ("durations", "bandwidth"):
+        if key in settings:
+            settings[key] = _clock(key, settings[key])
+    if asynchronous:
+        return buffered(steps, **settings)
+    return rounds(steps, _count(settings.pop("per_round", DEFAULT_PER_ROUND)), **settings)
+
+
+def _count(value: float) -> int | float:
+    """Numbers of at least one are counts, below one shares."""
+    return int(value) if value >= 1 and float(value).is_integer() else value
+
+
+def _clock(key: str, text: Any) -> Any:
+    from fedbraid.clock import Durations, bandwidth
+    from fedbraid.parse import evaluate
+    from fedbraid.runs import SCHEDULES
+
+    if not isinstance(text, str):
+        raise ConfigError(f"{key}={text!r} is no model of time; write a call such as 'halfnormal(1)'")
+    wanted = bandwidth if key == "bandwidth" else Durations
+    return evaluate(text, {k: v for k, v in SCHEDULES.items() if issubclass(v, wanted)}, key)

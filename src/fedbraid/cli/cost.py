@@ -1,0 +1,266 @@
+"""`fedbraid cost`: what a choice will cost, before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
+from fedbraid.cli import papers
+from fedbraid.cli.show import Json, Quiet, facts, give, table
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.metrics import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fedbraid.cost import Cost, Crowd
+
+WINDOW = 80  # characters that a text model reads, as in LEAF
+
+
+def cost(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="TASK|MODEL", help="Such as mnist, or lenet5, or 'resnet18_gn(classes=10)'."),
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Argument(help="Such as fedavg or \"fedadavr(memory='int4')\".")
+    ] = None,
+    clients: o.Clients = None,
+    partition: o.Partition = None,
+    model: o.Model = None,
+    samples: Annotated[
+        float | None, typer.Option(help="Samples per client, for a model without a task (100).")
+    ] = None,
+    per_round: o.PerRound = None,
+    set_: o.Set = None,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    batch: o.Batch = None,
+    momentum: o.Momentum = None,
+    weight_decay: o.WeightDecay = None,
+    paper: Annotated[
+        str | None, typer.Option(help="Print a paper's tables beside ours: 'fedgbo' or 'fedadavr'.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say what a round will cost: server memory, bytes up and down, client arithmetic.
+
+    Memory is that of every client's last update in each precision, and of what this algorithm keeps. Bytes
+    are those of messages really encoded. FLOPs are FedGBO's eq. 22: torch's count for the model, a
+    multiply-add as one, three times for forward and backward, plus the optimiser's arithmetic.
+
+    \b
+    Examples:
+      fedbraid cost lenet5 "fedadavr(memory='int4')" --clients 100000 --per-round 50
+      fedbraid cost mnist scaffold --clients 500 --per-round 5 --epochs 3
+      fedbraid cost resnet18_gn "fedpaq(kmeans(4))" --samples 500 --batch 32
+      fedbraid cost --paper fedgbo        its Tables 2, 4 and 10 beside ours
+      fedbraid cost --paper fedadavr      its Table 3
+    """
+    if paper is not None:
+        return _paper(paper, json, quiet)
+    if what is None or algorithm is None:
+        raise ConfigError(
+            "cost of what? Name a task or model and an algorithm, such as: fedbraid cost lenet5 fedadavr"
+        )
+    from fedbraid.cost import estimate
+
+    work = cfg.work_of(
+        cfg.given(epochs=epochs, steps=steps, batch=batch, momentum=momentum, weight_decay=weight_decay)
+    )
+    made = cfg.algorithm_of({"name": algorithm} | cfg.keywords(set_ or []))
+    shortcuts = cfg.given(clients=clients, partition=partition, model=model)
+    module, sample, crowd = _subject(what, shortcuts, samples, per_round)
+    found = estimate(module, sample, made, work, crowd)
+    if json:
+        give(
+            {
+                "algorithm": made.name,
+                **asdict(crowd),
+                **asdict(found),
+                "bytes_up": found.bytes_up,
+                "bytes_down": found.bytes_down,
+            }
+        )
+    elif not quiet:
+        _show(made.name, found, crowd)
+
+
+def _subject(
+    what: str, shortcuts: cfg.Section, samples: float | None, per_round: float | None
+) -> tuple[nn.Module, Tensor, Crowd]:
+    """The model, one sample for it, and who trains it."""
+    from fedbraid import models
+    from fedbraid.cost import Crowd
+    from fedbraid.parse import call
+
+    name, args, settings = call(what) if "partition" not in what else (what.partition("(")[0], [], {})
+    if name not in models.names():
+        _known(name)
+        if samples is not None:
+            raise ConfigError(
+                f"samples={samples} is given by the task {name}; leave it out, or name a model instead"
+            )
+        task = cfg.task_of({"name": what} | shortcuts)
+        return (
+            task.module(),
+            task.inputs[:1],
+            Crowd(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
+        )
+    if args:
+        raise ConfigError(f"{what!r} has values without names; write {name}(classes=10)")
+    for key in ("partition", "model"):
+        if key in shortcuts:
+            raise ConfigError(
+                f"{key}={shortcuts[key]!r} goes with a task, and {name} is a model; leave it out"
+            )
+    clients = shortcuts.get("clients", 100)
+    if clients < 1 or (samples is not None and not samples > 0):
+        raise ConfigError(f"clients={clients} and samples={samples} must be positive; use at least 1")
+    module, sample = _model(name, settings)
+    return module, sample, Crowd(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
+
+
+def _known(name: str) -> None:
+    from fedbraid import models
+    from fedbraid.data import tasks
+
+    if name not in tasks.names():
+        raise unknown("task or model", name, [*tasks.names(), *models.names()])
+
+
+def _cohort(per_round: float | None, clients: int) -> int:
+    from fedbraid.schedule import rounds
+
+    return rounds(1, cfg._count(cfg.DEFAULT_PER_ROUND if per_round is None else per_round)).cohort(clients)
+
+
+_FEATURES = 784  # what linear models get where nobody says
+
+
+def _model(name: str, settings: dict[str, Any]) -> tuple[nn.Module, Tensor]:
+    """A model by name and one sample of the shape that it takes."""
+    import torch
+
+    from fedbraid import models
+
+    takes = inspect.signature(getattr(models, name)).parameters
+    if "features" in takes:
+        settings = {"features": _FEATURES} | settings
+    if "vocab" in takes and takes["vocab"].default is inspect.Parameter.empty:
+        settings = {"vocab": 5000} | settings
+    module = models.build(name, **settings)
+    full = {k: p.default for k, p in takes.items()} | settings
+    if "features" in full:
+        return module, torch.zeros(1, full["features"])
+    if "vocab" in full:
+        return module, torch.ones(1, WINDOW, dtype=torch.long)
+    return module, torch.zeros(1, full.get("channels", 1), full.get("size", 28), full.get("size", 28))
+
+
+def _show(name: str, found: Cost, crowd: Crowd) -> None:
+    facts(
+        {
+            "algorithm": name,
+            "parameters": f"{found.parameters:,}",
+            "clients": f"{crowd.clients:,}, {crowd.per_round:,} per round, {crowd.samples:g} samples each",
+            "up per round": _traffic(found.up, found.bytes_up, crowd.per_round),
+            "down per round": _traffic(found.down, found.bytes_down, crowd.per_round),
+            "client FLOPs per round": f"{format_count(found.flops)}, {found.steps:g} steps",
+            "client keeps": format_bytes(found.client_state),
+            "server keeps": format_bytes(found.server_state),
+        }
+    )
+    print()
+    table(
+        f"Server memory for the last update of {crowd.clients:,} clients",
+        ["precision", "bytes", ""],
+        [[name, format_bytes(size), f"{size:,}"] for name, size in found.server_memory.items()],
+    )
+
+
+def _traffic(by_name: dict[str, int], total: int, clients: int) -> str:
+    parts = ", ".join(f"{name} {format_bytes(size / clients)}" for name, size in by_name.items())
+    return f"{format_bytes(total)} (each client: {parts})"
+
+
+# Papers -------------------------------------------------------------------------------------------
+
+
+def _paper(name: str, json: bool, quiet: bool) -> None:
+    if name not in ("fedgbo", "fedadavr"):
+        raise unknown("paper", name, ("fedgbo", "fedadavr"))
+    if name == "fedadavr":
+        rows = papers.fedadavr_memory()
+        if json:
+            return give({"memory": rows})
+        return None if quiet else _show_memory(rows)
+    cells, traffic = papers.fedgbo_flops(), papers.fedgbo_traffic()
+    if json:
+        return give({"flops": cells, "traffic": traffic})
+    if not quiet:
+        _show_traffic(traffic)
+        for steps in papers.FEDGBO_FLOPS:
+            _show_flops(steps, [c for c in cells if c["steps"] == steps])
+        print("* as printed; eq. 22 gives 0.0335, which Table 10 and the Adam cell confirm")
+
+
+def _show_memory(rows: list[dict[str, Any]]) -> None:
+    lines = []
+    for at in range(0, len(rows), 4):
+        four = rows[at : at + 4]
+        lines.append(
+            [
+                four[0]["model"],
+                f"{four[0]['millions']:g} M",
+                *(f"{r['ours']:.3g} ({r['paper']:g})" for r in four),
+            ]
+        )
+    table(
+        "Server memory for 1,000 clients in units of 1,000 MiB (FedAdaVR's Table 3 in brackets)",
+        ["model", "parameters", *(r["precision"] for r in rows[:4])],
+        lines,
+    )
+
+
+def _show_traffic(rows: list[dict[str, Any]]) -> None:
+    table(
+        "Vectors per client and round (FedGBO's Table 2 in brackets; s is two vectors with Adam, else one)",
+        ["algorithm", "optimizer", "down", "up"],
+        [
+            [
+                r["algorithm"],
+                r["optimizer"],
+                f"{r['down']} ({r['paper_down']})",
+                f"{r['up']} ({r['paper_up']})",
+            ]
+            for r in rows
+        ],
+        left=2,
+    )
+    print()
+
+
+def _show_flops(steps: int, cells: list[dict[str, Any]]) -> None:
+    number = {10: 4, 50: 10}[steps]
+    lines = [
+        [
+            c["task"],
+            c["algorithm"],
+            c["optimizer"],
+            f"{c['ours']:.4g}",
+            f"{c['paper']:g}{'*' * c['misprint']}",
+            f"{100 * c['off']:+.2f} %",
+        ]
+        for c in cells
+    ]
+    head = ["task", "algorithm", "optimizer", "ours", "paper", "off"]
+    table(f"FLOPs × 10⁸ per client and round, K = {steps} (FedGBO's Table {number})", head, lines, left=3)
+    print()

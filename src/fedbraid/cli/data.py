@@ -1,0 +1,73 @@
+"""`fedbraid data`: who holds what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
+from fedbraid.cli.show import Json, Quiet, console, facts, give
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.report.picture import Counts
+
+
+def data(
+    task: Annotated[str, typer.Argument(help="A task such as mnist or 'mnist(clients=500)'.")],
+    clients: o.Clients = None,
+    partition: o.Partition = None,
+    seed: Annotated[int | None, typer.Option(help="Seed that draws the partition (0).")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Also draw it into this PNG file (needs fedbraid[plot]).")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Draw how many samples of each label every client holds, with sizes and the partition's hash.
+
+    \b
+    Examples:
+      fedbraid data digits --partition 'label_chunks(1)'
+      fedbraid data mnist --clients 500 --partition 'dirichlet(0.5)' --png who-holds-what.png
+      fedbraid data cifar10 --partition 'iid_mix(0.5)' --json
+    """
+    from fedbraid.report import picture
+
+    loaded = cfg.task_of({"name": task} | cfg.given(clients=clients, partition=partition, seed=seed))
+    counts = picture.label_counts(loaded)
+    if png is not None:
+        picture.save_png(counts, loaded.spec or loaded.name, png)
+    if json:
+        return give(_summary(loaded, counts) | {"counts": counts.tolist()})
+    if not quiet:
+        screen = console()
+        screen.print(picture.as_text(counts, screen.width if screen.is_terminal else 105))
+        facts(_summary(loaded, counts) | ({} if png is None else {"picture": png}))
+
+
+def _summary(task: Task, counts: Counts) -> dict[str, Any]:
+    sizes, held = task.sizes, (counts > 0).sum(1)
+    return {
+        "task": task.spec or task.name,
+        "clients": task.clients,
+        "samples": int(sizes.sum()),
+        "labels": int(counts.shape[1]),
+        "smallest": int(sizes.min()),
+        "mean": round(float(sizes.mean()), 2),
+        "largest": int(sizes.max()),
+        "labels_each": round(float(held.mean()), 2),
+        "test": 0 if task.test is None else len(task.test[0]),
+        "parameters": task.layout.size,
+        "partition_hash": _hash(task),
+        "data_hash": task.fingerprint,
+    }
+
+
+def _hash(task: Task) -> str:
+    from fedbraid.report.picture import partition_hash
+
+    return partition_hash(task)

@@ -1,0 +1,74 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+Clients = Annotated[int | None, typer.Option("--clients", "-n", help="Task: number of clients.")]
+Partition = Annotated[
+    str | None,
+    typer.Option(
+        help="Task: who holds what, e.g. 'iid', 'dirichlet(0.5)', 'label_chunks(1)'; see `fedbraid list partitions`."
+    ),
+]
+Model = Annotated[str | None, typer.Option(help="Task: a model by name; see `fedbraid list models`.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-a",
+        "--set",
+        metavar="KEY=VALUE",
+        help="Algorithm: set a keyword, e.g. -a optimizer=lamb -a lr=0.01.",
+    ),
+]
+Lr = Annotated[float | None, typer.Option(help="Work: the clients' learning rate (0.01).")]
+Epochs = Annotated[int | None, typer.Option(help="Work: passes over the local data (1).")]
+Steps = Annotated[int | None, typer.Option(help="Work: local steps, instead of epochs.")]
+Batch = Annotated[str | None, typer.Option(help="Work: batch size, or 'full' for the whole local set (20).")]
+Momentum = Annotated[float | None, typer.Option(help="Work: local momentum (0.9).")]
+WeightDecay = Annotated[float | None, typer.Option(help="Work: weight decay (0).")]
+Clip = Annotated[float | None, typer.Option(help="Work: the largest norm of a gradient (none).")]
+LrDecay = Annotated[float | None, typer.Option(help="Work: factor on the clients' rate per round (1).")]
+Last = Annotated[
+    str | None, typer.Option(help="Work: a short last batch is 'keep', 'drop' or 'fill' (keep).")
+]
+Rounds = Annotated[
+    int | None, typer.Option(help="Schedule: rounds, or server steps when asynchronous (100).")
+]
+PerRound = Annotated[
+    float | None, typer.Option(help="Schedule: clients per round, a number or a share such as 0.1 (10).")
+]
+Over = Annotated[
+    float | None, typer.Option(help="Schedule: ask this many times more clients, the first count (1).")
+]
+Timeout = Annotated[
+    float | None, typer.Option(help="Schedule: simulated time after which late clients are dropped.")
+]
+Buffer = Annotated[
+    int | None, typer.Option(help="Schedule: asynchronous, a server step after this many uploads.")
+]
+Concurrency = Annotated[
+    int | None, typer.Option(help="Schedule: asynchronous, clients busy at a time (100).")
+]
+Arrivals = Annotated[
+    str | None, typer.Option(help="Schedule: asynchronous, 'constant', 'poisson' or 'closed' (constant).")
+]
+Durations = Annotated[
+    str | None, typer.Option(help="Schedule: time a client takes, e.g. 'halfnormal(1)', 'lognormal(0, 1)'.")
+]
+Bandwidth = Annotated[
+    str | None, typer.Option(help="Schedule: bytes per unit of time, e.g. 'bandwidth(up=1e6, down=1e7)'.")
+]
+Seed = Annotated[int | None, typer.Option(help="Run: seed of everything random (0).")]
+Engine = Annotated[
+    str | None, typer.Option(help="Run: 'auto', 'in_process', 'pool' or e.g. 'pool(workers=2)'.")
+]
+Device = Annotated[str | None, typer.Option(help="Run: torch device (cpu).")]
+Out = Annotated[
+    str | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-ALGORITHM-n, a new one).")
+]
+EvaluateEvery = Annotated[int | None, typer.Option(help="Run: test the model every this many rounds (1).")]
+Target = Annotated[float | None, typer.Option(help="Run: stop at this test accuracy, e.g. 0.95.")]

@@ -1,0 +1,268 @@
+"""`fedbraid run`: one run, from words or from a file."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
+from fedbraid.cli.show import Json, Quiet, complain, facts, give
+from fedbraid.errors import ConfigError
+from fedbraid.metrics import best, format_bytes, format_seconds, format_share, rounds_to
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fedbraid.checkpoint import Record
+    from fedbraid.runs import Result, Run
+
+
+def run(
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK|FILE.toml", help="A task such as mnist or 'mnist(clients=500)', or a file."
+        ),
+    ],
+    algorithm: Annotated[
+        str | None, typer.Argument(help="Such as fedavg or \"fedadavr(optimizer='lamb', lr=0.01)\".")
+    ] = None,
+    clients: o.Clients = None,
+    partition: o.Partition = None,
+    model: o.Model = None,
+    set_: o.Set = None,
+    lr: o.Lr = None,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    batch: o.Batch = None,
+    momentum: o.Momentum = None,
+    weight_decay: o.WeightDecay = None,
+    clip: o.Clip = None,
+    lr_decay: o.LrDecay = None,
+    last: o.Last = None,
+    rounds: o.Rounds = None,
+    per_round: o.PerRound = None,
+    over: o.Over = None,
+    timeout: o.Timeout = None,
+    buffer: o.Buffer = None,
+    concurrency: o.Concurrency = None,
+    arrivals: o.Arrivals = None,
+    durations: o.Durations = None,
+    bandwidth: o.Bandwidth = None,
+    seed: o.Seed = None,
+    engine: o.Engine = None,
+    device: o.Device = None,
+    out: o.Out = None,
+    evaluate_every: o.EvaluateEvery = None,
+    target: o.Target = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a task with an algorithm; every step is kept, and Ctrl-C loses nothing.
+
+    \b
+    Examples:
+      fedbraid run digits fedavg --rounds 50 --per-round 5
+      fedbraid run mnist fedadavr --clients 500 --partition 'label_chunks(1)' -a optimizer=lamb -a memory=int4
+      fedbraid run 'mnist(clients=500)' "fedshift(fedpaq(mixed(kmeans(4), share=0.5)))" --epochs 3
+      fedbraid run digits fedbuff --rounds 200 --buffer 10 --concurrency 50 --durations 'lognormal(0, 1)'
+      fedbraid run experiment.toml --seed 7
+
+    \b
+    A file has the same keys, with _ for -, in sections:
+      [task]       name = "mnist"      clients = 500    partition = "dirichlet(0.5)"
+      [algorithm]  name = "fedadavr"   optimizer = "lamb"   lr = 0.01
+      [work]       lr = 0.01           epochs = 1       batch = 20
+      [schedule]   rounds = 100        per_round = 5
+      [run]        seed = 42           target = 0.95
+
+    \b
+    Options override the file. The run is kept in a new folder: run.json, metrics.jsonl, state.db and
+    model.safetensors. The same command with the same --out continues it, as `fedbraid resume` does.
+    """
+    sections: cfg.Config = {
+        "task": cfg.given(clients=clients, partition=partition, model=model),
+        "algorithm": cfg.keywords(set_ or []),
+        "work": cfg.given(
+            lr=lr, epochs=epochs, steps=steps, batch=batch, momentum=momentum, weight_decay=weight_decay, clip=clip,
+            lr_decay=lr_decay, last=last,
+        ),
+        "schedule": cfg.given(
+            rounds=rounds, per_round=per_round, over=over, timeout=timeout, buffer=buffer, concurrency=concurrency,
+            arrivals=arrivals, durations=durations, bandwidth=bandwidth,
+        ),
+        "run": cfg.given(
+            seed=seed, engine=engine, device=device, out=out, evaluate_every=evaluate_every, target=target,
+        ),
+    }  # fmt: skip
+    whole = _config(task, algorithm, sections)
+    plan = cfg.plan(whole)
+    with _folder(whole) as place:
+        keep(place, json, quiet, plan.target, lambda callbacks: _simulate(plan, place, callbacks))
+
+
+def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Config:
+    """The file's sections with the options on top, or the options alone."""
+    if task.endswith(".toml"):
+        if algorithm is not None:
+            sections["algorithm"] = {"name": algorithm} | sections["algorithm"]
+        return cfg.merge(cfg.read(task), sections)
+    if algorithm is None:
+        raise ConfigError(
+            f"run {task!r} with what? Name an algorithm too, such as: fedbraid run {task} fedavg"
+        )
+    sections["task"] = {"name": task} | sections["task"]
+    sections["algorithm"] = {"name": algorithm} | sections["algorithm"]
+    return cfg.merge({}, sections)
+
+
+def _simulate(plan: cfg.Plan, place: Path, callbacks: list[Any]) -> Result:
+    from fedbraid.runs import simulate
+
+    return simulate(
+        plan.task, plan.algorithm, plan.work, plan.schedule, out=place, callbacks=callbacks, **plan.options
+    )
+
+
+@contextmanager
+def _folder(config: cfg.Config) -> Iterator[Path]:
+    """The folder that was asked for, or a new one of our own, which goes again if the run cannot start."""
+    if "out" in config["run"]:
+        yield Path(config["run"]["out"])
+        return
+    place = _new(*(re.match(r"\w*", config[s]["name"].strip())[0] for s in ("task", "algorithm")))  # type: ignore[index]
+    try:
+        yield place
+    finally:
+        with suppress(OSError):  # not empty: the run has started
+            place.rmdir()
+
+
+def _new(task: str, algorithm: str) -> Path:
+    number = 1
+    while True:
+        place = Path("runs") / f"{task}-{algorithm}-{number}"
+        try:
+            place.parent.mkdir(exist_ok=True)
+            place.mkdir()
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"{place} cannot be made: {error.strerror}; give another folder with --out"
+            ) from error
+        else:
+            return place
+
+
+# What `run` and `resume` share -----------------------------------------------------------------------
+
+
+class Target:
+    """Ends a run at an accuracy, and notes it in the folder so that a resumed run ends there too."""
+
+    FILE = "target.json"
+
+    def __init__(self, accuracy: float) -> None:
+        self.accuracy = accuracy
+
+    def start(self, run: Run) -> None:
+        if run.folder is not None and not (run.folder.path / self.FILE).exists():
+            run.folder.write_json(self.FILE, {"accuracy": self.accuracy})
+
+    def step(self, record: Record, run: Run) -> bool:
+        return bool(record.get("accuracy", 0.0) >= self.accuracy)
+
+
+class Steps:
+    """Remembers how far a run has come."""
+
+    def __init__(self) -> None:
+        self.done: int | None = None
+
+    def start(self, run: Run) -> None:
+        self.done = run.state.t
+
+    def step(self, record: Record, run: Run) -> None:
+        self.done = record["step"]
+
+
+def keep(
+    place: Path, json: bool, quiet: bool, target: float | None, go: Callable[[list[Any]], Result]
+) -> None:
+    """Run, show how it goes and what came of it, or how to continue after Ctrl-C."""
+    seen = Steps()
+    callbacks: list[Any] = [seen] if target is None else [seen, Target(target)]
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        if not (json or quiet):
+            from fedbraid.progress import Bar
+
+            bar = Bar()
+            stack.callback(bar.close)
+            callbacks.append(bar)
+        try:
+            result = go(callbacks)
+        except KeyboardInterrupt:
+            stack.close()
+            complain(_stopped(place, seen.done))
+            raise typer.Exit(130) from None
+    _show(result, target, time.monotonic() - begun, json, quiet)
+
+
+def _stopped(place: Path, done: int | None) -> str:
+    if done is None:
+        return "stopped before the first step; nothing was run"
+    return f"stopped after step {done}; every step is kept. Continue with: fedbraid resume {place}"
+
+
+def _show(result: Result, target: float | None, seconds: float, json: bool, quiet: bool) -> None:
+    facts_ = summary(result, target) | {"seconds": round(seconds, 3)}
+    if json:
+        give(facts_)
+    elif not quiet:
+        facts(
+            {
+                "algorithm": facts_["algorithm"],
+                "steps": facts_["steps"],
+                "accuracy": None if facts_["accuracy"] is None else format_share(facts_["accuracy"]),
+                "best": None if facts_["best_accuracy"] is None else format_share(facts_["best_accuracy"]),
+                "loss": None if facts_["loss"] is None else f"{facts_['loss']:.4f}",
+                "to target": _reached(target, facts_["rounds_to_target"]),
+                "bytes up": format_bytes(result.bytes_up),
+                "bytes down": format_bytes(result.bytes_down),
+                "took": format_seconds(seconds),
+                "run": facts_["run"],
+            }
+        )
+
+
+def _reached(target: float | None, step: int | None) -> str | None:
+    if target is None:
+        return None
+    return f"{format_share(target)} {'not reached' if step is None else f'at step {step}'}"
+
+
+def summary(result: Result, target: float | None = None) -> dict[str, Any]:
+    """What a run came to, for JSON."""
+    return {
+        "run": None if result.out is None else str(result.out),
+        "task": result.task.spec or result.task.name,
+        "algorithm": result.algorithm.name,
+        "engine": result.engine,
+        "steps": result.state.t,
+        "accuracy": result.last("accuracy"),
+        "best_accuracy": best(result.history),
+        "loss": result.last("loss"),
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+        "target": target,
+        "rounds_to_target": None if target is None else rounds_to(result.history, target),
+    }

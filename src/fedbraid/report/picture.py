@@ -1,0 +1,102 @@
+"""Who holds what: the label counts of a task's clients, as text for the terminal and as a PNG."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.errors import ConfigError, DataError, MissingExtra
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from fedbraid.data.task import Task
+
+Counts = NDArray[np.int64]
+
+SHADES = " ·░▒▓█"
+COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
+
+
+def label_counts(task: Task) -> Counts:
+    """How many samples of each label every client holds, `[clients, labels]`."""
+    if not task.classifies:
+        raise DataError(f"task {task.name} has no class labels to count; only classification can be drawn")
+    labels = task.targets[task.rows].numpy()
+    if labels.ndim != 1:
+        raise DataError(
+            f"task {task.name} has {labels.ndim - 1} labels for each sample; only one can be drawn"
+        )
+    owner = np.repeat(np.arange(task.clients), task.sizes)
+    flat = np.bincount(owner * task.classes + labels, minlength=task.clients * task.classes)
+    return flat.reshape(task.clients, task.classes)
+
+
+def partition_hash(task: Task) -> str:
+    """A hash of who holds which rows."""
+    h = hashlib.blake2b(digest_size=8)
+    h.update(np.ascontiguousarray(task.offsets).tobytes())
+    h.update(task.rows.numpy().tobytes())
+    return h.hexdigest()
+
+
+def as_text(counts: Counts, width: int, height: int = 32) -> Text:
+    """A label a line and a client a column, darker where more of the client's samples have that label.
+
+    Clients and labels that do not fit are left out evenly.
+    """
+    from rich.text import Text
+
+    clients = _spread(len(counts), max(1, width - 5))
+    labels = _spread(counts.shape[1], height)
+    shares = counts / counts.sum(1, keepdims=True)
+    level = np.ceil(shares * (len(SHADES) - 1)).astype(int)
+    text = Text()
+    for label in labels:
+        text.append(f"{label:>3}  ")
+        cells = "".join(SHADES[level[client, label]] for client in clients)
+        text.append(cells.rstrip() + "\n", style=COLOURS[label % len(COLOURS)])
+    shown = "every client" if len(clients) == len(counts) else f"{len(clients)} of {len(counts)} clients"
+    text.append(f"     {shown}, a column each; a line a label", style="dim")
+    return text
+
+
+def _spread(count: int, room: int) -> Counts:
+    """At most `room` of `count` indices, evenly spread."""
+    return np.linspace(0, count - 1, min(count, room)).round().astype(np.int64)
+
+
+def save_png(counts: Counts, title: str, path: Path) -> None:
+    """The same picture as a file: label shares below, sizes above."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtra("drawing a PNG", "plot") from error
+    matplotlib.use("Agg")
+    figure = _figure(counts, title)
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another --png") from error
+
+
+def _figure(counts: Counts, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    clients, labels = counts.shape
+    figure = Figure(figsize=(10, 2.4 + min(6.0, 0.22 * labels)), layout="constrained")
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3])
+    top.bar(np.arange(clients), counts.sum(1), width=1.0, color="0.4")
+    top.set(ylabel="samples", title=title)
+    top.spines[["top", "right"]].set_visible(False)
+    image = below.imshow(
+        counts.T, aspect="auto", interpolation="nearest", cmap="viridis", origin="lower",
+        extent=(-0.5, clients - 0.5, -0.5, labels - 0.5),
+    )  # fmt: skip
+    below.set(xlabel="client", ylabel="label")
+    figure.colorbar(image, ax=below, label="samples of this label")
+    return figure

@@ -119,7 +119,7 @@ class Layout:
         if x.shape[-1] != self.size:
             raise ConfigError(f"a vector of {x.shape[-1]} numbers does not fit a layout of {self.size}")
         lead = x.shape[:-1]
-        return {s.name: x[..., s.offset : s.end].view(*lead, *s.shape) for s in self.slots}
+        return {s.name: x[..., s.offset : s.end].view((*lead, *s.shape)) for s in self.slots}
 
     def load(self, module: nn.Module, x: Tensor) -> nn.Module:
         """Copy a vector into the module's tensors, and return the module."""

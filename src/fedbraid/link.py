@@ -99,12 +99,12 @@ def _cross(
     own = [codec.for_client(int(c)) for c in who.clients]
     if len(set(own)) == 1:
         out, lengths = own[0].roundtrip(v, layout, seeds)
-        return out, np.array(lengths, np.int64)
+        return out.to(v.device), np.array(lengths, np.int64)
     out, sizes = torch.empty_like(v), np.zeros(len(v), np.int64)
     for one in dict.fromkeys(own):
         mine = [i for i, c in enumerate(own) if c == one]
-        out[mine], lengths = one.roundtrip(v[mine], layout, [seeds[i] for i in mine])
-        sizes[mine] = lengths
+        got, lengths = one.roundtrip(v[mine], layout, [seeds[i] for i in mine])
+        out[mine], sizes[mine] = got.to(v.device), lengths
     return out, sizes
 
 
@@ -144,10 +144,11 @@ def broadcast(
             received[name], sizes[name] = v, codec.size(layout) or 0
             continue
         sent = v - s["hidden"][name] if hidden else v
-        got, lengths = codec.roundtrip(sent[None], layout, [rng.key(seed, f"down:{name}", version)])
-        received[name] = s["hidden"][name] + got[0] if hidden else got[0]
+        block, lengths = codec.roundtrip(sent[None], layout, [rng.key(seed, f"down:{name}", version)])
+        got = block[0].to(v.device)
+        received[name] = s["hidden"][name] + got if hidden else got
         sizes[name] = lengths[0]
-        error += float((sent - got[0]).square().sum())
+        error += float((sent - got).square().sum())
         total += float(sent.square().sum())
     if extra := message_overhead(tuple(sizes)):
         sizes[next(iter(sizes))] += extra

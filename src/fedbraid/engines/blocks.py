@@ -35,7 +35,10 @@ class InProcess:
 
     def open(self, setup: Setup) -> None:
         self.setup = setup
+        self.torch_threads = torch.get_num_threads()
         self.grad = gradient(setup.task, self.backend, self.threads or 0)
+        if self.grad.name == "native":  # which has threads of its own; torch is left with small things
+            torch.set_num_threads(1)
         width = 4 * setup.task.layout.size * 6
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
@@ -54,7 +57,7 @@ class InProcess:
         return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r})"
 
     def close(self) -> None:
-        pass
+        torch.set_num_threads(self.torch_threads)
 
 
 def gradient(task: Task, backend: str, threads: int = 0) -> Gradient:

@@ -1,0 +1,217 @@
+"""Whole rounds through `fb.simulate` against bare hand-written PyTorch, side by side in one run.
+
+    python benchmarks/speed.py [W1 W2 W3 W4] [--repeats 5] [--engine "in_process(backend='native')"] [--json]
+
+The yardstick is the better of two bare loops: one process, and two processes of one thread each. Contestants
+take turns, so that a noisy machine is noisy for all; the smallest time of each counts. A ratio above 1 means
+that fedbraid is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import fedbraid as fb
+
+
+@dataclass(frozen=True)
+class Workload:
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    classes: int
+    clients: int
+    samples: int
+    cohort: int
+    epochs: int
+    batch: int
+    momentum: float
+    rounds: int
+
+    def table(self) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        total = self.clients * self.samples
+        return torch.randn(total, *self.shape, generator=draw), torch.randint(self.classes, (total,), generator=draw)
+
+
+WORKLOADS = {
+    "W1": Workload(fb.models.lenet5, (1, 28, 28), 10, 500, 120, 5, 1, 20, 0.9, 12),
+    "W2": Workload(fb.models.lenet5, (1, 28, 28), 10, 500, 120, 10, 3, 20, 0.9, 4),
+    "W3": Workload(fb.models.w3_cnn, (3, 32, 32), 10, 100, 500, 10, 1, 50, 0.0, 3),
+    "W4": Workload(lambda: nn.Linear(112, 2), (112,), 2, 10_000, 10, 1000, 1, 10, 0.0, 12),
+}
+LR = 0.01
+
+
+class Bare:
+    """FedAvg as one would write it by hand: a model, an SGD optimiser, a loop over clients."""
+
+    def __init__(self, work: Workload, x: Tensor, y: Tensor) -> None:
+        self.work, self.x, self.y = work, x, y
+        self.model = work.build()
+        self.loss = nn.CrossEntropyLoss()
+
+    def client(self, weights: list[Tensor], i: int) -> list[Tensor]:
+        work = self.work
+        with torch.no_grad():
+            for p, w in zip(self.model.parameters(), weights):
+                p.copy_(w)
+        optimiser = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=work.momentum)
+        x, y = (t[i * work.samples : (i + 1) * work.samples] for t in (self.x, self.y))
+        for _ in range(work.epochs):
+            order = torch.randperm(work.samples)
+            for lo in range(0, work.samples, work.batch):
+                picked = order[lo : lo + work.batch]
+                optimiser.zero_grad()
+                self.loss(self.model(x[picked]), y[picked]).backward()
+                optimiser.step()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def block(self, weights: list[Tensor], clients: list[int]) -> list[Tensor]:
+        """The sum of these clients' models."""
+        total = [torch.zeros_like(w) for w in weights]
+        for i in clients:
+            for t, w in zip(total, self.client(weights, i)):
+                t.add_(w)
+        return total
+
+    def round(self, weights: list[Tensor]) -> list[Tensor]:
+        clients = torch.randperm(self.work.clients)[: self.work.cohort].tolist()
+        return [t / len(clients) for t in self.block(weights, clients)]
+
+
+class TwoProcesses(Bare):
+    """The same with the cohort split over two processes of one thread, models passed in shared memory."""
+
+    def start(self) -> None:
+        ctx = multiprocessing.get_context("fork")
+        shapes = [p.shape for p in self.model.parameters()]
+        self.sent = [torch.zeros(s).share_memory_() for s in shapes]
+        self.back = [[torch.zeros(s).share_memory_() for s in shapes] for _ in range(2)]
+        self.pipes = []
+        for k in range(2):
+            ours, theirs = ctx.Pipe()
+            ctx.Process(target=self.serve, args=(theirs, k), daemon=True).start()
+            self.pipes.append(ours)
+
+    def serve(self, pipe, k: int) -> None:
+        torch.set_num_threads(1)
+        while True:
+            for mine, total in zip(self.back[k], self.block(self.sent, pipe.recv())):
+                mine.copy_(total)
+            pipe.send(None)
+
+    def round(self, weights: list[Tensor]) -> list[Tensor]:
+        clients = torch.randperm(self.work.clients)[: self.work.cohort].tolist()
+        for s, w in zip(self.sent, weights):
+            s.copy_(w)
+        for k, pipe in enumerate(self.pipes):
+            pipe.send(clients[k::2])
+        for pipe in self.pipes:
+            pipe.recv()
+        return [(a + b) / len(clients) for a, b in zip(*self.back)]
+
+
+class Stamps:
+    """A callback that notes when each round ended."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def step(self, record, run) -> None:
+        self.at.append(time.perf_counter())
+
+    def per_round(self) -> float:
+        gaps = [b - a for a, b in zip(self.at, self.at[1:])]
+        return statistics.median(gaps)
+
+
+def bare(contestant: Bare, rounds: int) -> float:
+    weights = [p.detach().clone() for p in contestant.model.parameters()]
+    gaps = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        weights = contestant.round(weights)
+        gaps.append(time.perf_counter() - start)
+    return statistics.median(gaps[1:])
+
+
+def ours(task: fb.Task, work: Workload, engine: str) -> tuple[float, str]:
+    stamps = Stamps()
+    local = fb.Work(lr=LR, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
+    result = fb.simulate(
+        task, fb.fedavg(), local, fb.rounds(3 * work.rounds, clients=work.cohort),
+        engine=engine, evaluate_every=None, callbacks=[stamps],
+    )  # fmt: skip
+    return stamps.per_round(), result.engine
+
+
+def measure(name: str, repeats: int, engine: str) -> dict[str, object]:
+    work = WORKLOADS[name]
+    x, y = work.table()
+    split = TwoProcesses(work, x, y)
+    split.start()
+    one = Bare(work, x, y)
+    offsets = torch.arange(0, len(x) + 1, work.samples).numpy()
+    task = fb.Task.from_table(work.build, x, y, torch.arange(len(x)), offsets)
+    times: dict[str, list[float]] = {"one process": [], "two processes": [], "fedbraid": []}
+    for _ in range(repeats):
+        times["one process"].append(bare(one, work.rounds))
+        times["two processes"].append(bare(split, work.rounds))
+        took, used = ours(task, work, engine)
+        times["fedbraid"].append(took)
+    best = {k: min(v) for k, v in times.items()}
+    yardstick = min(best["one process"], best["two processes"])
+    return {"workload": name, **{k: round(1000 * v, 3) for k, v in best.items()}, "ratio": round(yardstick / best["fedbraid"], 2), "engine": used}
+
+
+def start_up() -> float:
+    """Seconds from starting Python to the end of the first step, on W1."""
+    script = (
+        "import torch, fedbraid as fb\n"
+        "x, y = torch.randn(1200, 1, 28, 28), torch.randint(10, (1200,))\n"
+        "import numpy as np\n"
+        "task = fb.Task.from_table(fb.models.lenet5, x, y, torch.arange(1200), np.arange(0, 1201, 120))\n"
+        "fb.simulate(task, fb.fedavg(), fb.Work(momentum=0.9), fb.rounds(1, clients=5), evaluate_every=None)\n"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", script], check=True, env=dict(os.environ))
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="W")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = [measure(name, args.repeats, args.engine) for name in args.workloads]
+    startup = round(start_up(), 2)
+    if args.json:
+        print(json.dumps({"rows": rows, "start_up_seconds": startup}))
+        return
+    print("milliseconds per round, smallest of the medians; ratio = better bare loop / fedbraid\n")
+    print("| workload | bare, one process | bare, two processes | fedbraid | ratio | engine |")
+    print("| --- | ---: | ---: | ---: | ---: | --- |")
+    for r in rows:
+        print(f"| {r['workload']} | {r['one process']} | {r['two processes']} | {r['fedbraid']} | {r['ratio']} | `{r['engine']}` |")
+    print(f"\nstart-up, import to the end of the first step: {startup} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -49,14 +49,14 @@ class Native:
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
-        self.size, self.classifies = graph.size, task.loss == "cross_entropy"
+        self.size, self.classifies = task.layout.size, task.loss == "cross_entropy"
         self.source = generate(graph, str(task.loss), lanes())
         lib = library(self.source, flags)
         self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
         p, n = ctypes.c_void_p, ctypes.c_int64
         self._gradient.argtypes = [p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
         self._evaluate.argtypes = [p, p, n, p, p, p, ctypes.c_int]
-        self._buffer = torch.empty(0, graph.size)
+        self._buffer = torch.empty(0, self.size)
         self._check(task)
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

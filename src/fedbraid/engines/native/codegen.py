@@ -89,7 +89,8 @@ class _Writer:
     def _constants(self) -> dict[str, int]:
         out = self.graph.output
         return {
-            "parameters": self.graph.size,
+            "parameters": self.graph.layout.size,
+            "once": int(self.graph.once),
             "inputs": self.sizes[0],
             "outputs": self.sizes[out],
             "blocks": self.blocks,
@@ -107,9 +108,8 @@ class _Writer:
         ]
         types = [f"typedef {_type(t, op)} L{t};" for t, op in enumerate(ops)]
         back = [line for t in reversed(range(len(ops))) for line in self._backward(t, ops[t])]
-        zeros = [
-            f"if (!add) std::memset(g + {at}, 0, sizeof(float) * {size});" for at, size in self.graph.unused
-        ]
+        zero = "if (!add) std::memset(g, 0, sizeof(float) * parameters), add = true;"
+        zeros = [] if self.graph.once else [zero]
         return "\n".join([
             *slopes,
             *types,
@@ -124,7 +124,7 @@ class _Writer:
             "",
             "    static void backward(const float* p, float* g, V* v, const float* const* rows, int nb,",
             "                         int samples, bool add) {",
-            *(f"        {line}" for line in back + zeros),
+            *(f"        {line}" for line in zeros + back),
             "    }",
             "};",
         ])  # fmt: skip

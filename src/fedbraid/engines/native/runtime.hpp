@@ -130,7 +130,7 @@ struct Gradient {
     int64_t input_count;
     const Loss::Target* targets;
     int64_t target_count;
-    bool split;  // chunks, not clients, go to threads
+    bool split;  // chunks, not clients, go to threads; only if each adds to a parameter once, or bits would differ
     std::vector<float> parts;
     std::vector<double> part_losses;
     std::atomic<int64_t> next{0};
@@ -258,7 +258,7 @@ extern "C" int fedbraid_gradient(const float* y, float* g, float* losses, int64_
         Gradient job{y, g, losses, clients, batch, input_rows, target_rows, weight, inputs, input_count,
                      (const Loss::Target*)targets, target_count, false, {}, {}};
         int64_t units = clients * job.chunks();
-        job.split = clients < threads && job.chunks() > 1 && units * Model::parameters < (1 << 26);
+        job.split = Model::once && clients < threads && job.chunks() > 1 && units * Model::parameters < (1 << 26);
         if (!job.split) return run(job, clients, threads);
         job.parts.assign(units * Model::parameters, 0.f);
         job.part_losses.assign(units, 0.);

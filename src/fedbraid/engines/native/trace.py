@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,13 @@ class Graph:
     shapes: list[Shape]  # of each value, without the batch
     ops: list[Op]
     output: int
-    size: int  # of the flat vector
-    unused: list[tuple[int, int]] = field(default_factory=list)  # (offset, length) that no operation reads
+    layout: Layout
+
+    @property
+    def once(self) -> bool:
+        """Whether every parameter is read by exactly one operation: none is spare, tied or used again."""
+        used = [at for op in self.ops for at in (op.weight, op.bias) if at is not None]
+        return sorted(used) == [s.offset for s in self.layout]
 
 
 def trace(module: nn.Module, layout: Layout, sample: Tensor) -> Graph:
@@ -67,14 +72,16 @@ def _first_line(error: Exception) -> str:
 def _check_parameters(module: nn.Module, layout: Layout) -> None:
     if layout.buffers is not None:
         raise Unsupported("the model has running statistics that are averaged")
-    trainable = set(layout.names)
-    owner: dict[int, str] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if id(p) in owner:
-            raise Unsupported(f"parameters {owner[id(p)]!r} and {name!r} are tied")
-        owner[id(p)] = name
-        if name not in trainable:
+    for name, _ in module.named_parameters():
+        if name not in layout.names:
             raise Unsupported(f"parameter {name!r} is frozen")
+
+
+def _offsets(module: nn.Module, layout: Layout) -> dict[str, int]:
+    """Where each parameter lives, tied ones under each of their names."""
+    places = {s.name: s.offset for s in layout}
+    owners = {id(p): places[name] for name, p in module.named_parameters()}
+    return {name: owners[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 class _Record(fx.Interpreter):
@@ -141,7 +148,7 @@ _NEEDLESS = {
 class _Builder:
     def __init__(self, module: nn.Module, layout: Layout, results: dict[fx.Node, Any]) -> None:
         self.modules = {f"0.{name}".rstrip("."): m for name, m in module.named_modules()}
-        self.offsets = {s.name: s.offset for s in layout}
+        self.offsets = _offsets(module, layout)
         self.layout = layout
         self.results = results
         self.values: dict[fx.Node, int] = {}
@@ -164,9 +171,7 @@ class _Builder:
         if not self.ops or self.ops[-1].output != output:
             raise Unsupported("the model's output is not its last layer's")
         ops = _rectify_pools(self.ops, output)
-        used = {at for op in ops for at in (op.weight, op.bias) if at is not None}
-        unused = [(s.offset, s.size) for s in self.layout if s.offset not in used]
-        return Graph(self.shapes, ops, output, self.layout.size, unused)
+        return Graph(self.shapes, ops, output, self.layout)
 
     def _value(self, node: fx.Node) -> int:
         shape = tuple(self.results[node].shape)
@@ -242,8 +247,6 @@ class _Builder:
             return
         kind, constants = described
         weight, bias = (self.offsets.get(f"{where}.{n}".lstrip(".")) for n in ("weight", "bias"))
-        if weight is not None and any(weight == op.weight for op in self.ops):
-            raise Unsupported(f"the layer {where!r} is used twice")
         inputs = (self.values[source],)
         self.values[node] = self._value(node)
         self.ops.append(Op(kind, inputs, self.values[node], constants, weight, bias))

@@ -8,6 +8,7 @@ that are really encoded.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ def _extra(m: nn.Module, inputs: tuple[Any, ...], out: Any) -> float:
         case nn.GRU() | nn.LSTM():  # gate sums and biases, the reset product, the mix of old and new
             gates, rest = (3, 4) if isinstance(m, nn.GRU) else (4, 4)
             per_gate = 3 if m.bias else 1
-            return (gates * per_gate + rest) * out[0].numel() * m.num_layers
+            return float((gates * per_gate + rest) * out[0].numel() * m.num_layers)
         case BagOfWords():  # counted as the dense layer on a bag of words that it stands for
             vocab, classes = m.words.num_embeddings - 1, m.words.embedding_dim
             return float(len(out) * (vocab + 1) * classes)
@@ -202,21 +203,20 @@ class Operations:
     full_gradients: int
 
 
-class _Elements(TorchDispatchMode):
+class _Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the numbers that elementwise operations write."""
 
-    FREE = tuple(
-        f"aten.{name}"
-        for name in "view expand _unsafe_view clone detach _to_copy repeat zeros ones full empty alias slice select".split()
+    FREE = re.compile(
+        r"aten\.(_?to_copy|_unsafe_view|view|expand|clone|detach|repeat|zeros|ones|full|empty|alias|slice|select)"
     )
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point() and not str(func).startswith(self.FREE):
+        if isinstance(out, Tensor) and out.is_floating_point() and not self.FREE.match(str(func)):
             self.count += out.numel()
         return out
 

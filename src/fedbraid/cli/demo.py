@@ -29,18 +29,18 @@ def demo(json: Json = False, quiet: Quiet = False) -> None:
       fedbraid demo
       fedbraid demo --json
     """
-    import fedbraid as fb
+    from fedbraid.data import tasks
+    from fedbraid.runs import simulate
+    from fedbraid.schedule import rounds
 
     begun = time.monotonic()
-    task = fb.tasks.load("digits", clients=100, partition=fb.partition.label_chunks(1))
+    task = tasks.load("digits", clients=100, partition="label_chunks(1)")
     results: dict[str, Result] = {}
     screen = _screen(json or quiet)
     try:
         for name, (algorithm, work) in contestants().items():
             callbacks = [] if screen is None else [_bar(name, screen)]
-            results[name] = fb.simulate(
-                task, algorithm, work, fb.rounds(ROUNDS, clients=5), seed=0, callbacks=callbacks
-            )
+            results[name] = simulate(task, algorithm, work, rounds(ROUNDS, clients=5), callbacks=callbacks)
     finally:
         if screen is not None:
             screen.stop()
@@ -65,14 +65,17 @@ ROUNDS = 200
 
 def contestants() -> dict[str, tuple[Algorithm, Work]]:
     """Each with the rates that did best for it."""
-    import fedbraid as fb
+    from fedbraid.loop import Work
+    from fedbraid.runs import algorithm_from
 
-    adaptive = fb.Work(lr=0.01, epochs=1, batch=10)
-    thin = fb.with_codecs(fb.fedadavr("adam", lr=0.01, memory="int4"), up=fb.codecs.int4())
+    adaptive = Work(lr=0.01, epochs=1, batch=10)
     return {
-        "FedAvg": (fb.fedavg(), fb.Work(lr=0.1, epochs=1, batch=10)),
-        "FedAdaVR": (fb.fedadavr("adam", lr=0.01), adaptive),
-        "FedAdaVR 4-bit": (thin, adaptive),
+        "FedAvg": (algorithm_from("fedavg"), Work(lr=0.1, epochs=1, batch=10)),
+        "FedAdaVR": (algorithm_from("fedadavr('adam', lr=0.01)"), adaptive),
+        "FedAdaVR 4-bit": (
+            algorithm_from("with_codecs(fedadavr('adam', lr=0.01, memory='int4'), up=int4())"),
+            adaptive,
+        ),
     }
 
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-
 Clients = Annotated[int | None, typer.Option("--clients", "-n", help="Task: number of clients.")]
 Partition = Annotated[
     str | None,

@@ -77,10 +77,11 @@ def fedgbo_flops() -> list[dict[str, Any]]:
     """Every cell of Tables 4 and 10: ours, the printed one, and by what part they differ."""
     import torch
 
-    from fedbraid import algorithms, models
+    from fedbraid import models
     from fedbraid.cost import client_flops, forward_flops
     from fedbraid.layout import Layout
     from fedbraid.loop import Work
+    from fedbraid.runs import algorithm_from
 
     cells = []
     for steps, printed in FEDGBO_FLOPS.items():
@@ -92,7 +93,7 @@ def fedgbo_flops() -> list[dict[str, Any]]:
             size, work = Layout.of(module).size, Work(steps=steps, batch=load.batch)
             for name, values in rows.items():
                 for kind, value in zip(FEDGBO_OPTIMISERS if len(values) > 1 else ("sgd",), values):
-                    a = algorithms.BUILDERS[name](**({} if kind == "sgd" else {"optimizer": kind}))
+                    a = algorithm_from(name if kind == "sgd" else f"{name}(optimizer={kind!r})")
                     ours = client_flops(a, work, forward, size, load.samples) / 1e8
                     slip = (steps, task, name, kind) in FEDGBO_SLIPS
                     cells.append(
@@ -108,14 +109,14 @@ def fedgbo_traffic() -> list[dict[str, Any]]:
     """Table 2: the vectors that each algorithm sends, asked of the algorithm itself."""
     import torch
 
-    from fedbraid import algorithms
     from fedbraid.layout import Layout
+    from fedbraid.runs import algorithm_from
 
     layout = Layout.from_shapes([("w", (4,))])
     rows = []
     for name, (down, up) in FEDGBO_TRAFFIC.items():
         for kind in FEDGBO_OPTIMISERS if name in ("fedgbo", "mimelite", "mfl") else ("",):
-            a = algorithms.BUILDERS[name](**({"optimizer": kind} if kind else {}))
+            a = algorithm_from(f"{name}(optimizer={kind!r})" if kind else name)
             sent = a.server.send(a.server.init(torch.zeros(4), layout))
             rows.append(
                 {

@@ -23,13 +23,15 @@ V* make_workspace() {
     return (V*)p;
 }
 
-// Threads that sleep between calls. A forked child starts its own: threads do not survive a fork.
+// Threads that sleep between calls. Whoever wakes after the work has been done is not waited for. A forked
+// child starts its own: threads do not survive a fork.
 struct Crew {
     pid_t owner = getpid();
     std::mutex one_call, mutex;
     std::condition_variable wake, done;
     std::vector<V*> workspaces;
     int hired = 0, wanted = 0, busy = 0;
+    bool open = false;
     uint64_t turn = 0;
     void (*work)(void*, V*) = nullptr;
     void* job = nullptr;
@@ -39,8 +41,9 @@ struct Crew {
         for (;;) {
             wake.wait(lock, [&] { return turn != seen; });
             seen = turn;
-            if (id >= wanted) continue;
+            if (!open || id >= wanted) continue;
             V* mine = workspaces[id];
+            busy++;
             lock.unlock();
             work(job, mine);
             lock.lock();
@@ -68,13 +71,13 @@ struct Crew {
         if (threads > 1) {
             std::lock_guard<std::mutex> lock(mutex);
             hire(threads);
-            wanted = (hired < threads - 1 ? hired : threads - 1) + 1;
-            busy = wanted - 1, work = f, job = what, turn++;
+            wanted = threads, work = f, job = what, open = true, turn++;
             wake.notify_all();
         }
         f(what, workspaces[0]);
         if (threads > 1) {
             std::unique_lock<std::mutex> lock(mutex);
+            open = false;
             done.wait(lock, [&] { return busy == 0; });
         }
     }

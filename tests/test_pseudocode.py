@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import LAYERS, MATRICES, MEMORY, TRIALS, Recorded, Trial, agree, symmetric, topk, trial_name, uniform
+from oracles import LAYERS, MATRICES, MEMORY, TRIALS, VMAP, Recorded, Trial, agree, symmetric, topk, trial_name, uniform
 
 import fedbraid as fb
 
@@ -89,7 +89,7 @@ def test_fednova(trial):
 def test_weight_decay_and_clipping_of_local_work():
     trial = Trial()
     work = fb.Work(lr=0.3, steps=3, batch=None, weight_decay=0.2, clip=0.3)
-    result = fb.simulate(trial.p.task, fb.fedavg(), work, fb.rounds(4, clients=3), seed=1, evaluate_every=None)
+    result = fb.simulate(trial.p.task, fb.fedavg(), work, fb.rounds(4, clients=3), seed=1, engine=VMAP)
     x, clipped = trial.p.x0, 0
     for record in result.history:
         total = np.zeros_like(x)

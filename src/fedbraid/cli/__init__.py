@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from fedbraid.cli import catalogue, cost, data, demo, resume, run
+from fedbraid.cli import catalogue, cost, data, demo, reproduce, resume, run
 from fedbraid.cli.show import complain
 from fedbraid.errors import FedbraidError
 
@@ -15,31 +15,34 @@ app = typer.Typer(
     name="fedbraid",
     help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
     epilog="Start with: fedbraid demo",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo.demo, run.run, resume.resume, data.data, cost.cost, catalogue.list_):
+for command in (demo.demo, run.run, resume.resume, data.data, cost.cost, reproduce.reproduce, catalogue.list_):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 
 @app.callback(invoke_without_command=True)
-def version(
-    show: bool = typer.Option(False, "--version", help="Print the version and exit."),
+def nothing(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    if show:
+    if version:
         from fedbraid import __version__
 
         print(f"fedbraid {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for what the caller can mend, 130 after Ctrl-C."""
     try:
-        return app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False) or 0
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        return app(given, prog_name="fedbraid", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         complain("stopped")
         return 130
@@ -58,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _usage(error: Exception) -> str:
     """What is wrong with the arguments, and where to look."""
-    text = str(error.format_message()).strip()  # type: ignore[attr-defined]
+    text = str(error.format_message()).strip().rstrip(".")  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
-    if not text:  # called without a command: typer has printed the help
-        return "a command is missing; `fedbraid --help` lists them"
     command = context.command_path if context is not None else "fedbraid"
-    return f"{text.rstrip('.')}; see `{command} --help`"
+    return f"{text}{'' if text.endswith('?') else ';'} see `{command} --help`"

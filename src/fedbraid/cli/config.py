@@ -35,6 +35,7 @@ ONLY_ROUNDS = ("per_round", "over", "timeout")
 ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
 
 DEFAULT_WORK: Section = {"lr": 0.01, "momentum": 0.9, "batch": 20}
+TASK_WORK: Config = {"digits": {"lr": 0.05, "batch": 5}}  # small clients need more and larger steps
 DEFAULT_ROUNDS, DEFAULT_PER_ROUND = 100, 10
 
 
@@ -104,8 +105,10 @@ def plan(config: Config) -> Plan:
         raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
     run.pop("out", None)
     algorithm = algorithm_of(config["algorithm"])
-    work, schedule = work_of(config["work"]), schedule_of(config["schedule"])
-    return Plan(task_of(config["task"]), algorithm, work, schedule, run, target)
+    schedule = schedule_of(config["schedule"])
+    name, settings = task_call(config["task"])
+    work = work_of(TASK_WORK.get(name, {}) | config["work"])
+    return Plan(_load(name, settings), algorithm, work, schedule, run, target)
 
 
 # Sections -----------------------------------------------------------------------------------------
@@ -113,10 +116,13 @@ def plan(config: Config) -> Plan:
 
 def task_of(section: Section) -> Task:
     """The task of `name = "mnist(clients=500)"` and other keywords of `fb.tasks.load`, which come on top."""
+    return _load(*task_call(section))
+
+
+def _load(name: str, settings: Section) -> Task:
     from fedbraid.data import tasks
 
-    name, keywords = task_call(section)
-    return tasks.load(name, **keywords)
+    return tasks.load(name, **settings)
 
 
 def task_call(section: Section) -> tuple[str, Section]:

@@ -218,9 +218,10 @@ def keep(
 
 
 def _stopped(place: Path, done: int | None) -> str:
-    if done is None:
-        return "stopped before the first step; nothing was run"
-    return f"stopped after step {done}; every step is kept. Continue with: fedbraid resume {place}"
+    if not (place / "run.json").exists():
+        return "stopped before the run began; nothing was written"
+    near = "before the first step" if not done else f"near step {done}"
+    return f"stopped {near}; what was committed is kept. Continue with: fedbraid resume {place}"
 
 
 def _show(result: Result, target: float | None, seconds: float, json: bool, quiet: bool) -> None:

@@ -1,0 +1,128 @@
+"""`fedbraid reproduce`: a paper's experiments, cell by cell, and its tables beside ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbraid.cli.show import Json, Quiet, complain, give, table
+from fedbraid.errors import ConfigError
+from fedbraid.metrics import format_seconds
+
+if TYPE_CHECKING:
+    from fedbraid.reproduce import Book, Cell
+
+
+def reproduce(
+    paper: Annotated[
+        str | None, typer.Argument(help="A folder of experiments/, such as fedadavr; all are listed if left out.")
+    ] = None,
+    part: Annotated[str | None, typer.Option(help="Only this part of the grid, such as mnist.")] = None,
+    cells: Annotated[
+        str | None, typer.Option(metavar="GLOB", help="Only cells whose names match, such as 'mnist/LQ-1/*'.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes of one thread each.")] = 2,
+    list_: Annotated[bool, typer.Option("--list", help="Show the cells and which are done; run nothing.")] = False,
+    tables_only: Annotated[
+        bool, typer.Option("--tables-only", help="Make tables and pictures from the results; run nothing.")
+    ] = False,
+    experiments: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the grids are (./experiments).")
+    ] = None,
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where cells in progress are kept.")] = Path("runs/reproduce"),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the experiments of a paper and put the tables that come out beside the paper's.
+
+    Cells that are done are skipped and one that was stopped continues, so the hours can be spread: Ctrl-C,
+    and later the same command. Tables go to experiments/PAPER/README.md, results to experiments/PAPER/results.
+
+    \b
+    Examples:
+      fedbraid reproduce
+      fedbraid reproduce qafel --part mushrooms
+      fedbraid reproduce fedadavr --cells 'mnist/LQ-1/*' --workers 2
+      fedbraid reproduce fedadavr --list
+      fedbraid reproduce fedadavr --tables-only
+    """
+    from fedbraid import reproduce as r
+
+    home = r.find_home(experiments)
+    if paper is None:
+        return _papers(home, json)
+    if list_ and tables_only:
+        raise ConfigError("--list and --tables-only were both given; give one of them")
+    grid, book = r.load(home, paper), r.Book(home / paper / "results")
+    chosen = r.choose(grid.cells(), part, cells)
+    if list_:
+        return _list(paper, chosen, book, json)
+    if not tables_only:
+        show = _Progress(paper, silent=json or quiet)
+        try:
+            r.go(home, paper, chosen, runs, workers, show)
+        except KeyboardInterrupt:
+            done = len(book.done(chosen))
+            complain(f"stopped with {done} of {len(chosen)} cells done; the same command continues")
+            raise typer.Exit(130) from None
+    tables = r.report(home, paper)
+    _close(home / paper, paper, chosen, book, tables, json, quiet)
+
+
+class _Progress:
+    """A line on stderr whenever a cell is done."""
+
+    def __init__(self, paper: str, silent: bool) -> None:
+        self.paper, self.silent = paper, silent
+
+    def __call__(self, done: int, total: int, left: float | None) -> None:
+        if not self.silent:
+            when = "" if left is None or done == total else f", about {format_seconds(left)} left"
+            print(f"{self.paper}: {done} of {total} cells done{when}", file=sys.stderr)
+
+
+def _papers(home: Path, json: bool) -> None:
+    from fedbraid import reproduce as r
+
+    found = []
+    for name in r.papers(home):
+        cells = r.load(home, name).cells()
+        done = r.Book(home / name / "results").done(cells)
+        for part in dict.fromkeys(c.part for c in cells):
+            of = [c for c in cells if c.part == part]
+            found.append({"paper": name, "part": part, "cells": len(of), "done": sum(c.name in done for c in of)})
+    if json:
+        return give(found)
+    rows = [[str(f[k]) for k in ("paper", "part", "cells", "done")] for f in found]
+    table(f"grids in {home}", ["paper", "part", "cells", "done"], rows, left=2)
+
+
+def _list(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
+    done = book.done(cells)
+    if json:
+        return give([{"cell": c.name, **c.settings(), "done": c.name in done} for c in cells])
+    rows = [[c.name, c.algorithm, _came(done.get(c.name))] for c in cells]
+    table(f"{paper}: {len(done)} of {len(cells)} cells done", ["cell", "algorithm", "last accuracy"], rows, left=2)
+
+
+def _came(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    if line["diverged"]:
+        return "diverged"
+    values = line["curve"].get("accuracy") or line["curve"].get("loss") or [None]
+    return "done" if values[-1] is None else f"{values[-1]:.4g}"
+
+
+def _close(
+    folder: Path, paper: str, cells: list[Cell], book: Book, tables: list[str], json: bool, quiet: bool
+) -> None:
+    done = book.done(cells)
+    facts = {"paper": paper, "cells": len(cells), "done": len(done), "tables": tables, "page": str(folder / "README.md")}
+    if json:
+        return give(facts)
+    if not quiet:
+        print(f"{len(done)} of {len(cells)} cells done; tables in {folder / 'README.md'}")

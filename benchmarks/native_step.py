@@ -1,6 +1,6 @@
 """One gradient step: compiled code beside a bare PyTorch step, on one core and on all.
 
-    python benchmarks/native_step.py [--repeats 30]
+    python benchmarks/native_step.py [--repeats 100]
 
 A PyTorch step is what a hand-written loop does for one client on one thread: take the batch from the
 table, forward, backward, with the gradients freed before. Times are the least of several, taken in turns.
@@ -24,7 +24,7 @@ from fedbraid.engines.native import Native
 
 # name: (model, shape of a sample, classes, clients in a call, batch)
 STEPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]] = {
-    "W1/W2 LeNet-5, batch 20": (lambda: models.build("lenet5"), (1, 28, 28), 10, 10, 20),
+    "W1/W2 LeNet-5, batch 20": (lambda: models.build("lenet5"), (1, 28, 28), 10, 2, 20),
     "W3 CNN, batch 50": (lambda: models.build("w3_cnn"), (3, 32, 32), 10, 2, 50),
     "W4 logistic, batch 10": (lambda: models.build("logistic", features=112), (112,), 2, 1000, 10),
 }
@@ -32,7 +32,7 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]]
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--repeats", type=int, default=30)
+    arguments.add_argument("--repeats", type=int, default=100)
     repeats = arguments.parse_args().repeats
     torch.set_num_threads(1)
     cores = len(os.sched_getaffinity(0))

@@ -72,8 +72,8 @@ def cpu_model() -> tuple[str, str]:
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/fedbraid or ~/.cache/fedbraid: made private, refused if others could write to it."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "fedbraid"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache") / "fedbraid"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

@@ -113,6 +113,7 @@ class _Writer:
         return "\n".join([
             *slopes,
             *types,
+            *(line for t, op in enumerate(ops) for line in self._agreements(t, op)),
             "struct Model {",
             f"    typedef {_LOSSES[self.loss]}<{self.sizes[out]}> Loss;",
             *(f"    static constexpr int64_t {name} = {value};" for name, value in self._constants().items()),
@@ -151,6 +152,19 @@ class _Writer:
             i, h, w, o, ky, kx = (int(c) for c in op.constants[:6])
             return o * i * ky * kx // self.lanes + 1 + o * (h + ky - 1) * (w + kx - 1)
         return 2 * int(op.constants[0]) if op.kind == "group_norm" else 0
+
+    def _agreements(self, t: int, op: Op) -> Iterator[str]:
+        """That the room made here is what the kernels take."""
+        scratch = {
+            "conv": "packed + L{t}::spread",
+            "linear": f"turned * {self.blocks}",
+            "group_norm": "sums",
+        }
+        if op.kind in scratch:
+            taken = scratch[op.kind].format(t=t)
+            yield f'static_assert(L{t}::{taken} == {self.scratch[t].size}, "scratch of layer {t}");'
+        if op.kind in ("conv", "group_norm"):
+            yield f'static_assert(L{t}::kept == {_kept(op)}, "what layer {t} keeps");'
 
     # Calls ----------------------------------------------------------------------------------------
 

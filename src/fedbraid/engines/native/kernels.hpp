@@ -331,11 +331,15 @@ struct Conv {
 
     template <bool ADD>
     OP void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
-        if constexpr (SY == 1 && SX == 1 && Narrow<I, H, W, O, KY, KX, PY, PX>::pays) {
-            for (int n = 0; n < nb; n++)
-                Narrow<I, H, W, O, KY, KX, PY, PX>::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
-            return;
-        }
+        typedef Narrow<I, H, W, O, KY, KX, PY, PX> Rows;
+        if constexpr (SY == 1 && SX == 1 && Rows::pays)
+            for (int n = 0; n < nb; n++) Rows::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
+        else
+            backward_bordered<ADD>(dy, w, dx, scratch, nb);
+    }
+
+    template <bool ADD>
+    static void backward_bordered(const V* dy, const float* w, V* dx, V* scratch, int nb) {
         constexpr int top = KY - 1 - PY, left = KX - 1 - PX;
         V* wide = scratch + packed;
         Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
@@ -539,7 +543,8 @@ struct Linear {
     }
 
     // x: pointers to the samples' rows, each readable to IR numbers, or to I where I is IR.
-    OP void weight_rows(const float* const* x, const V* dy, float* dw, float* db, float* dyt, int nb, int samples, bool add) {
+    OP void weight_rows(const float* const* x, const V* dy, float* dw, float* db, float* dyt, int nb, int samples,
+                        bool add) {
         for (int n = 0; n < nb; n++) scatter<O>(dy + n * O, dyt + n * LANES * OR);
         constexpr int vectors = IR / LANES, whole = vectors / tile.m * tile.m, rest = vectors % tile.m;
         const float* at[samples];
@@ -670,7 +675,8 @@ struct GroupNorm {
     }
 
     template <bool ADD, bool INPUT>
-    OP void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* scratch, int nb, bool add) {
+    OP void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* scratch,
+                     int nb, bool add) {
         V *sum_w = scratch, *sum_b = scratch + C;
         std::memset((void*)scratch, 0, sizeof(V) * 2 * C);
         for (int g = 0; g < nb * GROUPS; g++) {

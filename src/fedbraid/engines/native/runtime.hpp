@@ -207,7 +207,8 @@ struct Gradient {
         int64_t units = job.split ? job.clients * job.chunks() : job.clients;
         int64_t step = units / 64 + 1;
         for (int64_t i; (i = job.next.fetch_add(step)) < units && job.status == FINE;)
-            for (int64_t k = i; k < i + step && k < units; k++) job.split ? job.part(k, workspace) : job.client(k, workspace);
+            for (int64_t k = i; k < i + step && k < units; k++)
+                job.split ? job.part(k, workspace) : job.client(k, workspace);
     }
 };
 
@@ -232,15 +233,16 @@ struct Evaluation {
         int blocks = c.close();
         Model::forward(x, workspace, c.inputs, blocks);
         for (int n = 0; n < blocks; n++)
-            Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES, nullptr,
-                      best ? top + n * LANES : nullptr);
+            Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES,
+                      nullptr, best ? top + n * LANES : nullptr);
         std::memcpy(losses + from, loss, sizeof(float) * c.samples);
         if (best) std::memcpy(best + from, top, sizeof(int64_t) * c.samples);
     }
 
     static void work(void* self, V* workspace) {
         Evaluation& job = *(Evaluation*)self;
-        for (int64_t from; (from = job.next.fetch_add(CHUNK)) < job.count && job.status == FINE;) job.chunk(from, workspace);
+        for (int64_t from; (from = job.next.fetch_add(CHUNK)) < job.count && job.status == FINE;)
+            job.chunk(from, workspace);
     }
 };
 
@@ -261,7 +263,7 @@ extern "C" int fedbraid_gradient(const float* y, float* g, float* losses, int64_
         Gradient job{y, g, losses, clients, batch, input_rows, target_rows, weight, inputs, input_count,
                      (const Loss::Target*)targets, target_count, false, {}, {}};
         int64_t units = clients * job.chunks();
-        job.split = Model::once && clients < threads && job.chunks() > 1 && units * Model::parameters < (1 << 26);
+        job.split = Model::once && clients < threads && job.chunks() > 1 && units * Model::parameters < (1 << 24);
         if (!job.split) return run(job, clients, threads);
         job.parts.assign(units * Model::parameters, 0.f);
         job.part_losses.assign(units, 0.);

@@ -50,25 +50,24 @@ class Folder:
             ) from error
 
     def config(self) -> Record:
+        return self.read_json("run.json")
+
+    def read_json(self, name: str) -> Record:
         try:
-            config = json.loads((self.path / "run.json").read_text())
+            config = json.loads((self.path / name).read_text())
         except FileNotFoundError as error:
-            raise RunError(f"{self.path} is no run folder (it has no run.json); check the path") from error
+            raise RunError(f"{self.path} is no run folder (it has no {name}); check the path") from error
         except (OSError, ValueError) as error:
             raise RunError(
-                f"{self.path / 'run.json'} cannot be read ({error}); restore it or start a new run"
+                f"{self.path / name} cannot be read ({error}); restore it or start a new run"
             ) from error
         if not isinstance(config, dict):
-            raise RunError(
-                f"{self.path / 'run.json'} does not hold a configuration; restore it or start a new run"
-            )
+            raise RunError(f"{self.path / name} does not hold a configuration; restore it or start a new run")
         return config
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a file whole or not at all."""
-        part = self.path / f".{name}.part"
-        part.write_text(json.dumps(value, indent=2) + "\n")
-        part.replace(self.path / name)
+        write_whole(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
 
     def records(self) -> Iterator[Record]:
         """The records of metrics.jsonl; a last line still being written is left out."""
@@ -234,6 +233,21 @@ def _split(blob: bytes) -> tuple[Any, dict[str, Tensor]]:
 
 def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
     """The model's named tensors as a safetensors file, whole or not at all."""
+    data = save_tensors({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be written ({error.strerror}); free space, then resume: the last committed step is intact"
+        ) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole, or leave no trace."""
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(save_tensors({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}))
-    part.replace(path)
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbraid import rng
 from fedbraid.data.batches import Augment
-from fedbraid.errors import ConfigError, DataError
+from fedbraid.errors import DataError, unknown
 from fedbraid.layout import Layout
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss per example
@@ -71,8 +71,8 @@ class Task:
         """A task from your own model and one (inputs, targets) pair per client.
 
         A module instance starts every run from the weights it has; a function that builds one starts
-        from weights drawn with the run's seed. `client_tests` gives each client a test share, which
-        together are the test set unless `test` is given too.
+        from weights drawn with the run's seed. `client_tests`, instead of `test`, gives each client a
+        test share (None for a client without one); together they are the test set.
         """
         if not clients:
             raise DataError("no clients were given; pass at least one (inputs, targets) pair")
@@ -83,9 +83,17 @@ class Task:
         if client_tests is not None:
             if len(client_tests) != len(clients):
                 raise DataError(f"{len(client_tests)} test shares for {len(clients)} clients; give one each")
-            shares = [_pair(c, f"client {i}'s test share", loss) for i, c in enumerate(client_tests)]
-            if test is None:
-                test_offsets, test = np.cumsum([0] + [len(x) for x, _ in shares]), _stack(shares)
+            if test is not None:
+                raise DataError("both test= and client_tests= were given; give one of them")
+            shares = {
+                i: _pair(c, f"client {i}'s test share", loss)
+                for i, c in enumerate(client_tests)
+                if c is not None and len(c[0])
+            }
+            test_offsets = np.cumsum(
+                [0] + [len(shares[i][0]) if i in shares else 0 for i in range(len(pairs))]
+            )
+            test = _stack(list(shares.values())) if shares else None
         return cls.from_table(
             model, inputs, targets, torch.arange(len(inputs)), offsets, test=test, test_offsets=test_offsets,
             loss=loss, buffers=buffers, augment=augment, name=name,
@@ -96,8 +104,8 @@ class Task:
         cls, model: nn.Module | Build, clients: Sequence[Any], test: Any = None, **options: Any
     ) -> Task:
         """A task from one map-style torch dataset per client, each item an (input, target) pair."""
-        pairs = [_read(d) for d in clients]
-        return cls.from_arrays(model, pairs, None if test is None else _read(test), **options)
+        pairs = [_read(d, f"client {i}") for i, d in enumerate(clients)]
+        return cls.from_arrays(model, pairs, None if test is None else _read(test, "the test set"), **options)
 
     @classmethod
     def from_table(
@@ -113,15 +121,21 @@ class Task:
     ) -> Task:
         """A task over one table, with the rows that each client holds."""
         if not isinstance(rows, Tensor):
+            if not len(rows):
+                raise DataError("no clients were given; pass the rows of at least one")
             offsets = np.cumsum([0] + [len(r) for r in rows])
             rows = torch.from_numpy(np.concatenate([np.asarray(r, np.int64) for r in rows]))
-        assert offsets is not None
+        if offsets is None or offsets[0] != 0 or offsets[-1] != len(rows):
+            raise DataError(f"offsets must run from 0 to the {len(rows)} rows, one more of them than clients")
         loss = options.get("loss", "cross_entropy")
         x, y = _pair((inputs, targets), "the training table", loss)
         tested = None if test is None else _pair(test, "the test set", loss)
-        start = None
-        if isinstance(model, nn.Module):
-            module = copy.deepcopy(model)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(x):
+            bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
+            raise DataError(f"a client holds row {bad} of a table of {len(x)}; use rows 0 to {len(x) - 1}")
+        start, given = None, _given(model)
+        if given is not None:
+            module = copy.deepcopy(given)
             start = Layout.of(module, options.get("buffers", "refuse")).flatten(module)
             build: Build = _Copy(module)
         else:
@@ -163,23 +177,29 @@ class Task:
 
     @cached_property
     def stochastic(self) -> bool:
-        """Whether the model draws random numbers while it trains (dropout)."""
-        return any(
-            (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
-            or (isinstance(m, nn.RNNBase) and m.dropout > 0)
-            for m in self.module().modules()
-        )
+        """Whether the model draws random numbers while it trains (dropout), by trying it."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            before = torch.get_rng_state()
+            self._forward(self.module().train(), "cpu")
+            return not torch.equal(before, torch.get_rng_state())
+
+    def _forward(self, module: nn.Module, device: str | torch.device) -> Any:
+        """The outputs for the first and the last sample."""
+        x = self.inputs[self.rows[[0, -1]]].to(device)
+        try:
+            return module(x if x.is_floating_point() else x.long())
+        except Exception as error:
+            raise DataError(
+                f"the model's forward pass fails on two samples of shape {tuple(x.shape[1:])} ({x.dtype}): {error};"
+                " make model and data fit each other"
+            ) from error
 
     def module(self, seed: int = 0) -> nn.Module:
-        """A new model, its weights drawn with this seed (or those it was given with)."""
+        """A new float32 model, its weights drawn with this seed (or those it was given with)."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(rng.key(seed, "init"))
             module = self.build()
-        if not isinstance(module, nn.Module):
-            raise DataError(
-                f"the model is a {type(module).__name__}; pass a torch.nn.Module or a function that returns one"
-            )
-        return module
+        return module.float()
 
     def initial(self, seed: int) -> Tensor:
         """x⁰, the model that the first round starts from."""
@@ -208,11 +228,13 @@ class Task:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the data, the partition and the model's layout, for the run record."""
+        """A hash of the data, the partition, the model and the loss's name, for the run record."""
         h = hashlib.blake2b(digest_size=16)
         h.update(self.layout.fingerprint)
+        loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", "")
+        h.update(repr((loss, self.buffers, self.augment)).encode())
         tensors = [self.inputs, self.targets, self.rows, *(self.test or ())]
-        tensors += [] if self.start is None else [self.start]
+        tensors += [] if self.start is None else list(self.module().state_dict().values())
         for t in tensors:
             h.update(str((t.dtype, tuple(t.shape), t.stride())).encode())
             h.update(_storage(t).data)
@@ -225,27 +247,24 @@ class Task:
         empty = np.flatnonzero(np.diff(self.offsets) == 0)
         if len(empty):
             raise DataError(f"client {empty[0]} has no samples; leave it out or give it at least one")
-        if isinstance(self.loss, str) and self.loss not in LOSSES:
-            raise ConfigError(f"loss={self.loss!r} is not known; use 'cross_entropy', 'mse' or a function")
+        if not callable(self.loss) and self.loss not in LOSSES:
+            raise unknown("loss", str(self.loss), LOSSES)
         module = self.module()
         Layout.of(module, self.buffers)
-        module.eval()
+        module.to(self.inputs.device).eval()
         with torch.no_grad():
-            x = self.inputs[self.rows[:1]]
+            out, y = self._forward(module, self.inputs.device), self.targets[self.rows[[0, -1]]]
+            if not isinstance(out, Tensor):
+                raise DataError(f"the model gives a {type(out).__name__}; its forward must return one tensor")
+            shapes = f"outputs {tuple(out.shape)} and targets {tuple(y.shape)}"
             try:
-                out = module.to(x.device)(x if x.is_floating_point() else x.long())
+                each = self.per_example(out, y)
             except Exception as error:
-                raise DataError(
-                    f"the model's forward pass fails on one sample of shape {tuple(x.shape)}: {error}"
-                ) from error
-            try:
-                each = self.per_example(out, self.targets[self.rows[:1]])
-            except Exception as error:
-                shapes = f"outputs {tuple(out.shape)} and targets {tuple(self.targets[self.rows[:1]].shape)}"
-                raise DataError(f"the loss fails on {shapes}: {error}") from error
-        if each.shape != (1,):
+                raise DataError(f"the loss fails on {shapes}: {error}; make them fit each other") from error
+        if not isinstance(each, Tensor) or each.shape != (2,):
+            gave = f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
             raise DataError(
-                f"the loss gave shape {tuple(each.shape)} for one sample; it must give one number per example"
+                f"the loss gave {gave} for two samples; it must give one number per example (reduction='none')"
             )
         if self.loss == "cross_entropy":
             for what, y in (
@@ -269,6 +288,19 @@ class _Copy:
         return copy.deepcopy(self.given)
 
 
+def _given(model: Any) -> nn.Module | None:
+    """The module whose weights every run starts from: the one given, or that a function gives again and again."""
+    if isinstance(model, nn.Module):
+        return model
+    with torch.random.fork_rng(devices=[]):
+        first, second = (model(), model()) if callable(model) else (model, model)
+    if not isinstance(first, nn.Module):
+        raise DataError(
+            f"the model is a {type(first).__name__}; pass a torch.nn.Module or a function that returns one"
+        )
+    return first if first is second else None
+
+
 def _storage(t: Tensor) -> NDArray[np.uint8]:
     """The bytes behind a tensor, read once even where its rows overlap (text windows)."""
     t = t.detach().cpu()
@@ -284,7 +316,10 @@ def _pair(pair: Any, what: str, loss: str | Loss) -> tuple[Tensor, Tensor]:
         x, y = pair
     except (TypeError, ValueError) as error:
         raise DataError(f"{what} must be an (inputs, targets) pair, not {type(pair).__name__}") from error
-    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    try:
+        x, y = torch.as_tensor(x), torch.as_tensor(y)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} does not turn into tensors: {error}; give arrays of numbers") from error
     if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
         raise DataError(
             f"{what} has inputs of shape {tuple(x.shape)} but targets of shape {tuple(y.shape)}; give one target per input"
@@ -324,10 +359,13 @@ def _stack(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def _read(dataset: Any) -> tuple[Tensor, Tensor]:
+def _read(dataset: Any, what: str) -> tuple[Tensor, Tensor]:
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
-        return torch.empty(0), torch.empty(0)
-    return torch.stack([torch.as_tensor(x) for x, _ in items]), torch.stack(
-        [torch.as_tensor(y) for _, y in items]
-    )
+        raise DataError(f"{what} has no samples; leave it out or give it at least one")
+    try:
+        return torch.stack([torch.as_tensor(x) for x, _ in items]), torch.stack(
+            [torch.as_tensor(y) for _, y in items]
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} does not turn into tensors: {error}; give items (input, target)") from error

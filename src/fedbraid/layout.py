@@ -57,6 +57,11 @@ class Layout:
             for name, b in owner.named_buffers(recurse=False):
                 if not b.is_floating_point() or not _moves(owner, name):
                     continue
+                if getattr(owner, "momentum", 0.1) is None:
+                    raise DataError(
+                        f"{type(owner).__name__} at {path!r} has momentum=None and counts its batches, which cannot be"
+                        " averaged; give it a momentum such as 0.1"
+                    )
                 if buffers == "refuse":
                     raise DataError(
                         f"model has {type(owner).__name__} at {path!r}, whose running statistics are not"

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid import rng
 from fedbraid.data.batches import Batch, Plan
 from fedbraid.link import Sender, Sizes, upload
 from fedbraid.rule import Gradient, Local, Vectors, train
@@ -92,7 +93,7 @@ def visit(setup: Setup, grad: Gradient, order: Order) -> Reply:
         n=torch.from_numpy(plan.n).to(x)[:, None],
         t=order.version,
         momentum=work.momentum,
-        full_grad=full_gradient(task, grad, order.clients),
+        full_grad=full_gradient(task, grad, order.clients, order.version, setup.seed),
     )
     with torch.random.fork_rng(devices=[], enabled=task.stochastic):
         vectors, memory, loss = train(setup.algorithm.rule, grad, loc, plan, work, layout)
@@ -102,7 +103,7 @@ def visit(setup: Setup, grad: Gradient, order: Order) -> Reply:
 
 
 def full_gradient(
-    task: Task, grad: Gradient, clients: NDArray[np.int64], chunk: int = 256
+    task: Task, grad: Gradient, clients: NDArray[np.int64], version: int, seed: int, chunk: int = 256
 ) -> Callable[[Tensor], Tensor]:
     """y -> the gradient of each client's whole local set, in chunks that fit in memory."""
     n = task.sizes[clients]
@@ -115,7 +116,9 @@ def full_gradient(
             inside = column < n[:, None]
             rows = task.row_ids(clients, np.minimum(column, n[:, None] - 1))
             weight = torch.from_numpy(inside.astype(np.float32)).to(y.device)
-            g, _ = grad(y, Batch(task.inputs, task.targets, rows, None if inside.all() else weight))
+            noise = rng.bits(seed, "full", version, clients, lo) >> np.uint64(1) if task.stochastic else None
+            some = Batch(task.inputs, task.targets, rows, None if inside.all() else weight, noise=noise)
+            g, _ = grad(y, some)
             total += g * torch.from_numpy(inside.sum(1) / n).to(y)[:, None]
         return total
 

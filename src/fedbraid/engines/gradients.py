@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from fedbraid.data.batches import Batch
+
 if TYPE_CHECKING:
-    from fedbraid.data.batches import Batch
     from fedbraid.data.task import Task
 
 CHUNK = 512  # samples of an evaluation batch
@@ -35,7 +36,7 @@ class Torch:
             a = inputs[lo : lo + CHUNK]
             out = self.judge(a if a.is_floating_point() else a.long())
             losses.append(self.loss(out, targets[lo : lo + CHUNK]))
-            if self.classifies and out.ndim == 2:
+            if self.classifies and out.ndim == 2 and targets.ndim == 1:
                 classes.append(out.argmax(1))
         return torch.cat(losses), torch.cat(classes) if classes else None
 
@@ -123,7 +124,14 @@ class Vmap(Torch):
         """Whether vmap is the faster of the two: a chain of linear maps, nothing random, no statistics."""
         plain = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Softmax, nn.LogSoftmax)
         leaves = [m for m in task.module().modules() if not list(m.children())]
-        return all(isinstance(m, plain) for m in leaves) and task.layout.buffers is None
+        if not all(isinstance(m, plain) for m in leaves) or task.stochastic:
+            return False
+        rows, y = task.rows[[0, -1]].view(2, 1), task.layout.flatten(task.module()).to(task.inputs.device)
+        try:  # a forward or loss of the user's may do what vmap cannot follow
+            Vmap(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
+        except Exception:
+            return False
+        return True
 
 
 BACKENDS = {"loop": Loop, "vmap": Vmap}

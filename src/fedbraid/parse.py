@@ -21,12 +21,15 @@ def evaluate(text: str, names: Names, kind: str) -> Any:
     >>> evaluate("dict(a=[1, 2])", {"dict": dict}, "thing")
     {'a': [1, 2]}
     """
-    return _value(_tree(text, kind), names, kind)
+    try:
+        return _value(_tree(text, kind), names, kind)
+    except RecursionError as error:
+        raise _unreadable(text, kind) from error
 
 
 def call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Name, arguments and keywords of a call with literal arguments; a bare name has none."""
-    node = _tree(text, "setting")
+    node = _tree(str(text), "setting")
     if isinstance(node, ast.Name):
         return node.id, [], {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -39,7 +42,12 @@ def _tree(text: str, kind: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{kind} {text!r} cannot be read; write it as name(key=value, ...)") from error
+        raise _unreadable(text, kind) from error
+
+
+def _unreadable(text: str, kind: str) -> ConfigError:
+    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    return ConfigError(f"{kind} {shown!r} cannot be read; write it as name(key=value, ...)")
 
 
 def _value(node: ast.expr, names: Names, kind: str) -> Any:
@@ -48,16 +56,24 @@ def _value(node: ast.expr, names: Names, kind: str) -> Any:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.List(elts=items):
             return [_value(i, names, kind) for i in items]
+        case ast.Tuple(elts=items):
+            return tuple(_value(i, names, kind) for i in items)
         case ast.Name(id=name):
             return _made(name, [], {}, names, kind)
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords):
+        case ast.Call(func=func, args=args, keywords=keywords) if word := _called(func):
             given = {k.arg or "": _value(k.value, names, kind) for k in keywords}
-            return _made(name, [_value(a, names, kind) for a in args], given, names, kind)
+            return _made(word, [_value(a, names, kind) for a in args], given, names, kind)
     raise ConfigError(
         f"{ast.unparse(node)!r} is not a value, a list or a call; write names as 'text' in quotes"
     )
+
+
+def _called(func: ast.expr) -> str | None:
+    """The last word of a dotted name, such as `fb.codecs.uniform`."""
+    words = ast.unparse(func).split(".")
+    return words[-1] if all(w.isidentifier() for w in words) else None
 
 
 def _made(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind: str) -> Any:

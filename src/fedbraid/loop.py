@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,17 +14,19 @@ from torch import Tensor
 
 from fedbraid.codec import Codec
 from fedbraid.codecs import identity
-from fedbraid.errors import ConfigError, Diverged
+from fedbraid.errors import ConfigError, Diverged, WireError
 from fedbraid.layout import Layout
-from fedbraid.link import Down, HiddenState, Up, broadcast, catch_up, codec_of, open_down, residuals
+from fedbraid.link import Down, ErrorFeedback, HiddenState, Up, broadcast, catch_up, codec_of, open_down, residuals
 from fedbraid.rule import Local, Rule, Vectors
-from fedbraid.schedule import Tick, whole
+from fedbraid.schedule import Tick, plain_numbers, whole
 from fedbraid.server import Gather, Info, Mean, Transform, Tree, Uploads
 from fedbraid.store import Rows
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
     from fedbraid.engines.client import Engine, Reply
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Work:
     last: str = "keep"
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", 1)
         if self.epochs is not None and self.steps is not None:
@@ -55,13 +58,15 @@ class Work:
         whole("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
         if self.batch is not None:
             whole("batch", self.batch)
-        for name in ("lr", "lr_decay", "clip"):
+        for name in ("lr", "lr_decay", "clip", "momentum", "weight_decay"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if (value is None and name != "clip") or isinstance(value, str | bool):
+                raise ConfigError(f"{name}={value!r} is not a number; give one")
+            if name in ("lr", "lr_decay", "clip") and value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value} does not train; use {name} > 0")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum} never forgets; use 0 <= momentum < 1")
-        if not self.weight_decay >= 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
         if self.last not in ("keep", "drop", "fill"):
             raise ConfigError(f"last={self.last!r} is not known; use 'keep', 'drop' or 'fill'")
@@ -83,6 +88,17 @@ class Algorithm:
     name: str = field(default="", compare=False)  # the call that builds it, where a builder did
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("rule", Rule), ("gather", Gather), ("server", Transform), ("up", Codec | ErrorFeedback), ("down", Codec | HiddenState),
+        ):  # fmt: skip
+            part = getattr(self, name)
+            if not isinstance(part, kind):
+                wanted = getattr(kind, "__name__", "Codec")
+                raise ConfigError(f"{name}={part!r} is a {type(part).__name__}; give a {wanted} there")
+        if codec_of(self.down).weights:
+            raise ConfigError(
+                f"down={self.down!r} is for uploads; the model itself is sent down, so use its inner codec"
+            )
         names = rehearse(self)
         object.__setattr__(self, "_uploads", names)
 
@@ -108,7 +124,12 @@ def rehearse(a: Algorithm) -> dict[str, bool]:
         memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in a.rule.init(x).items()}
         loc = Local(x[None], down, memory, 0.1, one, one, 0, 0.0, lambda y: torch.ones(2, 4))
         stage = "rule"
-        v, s = a.rule.step(torch.ones(2, 4), x.repeat(2, 1), a.rule.start(loc), loc)
+        started = a.rule.start(loc)
+        v, s = a.rule.step(torch.ones(2, 4), x.repeat(2, 1), started, loc)
+        if s.keys() != started.keys():
+            raise ConfigError(
+                f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
+            )
         y = x - 0.1 * v
         extra, remembered = a.rule.finish(y, s, loc)
         up = {"delta": x - y, **extra}
@@ -276,7 +297,7 @@ def advance(
     tally = Tally(algorithm, state, layout)
     acc = algorithm.gather.zero(x)
     jobs.see(tick)
-    for reply, versions in jobs.replies(state, tick):
+    for reply, versions in _encoded(jobs.replies(state, tick), state.t + 1):
         n = torch.from_numpy(task.sizes[reply.clients]).to(x)[:, None]
         staleness = torch.from_numpy(state.t - versions).to(x)[:, None]
         up = Uploads(reply.clients, reply.uploads, n, reply.K, staleness, reply.lr, _starts(state, versions))
@@ -303,12 +324,31 @@ def advance(
             " learning rate. The last committed step is intact"
         )
     vectors = {"x": new, **algorithm.server.send(server)}
-    received, wire, sizes, notes = broadcast(algorithm.down, vectors, state.wire, seed, state.t + 1, layout)
+    try:
+        received, wire, sizes, notes = broadcast(
+            algorithm.down, vectors, state.wire, seed, state.t + 1, layout
+        )
+    except WireError as error:
+        raise _unsendable(error, state.t + 1) from error
     sent = {v: s for v, s in state.sent.items() if v in tick.live}
     sent[state.t + 1] = {"vectors": received, "sizes": sizes, "packets": wire.get("packets", 0)}
     record = {"step": state.t + 1, "time": tick.time, **tally.record(tick), "norm": norm, **notes}
     record["bytes_broadcast"] = sum(sizes.values())
     return replace(state, t=state.t + 1, x=new, gather=gather, server=server, wire=wire, sent=sent), record
+
+
+def _encoded(replies: Iterator[T], step: int) -> Iterator[T]:
+    """The replies, where numbers that no codec takes end the run like any that are not finite."""
+    try:
+        yield from replies
+    except WireError as error:
+        raise _unsendable(error, step) from error
+
+
+def _unsendable(error: WireError, step: int) -> Diverged:
+    return Diverged(
+        f"step {step} cannot be sent: {error}, or clip gradients with clip=. The last committed step is intact"
+    )
 
 
 class Tally:

@@ -41,7 +41,13 @@ class Schedule:
     steps: int
 
     def __post_init__(self) -> None:
+        plain_numbers(self)
         whole("steps", self.steps)
+        link, durations = getattr(self, "bandwidth", None), getattr(self, "durations", None)
+        if durations is not None and not isinstance(durations, clock.Durations):
+            raise ConfigError(f"durations={durations!r} says no times; use one such as fb.clock.constant(1)")
+        if link is not None and not isinstance(link, clock.bandwidth):
+            raise ConfigError(f"bandwidth={link!r} says no rates; use fb.clock.bandwidth(down, up)")
 
     def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
         """One tick per server step; `message` is the bytes down and up, for transfer times."""
@@ -75,6 +81,10 @@ class Rounds(Schedule):
                 )
         elif isinstance(self.clients, int):
             whole("clients", self.clients)
+        elif not isinstance(self.clients, tuple):
+            raise ConfigError(
+                f"clients={self.clients!r} names no cohort; use a whole number, a share in (0, 1] or a list of cohorts"
+            )
         elif len(self.clients) < self.steps or not all(self.clients):
             raise ConfigError(
                 f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
@@ -287,8 +297,13 @@ def rounds(
     bandwidth: clock.bandwidth | None = None,
 ) -> Rounds:
     """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round."""
-    if isinstance(clients, Sequence):
-        clients = tuple(tuple(int(c) for c in cohort) for cohort in clients)
+    if isinstance(clients, Sequence) and not isinstance(clients, str):
+        try:
+            clients = tuple(tuple(int(c) for c in cohort) for cohort in clients)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
+            ) from error
     return Rounds(steps, clients, over, timeout, durations or clock.constant(), bandwidth)
 
 
@@ -309,6 +324,13 @@ def buffered(
 def immediate(steps: int, concurrency: int = 100, **options: object) -> Buffered:
     """Asynchronous training with a server step after every upload (FedAsync)."""
     return buffered(steps, 1, concurrency, **options)  # type: ignore[arg-type]
+
+
+def plain_numbers(settings: object) -> None:
+    """Turn NumPy's numbers in a frozen dataclass into Python's, so that it prints as it can be read again."""
+    for name, value in vars(settings).items():
+        if isinstance(value, np.generic):
+            object.__setattr__(settings, name, value.item())
 
 
 def whole(name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,7 +212,7 @@ class Scale(Transform):
     lr: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ConfigError(f"server lr={self.lr} does not step downhill; use lr > 0")
 
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:

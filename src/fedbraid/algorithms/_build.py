@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+import numpy as np
+
+from fedbraid.codec import Codec
+from fedbraid.errors import ConfigError
 from fedbraid.loop import Algorithm
 
 P = ParamSpec("P")
@@ -18,16 +23,18 @@ def builder(make: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
     @functools.wraps(make)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
-        algorithm = make(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
         words = []
-        for key, value in bound.items():
+        for key, value in bound.arguments.items():
             parameter = signature.parameters[key]
+            value = bound.arguments[key] = _checked(make.__name__, parameter, value)
             if parameter.default is parameter.empty:
                 words.append(_spell(value))
             elif value != parameter.default:
                 words.append(f"{key}={_spell(value)}")
-        object.__setattr__(algorithm, "name", f"{make.__name__}({', '.join(words)})")
+        algorithm = make(*bound.args, **bound.kwargs)
+        known = "" not in words  # an algorithm of the user's own has no call to print
+        object.__setattr__(algorithm, "name", f"{make.__name__}({', '.join(words)})" if known else "")
         return algorithm
 
     return build
@@ -35,3 +42,28 @@ def builder(make: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
 def _spell(value: Any) -> str:
     return value.name if isinstance(value, Algorithm) else repr(value)
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "float": ((int, float), "a finite number"),
+    "str": (str, "a name in quotes"),
+    "bool": (bool, "True or False"),
+    "Codec": (Codec, "a codec, such as fb.codecs.int8()"),
+    "Algorithm": (Algorithm, "an algorithm, such as fb.fedavg()"),
+}
+
+
+def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
+    """The value if it is of the kind that the parameter's annotation names; numbers as plain floats."""
+    kind, _, optional = str(parameter.annotation).partition(" | ")
+    if kind not in _KINDS or (value is None and optional):
+        return value
+    value = value.item() if isinstance(value, np.generic) else value
+    wanted, said = _KINDS[kind]
+    fits = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
+    if fits and kind == "float":
+        value = float(value) if abs(value) < 1e300 else math.inf
+        fits = math.isfinite(value)
+    if not fits:
+        raise ConfigError(f"{call} got {parameter.name}={value!r}; give it {said}")
+    return value

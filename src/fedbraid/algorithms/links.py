@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fedbraid.algorithms._build import builder
 from fedbraid.codec import Codec
-from fedbraid.errors import ConfigError
 from fedbraid.link import Down, ErrorFeedback, HiddenState, Up, codec_of
 from fedbraid.loop import Algorithm
 from fedbraid.server import Mean, Scale, pipeline
@@ -15,11 +14,6 @@ from fedbraid.server import Mean, Scale, pipeline
 @builder
 def with_codecs(a: Algorithm, up: Codec | None = None, down: Codec | None = None) -> Algorithm:
     """Any algorithm over other links; what wraps a link stays."""
-
-    if down is not None and down.weights:
-        raise ConfigError(
-            f"down={down!r} is for uploads; the model itself is sent down, so use its inner codec"
-        )
     new_up: Up = a.up if up is None else ErrorFeedback(up) if isinstance(a.up, ErrorFeedback) else up
     new_down: Down = (
         a.down if down is None else HiddenState(down) if isinstance(a.down, HiddenState) else down

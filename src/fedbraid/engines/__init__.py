@@ -37,6 +37,8 @@ ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": p
 def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int) -> Engine:
     """The engine for `engine=`; "auto" takes the one that is fastest for this task by what is known of it."""
     if not isinstance(engine, str):
+        if not hasattr(engine, "train"):
+            raise ConfigError(f"engine={engine!r} runs no clients; use 'auto', 'in_process' or 'pool'")
         return engine
     if engine != "auto":
         from fedbraid.parse import call

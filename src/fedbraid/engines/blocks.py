@@ -15,6 +15,7 @@ from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.errors import ConfigError, EngineError, unknown
 from fedbraid.rule import Gradient
+from fedbraid.schedule import whole
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -32,6 +33,9 @@ class InProcess:
     block: int | None = None
     backend: str = "auto"
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(block=self.block, threads=self.threads)
 
     def open(self, setup: Setup) -> None:
         self.setup = setup
@@ -60,6 +64,12 @@ class InProcess:
         torch.set_num_threads(self.torch_threads)
 
 
+def check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None:
+            whole(name, value)
+
+
 def gradient(task: Task, backend: str, threads: int = 0) -> Gradient:
     """The gradient function of this name, or the fastest that can run this task."""
     if backend not in ("auto", "native", "vmap", "loop"):
@@ -72,6 +82,8 @@ def gradient(task: Task, backend: str, threads: int = 0) -> Gradient:
         raise ConfigError(
             "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
         )
+    if backend == "vmap" and task.layout.buffers is not None:
+        raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
     return Vmap(task) if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop(task)
 
 

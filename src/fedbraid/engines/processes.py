@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.engines.blocks import gradient
+from fedbraid.engines.blocks import check_counts, gradient
 from fedbraid.engines.client import Reply, Setup, visit
-from fedbraid.errors import ConfigError, EngineError
+from fedbraid.errors import ConfigError, EngineError, FedbraidError
 from fedbraid.rule import Gradient, Vectors
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ class Pool:
     backend: str = "auto"
     block: int | None = None
 
+    def __post_init__(self) -> None:
+        check_counts(workers=self.workers, block=self.block)
+
     def open(self, setup: Setup) -> None:
         if "fork" not in mp.get_all_start_methods():
             raise ConfigError("the pool engine needs fork, which this system lacks; use engine='in_process'")
@@ -42,8 +45,6 @@ class Pool:
                 f"the pool engine runs on the CPU, not on {setup.task.inputs.device}; use engine='in_process'"
             )
         count = self.workers or len(os.sched_getaffinity(0))
-        if count < 1:
-            raise ConfigError(f"workers={self.workers} is no pool; use workers >= 1")
         self.setup, self.count = setup, count
         self.grad: Gradient = gradient(setup.task, self.backend, 1)
         self.shared = _Shared(setup)
@@ -109,8 +110,10 @@ class Pool:
             answer = pipe.recv()
         except (EOFError, OSError) as error:
             raise self._death(pipe) from error
+        if isinstance(answer, FedbraidError):
+            raise answer
         if isinstance(answer, str):
-            raise EngineError(f"a worker process failed:\n{answer}")
+            raise EngineError(answer)
         return answer
 
     def _death(self, pipe: Connection) -> EngineError:
@@ -206,5 +209,11 @@ def _work(setup: Setup, grad: Gradient, shared: _Shared, pipe: Connection, other
             )
         except KeyboardInterrupt:
             os._exit(0)
-        except BaseException:
-            pipe.send(traceback.format_exc())
+        except FedbraidError as error:
+            pipe.send(error)
+        except BaseException as error:
+            what = f"{type(error).__name__}: {error}"
+            pipe.send(
+                f"training clients {clients} failed in a worker process ({what}); mend the model or the loss."
+                f" What the worker saw:\n{traceback.format_exc()}"
+            )

@@ -50,7 +50,9 @@ class Problem:
 
     def pooled(self, x: np.ndarray) -> np.ndarray:
         """The gradient over everybody's samples together."""
-        return self._pass(x, np.concatenate([a for a, _ in self.data]), np.concatenate([t for _, t in self.data]))[1]
+        return self._pass(
+            x, np.concatenate([a for a, _ in self.data]), np.concatenate([t for _, t in self.data])
+        )[1]
 
     @staticmethod
     def _pass(x: np.ndarray, a: np.ndarray, t: np.ndarray) -> tuple[float, np.ndarray]:
@@ -66,14 +68,18 @@ class Problem:
         d_out[np.arange(len(t)), t] -= 1
         d_out /= len(t)
         d_in = (d_out @ V) * (1 - hidden**2)
-        return loss, np.concatenate([(d_in.T @ a).ravel(), d_in.sum(0), (d_out.T @ hidden).ravel(), d_out.sum(0)])
+        return loss, np.concatenate(
+            [(d_in.T @ a).ravel(), d_in.sum(0), (d_out.T @ hidden).ravel(), d_out.sum(0)]
+        )
 
     def p(self, clients: Any, kind: str) -> np.ndarray:
         """Weights normalised over these clients."""
         w = self.n[list(clients)] if kind == "samples" else np.ones(len(clients))
         return w / w.sum()
 
-    def local(self, x: np.ndarray, i: int, K: int, lr: float, rho: float = 0.0, bend: Any = None, wd: float = 0.0) -> np.ndarray:
+    def local(
+        self, x: np.ndarray, i: int, K: int, lr: float, rho: float = 0.0, bend: Any = None, wd: float = 0.0
+    ) -> np.ndarray:
         """y_K after K local steps from x: y ← y − lr·b, b ← ρb + v, v the bent gradient."""
         y, b = x.copy(), np.zeros_like(x)
         for _ in range(K):

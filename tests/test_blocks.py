@@ -108,7 +108,10 @@ def test_a_pool_agrees(name):
 @pytest.mark.parametrize("name", ["fedbuff", "qafel", "scaffold", "adabest", "fedadavr", "fedef", "fedgbo"])
 @pytest.mark.parametrize("engine", [MANY, LOOP, POOL], ids=["many", "loop", "pool"])
 def test_blocks_agree_without_rounds(name, engine):
-    same(run(ALGORITHMS[name], WORKS["unequal"], engine, ASYNC), run(ALGORITHMS[name], WORKS["unequal"], ONE, ASYNC))
+    same(
+        run(ALGORITHMS[name], WORKS["unequal"], engine, ASYNC),
+        run(ALGORITHMS[name], WORKS["unequal"], ONE, ASYNC),
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -134,12 +137,18 @@ def test_an_epoch_uses_every_sample_once_and_a_small_client_trains_too():
     """With a linear loss the local move is the sum over batches of their mean gradients, in any order."""
     a = np.arange(1, 8, dtype=np.float32)[:, None]
     task = fb.Task.from_arrays(
-        torch.nn.Linear(1, 1, bias=False), [(a, a[:, 0]), (a[:2], a[:2, 0])], loss=lambda out, t: out.squeeze(-1)
+        torch.nn.Linear(1, 1, bias=False),
+        [(a, a[:, 0]), (a[:2], a[:2, 0])],
+        loss=lambda out, t: out.squeeze(-1),
     )
     for engine in (ONE, MANY, LOOP):
         work = fb.Work(lr=1.0, epochs=1, batch=1)
-        result = fb.simulate(task, fb.fedavg(), work, fb.rounds(1, clients=[[0]]), engine=engine, evaluate_every=None)
+        result = fb.simulate(
+            task, fb.fedavg(), work, fb.rounds(1, clients=[[0]]), engine=engine, evaluate_every=None
+        )
         assert float(task.initial(0)[0] - result.x[0]) == pytest.approx(28.0, rel=1e-5)
         work = fb.Work(lr=1.0, epochs=2, batch=5)  # the other client has fewer samples than a batch
-        result = fb.simulate(task, fb.fedavg(), work, fb.rounds(1, clients=[[1]]), engine=engine, evaluate_every=None)
+        result = fb.simulate(
+            task, fb.fedavg(), work, fb.rounds(1, clients=[[1]]), engine=engine, evaluate_every=None
+        )
         assert float(task.initial(0)[0] - result.x[0]) == pytest.approx(3.0, rel=1e-5)

@@ -128,9 +128,17 @@ def test_the_inverse_recovers_the_mean_gradient_where_k_is_one(name):
 
     class Keep:
         def step(self, record, run):
-            states.append((record["clients"], run.state.x.double().numpy(), copy.deepcopy(run.state.server["0"])))
+            states.append(
+                (record["clients"], run.state.x.double().numpy(), copy.deepcopy(run.state.server["0"]))
+            )
 
-    simulate(trial.p.task, fb.fedgbo(name, **({"beta2": 0.9} if name == "adam" else {"beta": 0.9})), work, schedule, callbacks=[Keep()])
+    simulate(
+        trial.p.task,
+        fb.fedgbo(name, **({"beta2": 0.9} if name == "adam" else {"beta": 0.9})),
+        work,
+        schedule,
+        callbacks=[Keep()],
+    )
     x, m, v = trial.p.x0, np.zeros(27), np.ones(27)
     for cohort, x_next, s in states:
         g = np.mean([trial.p.grad(x, i) for i in cohort], axis=0)
@@ -260,7 +268,11 @@ def test_the_running_sum_is_the_sum_recomputed_after_many_steps(memory, weights)
     trial = Trial(steps=150)
     work = fb.Work(lr=0.05, steps=1, batch=2)
     result = simulate(
-        trial.p.task, fb.fedadavr("sgd", lr=1.0, memory=memory, weights=weights), work, fb.rounds(150, clients=2), evaluate_every=None
+        trial.p.task,
+        fb.fedadavr("sgd", lr=1.0, memory=memory, weights=weights),
+        work,
+        fb.rounds(150, clients=2),
+        evaluate_every=None,
     )
     s = result.state.gather
     total, seen = recomputed(s, range(8))
@@ -307,7 +319,9 @@ def test_clients_that_leave_or_change_their_weight_are_exact(memory):
     rows = {i: (float(s["rows"].get([i])["weight"]), s["rows"].get([i])["y"][0]) for i in (1, 2, 4)}
     delta = torch.randn(2, 27, generator=draw)
     u, s = fold(gather, s, [2, 9], delta, [3.0, 5.0], facts(4, 20.0, [5] * 4))  # 9 joins with a zero row
-    r = (3 * (delta[0] / 0.5 - rows[2][1]) + 5 * delta[1] / 0.5) / 8 + sum(w * y for w, y in rows.values()) / 20
+    r = (3 * (delta[0] / 0.5 - rows[2][1]) + 5 * delta[1] / 0.5) / 8 + sum(
+        w * y for w, y in rows.values()
+    ) / 20
     np.testing.assert_allclose(u["delta"], 0.5 * r, atol=1e-5)
     np.testing.assert_allclose(s["sum"], recomputed(s, [1, 2, 4, 9])[0], atol=1e-5)
 
@@ -347,7 +361,9 @@ def test_lambs_step_is_a_share_of_each_layers_norm_whatever_the_gradients_size()
     trial = Trial(steps=1)
     x = trial.run(fb.fedlamb(lr=0.1)).x.double().numpy()
     for at in LAYERS:
-        assert np.linalg.norm(x[at] - trial.p.x0[at]) == pytest.approx(0.1 * np.linalg.norm(trial.p.x0[at]), rel=1e-4)
+        assert np.linalg.norm(x[at] - trial.p.x0[at]) == pytest.approx(
+            0.1 * np.linalg.norm(trial.p.x0[at]), rel=1e-4
+        )
     whole = trial.run(fb.fedlamb(lr=0.1, layerwise=False)).x.double().numpy()
     assert np.linalg.norm(whole - trial.p.x0) == pytest.approx(0.1 * np.linalg.norm(trial.p.x0), rel=1e-4)
 

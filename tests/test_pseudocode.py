@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import LAYERS, MATRICES, MEMORY, TRIALS, VMAP, Recorded, Trial, agree, symmetric, topk, trial_name, uniform
+from oracles import (
+    LAYERS,
+    MATRICES,
+    MEMORY,
+    TRIALS,
+    VMAP,
+    Recorded,
+    Trial,
+    agree,
+    symmetric,
+    topk,
+    trial_name,
+    uniform,
+)
 
 import fedbraid as fb
 
@@ -19,7 +32,8 @@ def test_the_gradient_worked_out_by_hand_is_the_slope_of_the_loss():
     p = TRIALS[0].p
     for i in range(p.N):
         slope = [
-            (p.loss(p.x0 + e, p.data[i]) - p.loss(p.x0 - e, p.data[i])) / 2e-5 for e in 1e-5 * np.eye(len(p.x0))
+            (p.loss(p.x0 + e, p.data[i]) - p.loss(p.x0 - e, p.data[i])) / 2e-5
+            for e in 1e-5 * np.eye(len(p.x0))
         ]
         np.testing.assert_allclose(p.grad(p.x0, i), slope, atol=1e-8)
 
@@ -210,12 +224,14 @@ class Stats:
             self.m = self.beta1 * self.m + (1 - self.beta1) * g
             self.v = self.beta2 * self.v + (1 - self.beta2) * g**2
 
-    def I(self, x, x_new, K, eta):
+    def inverse(self, x, x_new, K, eta):
         if self.name == "sgdm":
             return ((x - x_new) / (eta * K) - self.beta * self.m) / (1 - self.beta)
         if self.name == "rmsprop":
             return (x - x_new) * (np.sqrt(self.v) + self.eps) / (eta * K)
-        return ((x - x_new) * (np.sqrt(self.v) + self.eps) / (eta * K) - self.beta1 * self.m) / (1 - self.beta1)
+        return ((x - x_new) * (np.sqrt(self.v) + self.eps) / (eta * K) - self.beta1 * self.m) / (
+            1 - self.beta1
+        )
 
     def step(self, g, eta):
         """What MFL moves by after tracking."""
@@ -251,7 +267,7 @@ def test_fedgbo(name, trial):
                 y = y + s.U(trial.p.grad(y, i), eta)
             x_new += p * y
         K = sum(p * trial.K(i) for p, i in zip(ps, cohort))
-        s.T(s.I(x, x_new, K, eta))
+        s.T(s.inverse(x, x_new, K, eta))
         x = x_new
     agree(result.x, x, trial)
 
@@ -424,7 +440,9 @@ def test_cluster_fedvarp(clusters, trial):
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("name", ["adagrad", "adam", "adabelief", "yogi", "lamb", "sgd"])
 def test_fedadavr(name, memory):
-    trial = Trial(weights="uniform" if memory == "int8" else "samples", decay=0.9, rho=0.5 if memory == "fp16" else 0.0)
+    trial = Trial(
+        weights="uniform" if memory == "int8" else "samples", decay=0.9, rho=0.5 if memory == "fp16" else 0.0
+    )
     lr = 0.8 if name == "sgd" else 0.05
     result = trial.run(fb.fedadavr(name, lr=lr, memory=memory, weights=trial.weights))
     x, y = trial.p.x0, [np.zeros(27) for _ in range(trial.p.N)]
@@ -477,7 +495,9 @@ def test_fedpaq(codec, trial):
     result = trial.run(fb.fedpaq(lib, lr=0.9, weights=trial.weights))
     x = trial.p.x0
     for t, cohort in enumerate(trial.cohorts):
-        x = x - 0.9 * sum(p * Q(x - trial.local(x, i, t)) for p, i in zip(trial.p.p(cohort, trial.weights), cohort))
+        x = x - 0.9 * sum(
+            p * Q(x - trial.local(x, i, t)) for p, i in zip(trial.p.p(cohort, trial.weights), cohort)
+        )
     agree(result.x, x, trial)
 
 
@@ -531,7 +551,9 @@ def test_direct_quantisation_of_the_model_sent_down(codec):
     x = trial.p.x0
     for t, cohort in enumerate(trial.cohorts):
         start = Q(x)
-        x = x - sum(p * (start - trial.local(start, i, t)) for p, i in zip(trial.p.p(cohort, "samples"), cohort))
+        x = x - sum(
+            p * (start - trial.local(start, i, t)) for p, i in zip(trial.p.p(cohort, "samples"), cohort)
+        )
     agree(result.x, x, trial)
 
 

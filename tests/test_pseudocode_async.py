@@ -121,7 +121,9 @@ def test_qafel(momentum, schedule):
 
 def test_qafels_default_is_four_bit_qsgd_both_ways():
     qsgd = fb.codecs.qsgd(4)
-    assert fb.qafel() == fb.qafel(lr=1.0, momentum=0.0, staleness="sqrt", up=qsgd, down=qsgd, weights="uniform")
+    assert fb.qafel() == fb.qafel(
+        lr=1.0, momentum=0.0, staleness="sqrt", up=qsgd, down=qsgd, weights="uniform"
+    )
 
 
 # Stateful clients: a client's state at arrival is its state when it started ---------------------------------

@@ -96,7 +96,16 @@ def test_at_its_neutral_setting_it_is_its_base(row):
 
             def models(a, schedule=schedule, work=work):
                 seen = Models()
-                fb.simulate(trial.p.task, a, work, schedule, seed=4, evaluate_every=None, callbacks=[seen], engine="in_process(backend='vmap')")
+                fb.simulate(
+                    trial.p.task,
+                    a,
+                    work,
+                    schedule,
+                    seed=4,
+                    evaluate_every=None,
+                    callbacks=[seen],
+                    engine="in_process(backend='vmap')",
+                )
                 return np.stack(seen.xs)
 
             mine, base = models(row.algorithm), models(row.base)
@@ -121,7 +130,10 @@ def test_every_builder_has_a_row_here_or_is_the_base():
 
     used = " ".join(f"{r.algorithm.name} {r.base.name} {r.other.name if r.other else ''}" for r in ROWS)
     # an adaptive server has no neutral setting that is plain averaging; test_pseudocode holds it
-    missing = {name for name in {**BUILDERS, **WRAPPERS} if f"{name}(" not in used} - {"fedadagrad", "scaffold_m"}
+    missing = {name for name in {**BUILDERS, **WRAPPERS} if f"{name}(" not in used} - {
+        "fedadagrad",
+        "scaffold_m",
+    }
     assert not missing
 
 
@@ -138,10 +150,14 @@ EVERY = {
 @pytest.mark.parametrize("duration", [0.0, 1.0])
 def test_a_closed_buffer_of_everybody_in_flight_is_rounds(name, duration):
     trial = Trial(seed=4, decay=0.9)
-    schedule = fb.buffered(6, buffer=3, concurrency=3, arrivals="closed", durations=fb.clock.constant(duration))
+    schedule = fb.buffered(
+        6, buffer=3, concurrency=3, arrivals="closed", durations=fb.clock.constant(duration)
+    )
     late = trial.run(EVERY[name], schedule)
     assert all("staleness" not in r or r["staleness_max"] == 0 for r in late.history)
-    together = trial.run(EVERY[name], fb.rounds(6, clients=trial.cohorts, durations=fb.clock.constant(duration)))
+    together = trial.run(
+        EVERY[name], fb.rounds(6, clients=trial.cohorts, durations=fb.clock.constant(duration))
+    )
     assert [r["time"] for r in late.history] == [r["time"] for r in together.history]
     np.testing.assert_allclose(late.x, together.x, rtol=0, atol=2e-6)
     assert np.abs(late.x.numpy() - trial.p.x0).max() > 0.02

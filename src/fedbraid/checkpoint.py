@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -39,7 +40,7 @@ class Folder:
         """Write run.json; the folder must be new or empty."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if any(self.path.iterdir()):
+            if any(f.name != ".run.json.part" for f in self.path.iterdir()):
                 raise RunError(
                     f"{self.path} holds other files and no run.json; give out= a new or empty folder"
                 )
@@ -120,7 +121,7 @@ class Checkpoint:
             for version, blob in self.db.read("sent", sorted(self._sent)):
                 head, values = _split(blob)
                 sent[version] = build(head, values)
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, SafetensorError) as error:
             raise RunError(
                 f"the checkpoint in {self.folder.path} is damaged or of another configuration ({error!r}); start a new run"
             ) from error

@@ -7,13 +7,14 @@ import platform
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbraid import algorithms, clock, codecs
@@ -203,22 +204,26 @@ def judge(engine: Engine, task: Task, x: Tensor, on: str = "test") -> Record:
         raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
     losses, classes = engine.evaluate(x, *task.test)
     record = {"loss": float(losses.double().mean())}
+    if on == "clients":
+        record["loss_clients"] = float(_by_client(losses, task).mean())
     if classes is None:
         return record
     right = (classes == task.test[1]).double().cpu()
     record["accuracy"] = float(right.mean())
     if on == "clients":
-        if task.test_offsets is None:
-            raise ConfigError(
-                "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
-            )
-        cuts = task.test_offsets
-        upto = np.concatenate([[0.0], np.cumsum(right.numpy())])
-        held = np.diff(cuts) > 0
-        shares = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
+        shares = _by_client(right, task)
         record["accuracy_clients"] = float(shares.mean())
         record["accuracy_worst_tenth"] = float(np.sort(shares)[: max(1, len(shares) // 10)].mean())
     return record
+
+
+def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
+    """The mean of a measurement over every client's test share, where it has one."""
+    assert task.test_offsets is not None
+    cuts, upto = task.test_offsets, np.concatenate([[0.0], np.cumsum(each.double().cpu().numpy())])
+    held = np.diff(cuts) > 0
+    means: NDArray[np.float64] = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
+    return means
 
 
 def simulate(
@@ -230,7 +235,7 @@ def simulate(
     seed: int = 0,
     engine: str | Engine = "auto",
     out: str | os.PathLike[str] | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     progress: bool = False,
     evaluate_every: int | None = 1,
     evaluate_on: str = "test",
@@ -247,6 +252,11 @@ def simulate(
     often.
     """
     _check(task, algorithm, work, schedule)
+    seed, device = _seed(seed), _device(device)
+    if evaluate_on == "clients" and task.test_offsets is None:
+        raise ConfigError(
+            "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+        )
     if progress:
         from fedbraid.progress import Bar
 
@@ -258,8 +268,9 @@ def simulate(
     if known is not None and engine == "auto":
         engine = known.get("engine", "auto")
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
+    task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)
-    setup = Setup(algorithm, task.to(device), work, seed)
+    setup = Setup(algorithm, task, work, seed)
     with _opened(runner, setup):
         if folder is not None:
             config = describe(setup, schedule, runner, options, device)
@@ -400,10 +411,11 @@ def _task_of(folder: Folder, config: Record) -> Task:
 
 
 def _algorithm_of(folder: Folder, config: Record) -> Algorithm:
-    if config["algorithm"] is not None:
-        made = algorithm_from(config["algorithm"])
-        if parts(made) == config["parts"]:
-            return made
+    with suppress(ConfigError):  # a part in it may be the user's own
+        if config["algorithm"] is not None:
+            made = algorithm_from(config["algorithm"])
+            if parts(made) == config["parts"]:
+                return made
     raise RunError(
         f"the algorithm of {folder.path} was made in Python; pass it again: fb.resume({str(folder.path)!r}, algorithm=algorithm)"
     )
@@ -425,8 +437,27 @@ def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
     for value, kind in ((task, Task), (algorithm, Algorithm), (work, Work), (schedule, Schedule)):
         if not isinstance(value, kind):
             raise ConfigError(
-                f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}"
+                f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}."
+                " Give them in this order, builders called: fb.fedavg()"
             )
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, np.integer):
+        return int(seed)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError(f"seed={seed!r} is not a whole number; use one such as 0")
+    return seed
+
+
+def _device(device: str | torch.device) -> str:
+    """The device's name, once a number came back from it."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"device={str(device)!r} cannot compute here ({why}); use device='cpu'") from error
+    return str(device)
 
 
 def _cohort(schedule: Schedule, task: Task) -> int:

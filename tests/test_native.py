@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import stat
 import subprocess
@@ -173,6 +174,14 @@ def test_residual_network():
     spare = next(s for s in task.layout if s.name == "spare")
     got, _ = grad(points(task, 2), make_batch(task, 2, 70))
     assert not got[:, spare.offset : spare.end].any()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86")
+@pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3"])
+def test_lesser_instruction_sets(instructions):
+    flags = tuple(f"-march={instructions}" if f == "-march=native" else f for f in QUICK)
+    task = make_task(Residual, (2, 8, 8))
+    assert_equals_autograd(task, Native(task, threads=2, flags=flags), 2, 11)
 
 
 class Shared(nn.Module):

@@ -15,7 +15,9 @@ from fedbraid.cost import Crowd, estimate, forward_flops, operations
 def test_fedgbo_tables_4_and_10_within_one_percent() -> None:
     cells = papers.fedgbo_flops()
     assert len(cells) == 2 * 4 * 10
-    off = {(c["steps"], c["task"], c["algorithm"], c["optimizer"]): c["off"] for c in cells if not c["misprint"]}
+    off = {
+        (c["steps"], c["task"], c["algorithm"], c["optimizer"]): c["off"] for c in cells if not c["misprint"]
+    }
     assert len(off) == len(cells) - 2
     assert max(map(abs, off.values())) < 0.01
     assert max(map(abs, off.values())) < 0.005, max(off, key=lambda k: abs(off[k]))
@@ -103,7 +105,9 @@ def test_stored_bytes_are_those_of_a_real_memory() -> None:
 
 
 def test_cost_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cost", "lenet5", "fedadavr(memory='int4')", "-n", "1000", "--per-round", "5", "--json"]) == 0
+    assert (
+        main(["cost", "lenet5", "fedadavr(memory='int4')", "-n", "1000", "--per-round", "5", "--json"]) == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert said["parameters"] == 61_706
     assert said["server_memory"]["fp32"] == 4 * 61_706 * 1000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from fedbraid.cli import catalogue, cost, data, demo, reproduce, resume, run
+from fedbraid.cli import catalogue, compare, cost, data, demo, reproduce, resume, run
 from fedbraid.cli.show import complain
 from fedbraid.errors import FedbraidError
 
@@ -15,12 +15,11 @@ app = typer.Typer(
     name="fedbraid",
     help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
     epilog="Start with: fedbraid demo",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo.demo, run.run, resume.resume, data.data, cost.cost, reproduce.reproduce, catalogue.list_):
+for command in (demo.demo, run.run, resume.resume, compare.compare, data.data, cost.cost, reproduce.reproduce, catalogue.list_):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 

@@ -1,0 +1,112 @@
+"""What `compare` and `sweep` share with `run`: its options, and settings written as `key=value`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
+from fedbraid.errors import ConfigError, unknown
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model},
+    "work": {
+        "lr": o.Lr, "epochs": o.Epochs, "steps": o.Steps, "batch": o.Batch, "momentum": o.Momentum,
+        "weight_decay": o.WeightDecay, "clip": o.Clip, "lr_decay": o.LrDecay, "last": o.Last,
+    },
+    "schedule": {
+        "rounds": o.Rounds, "per_round": o.PerRound, "over": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
+        "concurrency": o.Concurrency, "arrivals": o.Arrivals, "durations": o.Durations, "bandwidth": o.Bandwidth,
+    },
+    "run": {"evaluate_every": o.EvaluateEvery},
+}  # fmt: skip
+
+
+def with_sections(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose `sections` are filled from the options that `run` takes too."""
+    own = inspect.signature(command, eval_str=True).parameters
+    shared = {name: kind for options in OPTIONS.values() for name, kind in options.items()}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+        for name, kind in shared.items()
+    ]
+
+    @functools.wraps(command)
+    def filled(**values: Any) -> None:
+        sections = {
+            section: cfg.given(**{name: values.pop(name) for name in options})
+            for section, options in OPTIONS.items()
+        }
+        command(**values, sections=sections)
+
+    listed = [p for p in own.values() if p.name != "sections"]
+    at = next((i for i, p in enumerate(listed) if p.name == "json"), len(listed))
+    signature = inspect.Signature([*listed[:at], *added, *listed[at:]])
+    filled.__signature__ = signature  # type: ignore[attr-defined]
+    filled.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return filled
+
+
+def base(task: str, sections: cfg.Config) -> cfg.Config:
+    """The sections of a file with the options on top, or those of a task's name with what suits it."""
+    if task.endswith(".toml"):
+        return cfg.merge(cfg.read(task), sections)
+    config = cfg.merge({"task": {"name": task}}, sections)
+    name, _ = cfg.task_call(config["task"])
+    config["work"] = cfg.TASK_WORK.get(name, {}) | config["work"]
+    return config
+
+
+def override(config: cfg.Config, key: str, value: Any) -> cfg.Config:
+    """A configuration with one setting changed: `lr`, `work.lr`, `algorithm.lr`, `schedule.buffer`."""
+    section, _, name = key.rpartition(".")
+    known = {"work": cfg.WORK, "schedule": cfg.SCHEDULE}
+    if not section:
+        section = next((s for s, keys in known.items() if name in keys), "")
+        if not section:
+            raise unknown("setting", key, [*cfg.WORK, *cfg.SCHEDULE, f"algorithm.{name}"])
+    if section != "algorithm":
+        if section not in known:
+            raise unknown("section of settings", section, [*known, "algorithm"])
+        cfg.known({name: value}, known[section], f"key of {section}")
+    return cfg.merge(config, {section: {name: value}})
+
+
+def settings(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """`key=value` words, values that are literals as such."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key or not text:
+            raise ConfigError(f"{word!r} is not of the form key=value, such as lr=0.1")
+        yield key.strip(), literal(text.strip())
+
+
+def literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def words(text: str) -> list[str]:
+    """A text cut at spaces outside brackets and quotes.
+
+    >>> words("fedadavr(optimizer='adam', lr=0.01) lr=0.1")
+    ["fedadavr(optimizer='adam', lr=0.01)", 'lr=0.1']
+    """
+    found, depth, quote = [""], 0, ""
+    for sign in text.strip():
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        depth += not quote and (sign in "([") - (sign in ")]")
+        if sign.isspace() and not quote and depth == 0:
+            found += [""] if found[-1] else []
+        else:
+            found[-1] += sign
+    return [w for w in found if w]

@@ -1,0 +1,542 @@
+"""Does the command line do what it says, refuse what it cannot do in one sentence, and lose nothing?"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import fedbraid as fb
+from fedbraid.cli import main
+
+Call = Callable[..., tuple[int, str, str]]
+FAST = ["--rounds", "4", "--per-round", "5", "--clients", "20"]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def process(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """A real one, as a shell would start it."""
+    command = [sys.executable, "-m", "fedbraid", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file of a run, but for SQLite's scratch files."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith("state.db-")}
+
+
+def refused(result: tuple[int, str, str], said: str) -> None:
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith("fedbraid: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+# Help ---------------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_does_not_import_torch() -> None:
+    probe = "import sys; from fedbraid.cli import main; main(['--help']); main(['run', '--help']); print('torch' in sys.modules)"
+    took = []
+    for _ in range(3):
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+        took.append(time.monotonic() - begun)
+    assert done.stdout.endswith("False\n")
+    assert "Commands:" in done.stdout
+    assert "Examples:" in done.stdout
+    assert min(took) < 0.5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize("command", ["demo", "run", "resume", "data", "cost", "list"])
+def test_every_command_teaches(command: str, call: Call) -> None:
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert f"  fedbraid {command}" in out
+
+
+def test_no_command_and_version(call: Call) -> None:
+    assert "Commands:" in call()[1]
+    assert call("--version")[1] == f"fedbraid {fb.__version__}\n"
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def test_demo(call: Call) -> None:
+    code, out, err = call("demo", "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert said["seconds"] < 60
+    averaging, ours, thin = said["runs"]
+    assert min(ours["accuracy"], thin["accuracy"]) > averaging["accuracy"] > 0.9
+    assert ours["accuracy_worst"] > averaging["accuracy_worst"] + 0.02
+    assert thin["bytes_up"] < 0.15 * ours["bytes_up"]
+
+
+def test_run_makes_a_new_folder_each_time(call: Call) -> None:
+    for number in (1, 2):
+        code, out, err = call("run", "digits", "fedavg", *FAST, "--json")
+        assert (code, err) == (0, "")
+        said = json.loads(out)
+        assert said["run"] == f"runs/digits-fedavg-{number}"
+        assert said["steps"] == 4
+        assert {p.name for p in Path(said["run"]).iterdir()} >= {
+            "run.json",
+            "metrics.jsonl",
+            "state.db",
+            "model.safetensors",
+        }
+
+
+def test_run_prints_a_table_and_no_colours(call: Call) -> None:
+    _, out, err = call("run", "digits", "fedavg", *FAST)
+    assert "accuracy" in out
+    assert "runs/digits-fedavg-1" in out
+    assert "\x1b" not in out + err
+    assert call("run", "digits", "fedavg", *FAST, "--quiet") == (0, "", "")
+
+
+def test_options_reach_the_run(call: Call) -> None:
+    call(
+        "run", "digits(clients=20, seed=3)", "fedadavr", "-a", "optimizer=lamb", "-a", "memory=int4", "-a", "lr=0.02",
+        "--partition", "dirichlet(0.5)", "--model", "softmax_regression", "--lr", "0.1", "--steps", "3", "--batch", "full",
+        "--momentum", "0.5", "--weight-decay", "0.001", "--clip", "5", "--lr-decay", "0.99", "--last", "drop",
+        "--rounds", "3", "--per-round", "0.25", "--over", "1.5", "--timeout", "9", "--durations", "halfnormal(2)",
+        "--bandwidth", "bandwidth(up=1e6, down=1e6)", "--seed", "5", "--engine", "in_process(block=2)", "--evaluate-every", "2",
+        "--out", "here", "-q",
+    )  # fmt: skip
+    said = json.loads(Path("here/run.json").read_text())
+    assert (
+        said["task"]
+        == "load('digits', clients=20, partition=dirichlet(0.5), seed=3, model='softmax_regression')"
+    )
+    assert said["algorithm"] == "fedadavr(optimizer='lamb', lr=0.02, memory='int4')"
+    work = fb.Work(0.1, None, 3, None, momentum=0.5, weight_decay=0.001, clip=5.0, lr_decay=0.99, last="drop")
+    assert said["work"] == repr(work)
+    clock = fb.clock
+    times = {"durations": clock.halfnormal(2), "bandwidth": clock.bandwidth(1e6, 1e6)}
+    assert said["schedule"] == repr(fb.rounds(3, 0.25, over=1.5, timeout=9.0, **times))
+    assert said["seed"] == 5
+    assert "block=2" in said["engine"]
+    records = [json.loads(line) for line in Path("here/metrics.jsonl").read_text().splitlines()]
+    assert ["accuracy" in r for r in records] == [False, True, True]
+
+
+def test_asynchronous_run(call: Call) -> None:
+    arguments = [
+        "--rounds",
+        "5",
+        "--buffer",
+        "3",
+        "--concurrency",
+        "6",
+        "--arrivals",
+        "poisson",
+        "-o",
+        "here",
+        "-q",
+    ]
+    assert call("run", "digits", "fedbuff", *arguments)[0] == 0
+    assert json.loads(Path("here/run.json").read_text())["schedule"].startswith(
+        "Buffered(steps=5, buffer=3, concurrency=6"
+    )
+
+
+def test_composed_algorithms_and_codecs_by_text(call: Call) -> None:
+    for text in (
+        "fedshift(fedpaq(mixed(kmeans(4), share=0.5)))",
+        "error_feedback(with_codecs(scaffold(), up=int8()))",
+    ):
+        assert call("run", "digits", text, *FAST, "-q") == (0, "", "")
+    assert call("run", "digits", "fedpaq", "-a", "codec=int8", *FAST, "-q", "-o", "here") == (0, "", "")
+    assert json.loads(Path("here/run.json").read_text())["algorithm"] == "fedpaq(int8())"
+
+
+def test_target_ends_the_run_and_resume_keeps_to_it(call: Call) -> None:
+    arguments = [
+        "--clients",
+        "20",
+        "--rounds",
+        "40",
+        "--per-round",
+        "10",
+        "--target",
+        "0.6",
+        "-o",
+        "here",
+        "--json",
+    ]
+    said = json.loads(call("run", "digits", "fedavg", *arguments)[1])
+    assert said["accuracy"] >= 0.6
+    assert said["rounds_to_target"] == said["steps"] < 40
+    again = json.loads(call("resume", "here", "--json")[1])
+    assert (again["steps"], again["target"]) == (said["steps"], 0.6)
+
+
+TOML = """
+[task]
+name = "digits"
+clients = 20
+partition = "label_chunks(2)"
+[algorithm]
+name = "fedadavr"
+optimizer = "adagrad"
+lr = 0.03
+[work]
+lr = 0.05
+epochs = 2
+batch = 5
+[schedule]
+rounds = 4
+per_round = 5
+[run]
+seed = 7
+out = "from-file"
+evaluate_every = 2
+"""
+
+
+def test_toml(call: Call) -> None:
+    Path("a.toml").write_text(TOML)
+    assert call("run", "a.toml", "-q") == (0, "", "")
+    said = json.loads(Path("from-file/run.json").read_text())
+    assert said["algorithm"] == "fedadavr(optimizer='adagrad', lr=0.03)"
+    assert (said["seed"], said["work"]) == (7, repr(fb.Work(0.05, 2, batch=5, momentum=0.9)))
+    assert (
+        call("run", "a.toml", "fedavg", "--steps", "3", "--seed", "8", "-o", "other", "-q")[0] == 2
+    )  # optimizer is left
+    assert call("run", "a.toml", "--steps", "3", "--seed", "8", "-o", "other", "-q") == (0, "", "")
+    said = json.loads(Path("other/run.json").read_text())
+    assert (said["seed"], said["work"]) == (8, repr(fb.Work(0.05, steps=3, batch=5, momentum=0.9)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[work]", "[wrok]", "did you mean 'work'"),
+        ("epochs", "epoch", "unknown key of [work] in a.toml 'epoch'; did you mean 'epochs'"),
+        ("per_round", "perround", "did you mean 'per_round'"),
+        ("seed", "sede", "did you mean 'seed'"),
+        ("optimizer", "optimiser", "did you mean 'optimizer'"),
+        ("clients = 20", "cleints = 20", "unknown option of digits 'cleints'"),
+        ('name = "digits"', "", "has no name in [task]"),
+        ("lr = 0.05", 'lr = "fast"', "is no number"),
+        ("rounds = 4", "rounds = 4.5", "not a count"),
+        ("epochs = 2", "epochs = 2\nsteps = 3", "both epochs=2 and steps=3"),
+        ("[task]", "task = 3\n[rest]", "write a section [task]"),
+        ("batch = 5", "batch = ", "is not TOML"),
+        ('"label_chunks(2)"', '"label_chunk(2)"', "did you mean 'label_chunks'"),
+        ("seed = 7", "seed = 7\nlayers = 3\nstore = 'tape'", "store='tape' is not known"),
+    ],
+)
+def test_toml_is_checked(old: str, new: str, said: str, call: Call) -> None:
+    Path("a.toml").write_text(TOML.replace(old, new, 1))
+    refused(call("run", "a.toml"), said)
+    assert os.listdir() == ["a.toml"]
+
+
+def test_list(call: Call) -> None:
+    code, out, _ = call("list", "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert set(said["algorithms"]) >= {"fedavg", "fedadavr", "fedshift", "qafel"}
+    assert set(said["tasks"]) == set(fb.tasks.names())
+    assert all(text for kind in said.values() for text in kind.values())
+    assert "label_chunks" in call("list", "partitions")[1]
+
+
+def test_data(call: Call) -> None:
+    code, out, err = call(
+        "data", "digits", "--clients", "30", "--partition", "label_chunks(1)", "--png", "a.png", "--json"
+    )
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    counts = said["counts"]
+    assert (len(counts), len(counts[0])) == (30, 10)
+    assert all(sum(c > 0 for c in row) == 1 for row in counts)
+    assert sum(map(sum, counts)) == said["samples"] == 1438
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+    same, other = (
+        json.loads(
+            call("data", "digits", "-n", "30", "--partition", "label_chunks(1)", "--seed", s, "--json")[1]
+        )
+        for s in "01"
+    )
+    assert said["partition_hash"] == same["partition_hash"] != other["partition_hash"]
+    _, out, _ = call("data", "digits", "--partition", "dirichlet(0.5)")
+    assert "█" in out
+    assert "partition_hash" in out
+    assert "\x1b" not in out
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rn"], "Did you mean 'run'"),
+        (["run"], "Missing argument"),
+        (["run", "digits"], "Name an algorithm too"),
+        (["run", "digit", "fedavg"], "unknown task 'digit'; did you mean 'digits'?"),
+        (["run", "iid", "fedavg"], "is no task"),
+        (["run", "digits(", "fedavg"], "cannot be read"),
+        (["run", "digits", "fedadvr"], "unknown algorithm 'fedadvr'; did you mean 'fedadavr'?"),
+        (["run", "digits", "int8"], "is no algorithm"),
+        (["run", "digits", "fedavg", "-a", "rate=2"], "unknown keyword of fedavg 'rate'"),
+        (["run", "digits", "fedavg", "-a", "lr"], "not of the form key=value"),
+        (["run", "digits", "fedadavr", "-a", "optimizer=lam"], "did you mean 'lamb'"),
+        (["run", "digits", "fedadavr", "-a", "memory=int5"], "unknown memory 'int5'"),
+        (["run", "digits", "fedavg", "--round", "3"], "--rounds"),
+        (["run", "digits", "fedavg", "--rounds", "many"], "Invalid value for '--rounds'"),
+        (["run", "digits", "fedavg", "--rounds", "0"], "use a whole number >= 1"),
+        (["run", "digits", "fedavg", "--lr", "-1"], "use lr > 0"),
+        (["run", "digits", "fedavg", "--batch", "big"], "or 'full'"),
+        (["run", "digits", "fedavg", "--last", "lose"], "'keep', 'drop' or 'fill'"),
+        (["run", "digits", "fedavg", "--target", "95"], "is no accuracy"),
+        (["run", "digits", "fedavg", "--engine", "pol"], "did you mean 'pool'"),
+        (["run", "digits", "fedavg", "--clients", "0"], "use at least 1"),
+        (["run", "digits", "fedavg", "--clients", "5000"], "cannot share"),
+        (["run", "digits", "fedavg", "--partition", "iidd"], "did you mean 'iid'"),
+        (["run", "digits", "fedavg", "--model", "lenet"], "did you mean 'lenet5'"),
+        (["run", "digits", "fedavg", "--buffer", "3", "--per-round", "3"], "belongs to synchronous rounds"),
+        (["run", "digits", "fedavg", "--arrivals", "poisson"], "belongs to asynchronous steps"),
+        (["run", "digits", "fedbuff", "--buffer", "3", "--arrivals", "poison"], "'poisson'"),
+        (["run", "digits", "fedavg", "--durations", "halfnorm(1)"], "did you mean 'halfnormal'"),
+        (["run", "absent.toml"], "absent.toml cannot be read"),
+        (["resume", "absent"], "absent is no run folder"),
+        (["data", "digits", "--png", "absent/a.png"], "cannot be written"),
+        (["data", "digits", "--partition", "dirichlet(-1)"], "needs alpha > 0"),
+        (["data", "digits", "--partition", "pachinko()"], "needs coarse labels"),
+        (["list", "algos"], "did you mean 'algorithms'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(arguments: list[str], said: str, call: Call) -> None:
+    refused(call(*arguments, *(["--json"] if arguments[0] in ("run", "data") else [])), said)
+    assert list(Path("runs").glob("*")) == []
+
+
+def test_missing_files_are_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBRAID_DATA", os.getcwd())
+    refused(call("run", "femnist", "fedavg"), "no files of femnist were found")
+
+
+# Run folders --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def done(call: Call) -> Path:
+    """A finished run."""
+    assert call("run", "digits", "fedadavr", *FAST, "-o", "here", "-q")[0] == 0
+    return Path("here")
+
+
+def test_the_same_command_continues_and_another_is_refused(call: Call, done: Path) -> None:
+    before = tree(done)
+    assert call("run", "digits", "fedadavr", *FAST, "-o", "here", "-q") == (0, "", "")
+    assert tree(done)["model.safetensors"] == before["model.safetensors"]
+    before = tree(done)
+    for change in (["--lr", "0.3"], ["--seed", "9"], ["--partition", "label_chunks(1)"]):
+        refused(call("run", "digits", "fedadavr", *FAST, "-o", "here", *change), "another configuration")
+    refused(call("run", "digits", "fedavg", *FAST, "-o", "here"), "another configuration")
+    assert tree(done) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("run.json", b"{", "run.json cannot be read"),
+        ("run.json", b"[]", "does not hold a configuration"),
+        ("run.json", b"{}", "lacks or garbles"),
+        ("run.json", None, "is no run folder"),
+        ("state.db", b"no database, but long enough to look at" * 100, "cannot be read or written"),
+        ("target.json", b"{}", "remove it to run to the last step"),
+    ],
+)
+def test_a_broken_folder_is_refused_and_left_alone(
+    name: str, content: bytes | None, said: str, call: Call, done: Path
+) -> None:
+    (done / name).unlink(missing_ok=True)
+    if content is not None:
+        (done / name).write_bytes(content)
+    before = tree(done)
+    refused(call("resume", "here"), said)
+    assert tree(done) == before
+
+
+def test_a_checkpoint_cut_short_is_refused(call: Call, done: Path) -> None:
+    whole = (done / "state.db").read_bytes()
+    (done / "state.db").write_bytes(whole[: len(whole) // 2])
+    refused(call("resume", "here"), "here")
+
+
+def test_places_that_cannot_be_written(call: Call) -> None:
+    Path("file").write_text("mine")
+    refused(call("run", "digits", "fedavg", *FAST, "-o", "file/run"), "cannot be written")
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    refused(call("run", "digits", "fedavg", *FAST, "-o", "full"), "new or empty folder")
+    assert Path("full/notes.txt").read_text() == Path("file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder(call: Call) -> None:
+    Path("closed").mkdir(mode=0o500)
+    refused(call("run", "digits", "fedavg", *FAST, "-o", "closed/run"), "cannot be written")
+
+
+@pytest.mark.parametrize("room", [600, 300_000])
+def test_a_full_disk_leaves_what_was_there(room: int, call: Call, done: Path, tmp_path: Path) -> None:
+    """No file may grow beyond `room` bytes; afterwards the run is continued to the bits of one with room."""
+    before = tree(done)
+    arguments = ["run", "digits", "fedadavr", *FAST, "-q", "-o", "tight"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    tight = process(*arguments, cwd=tmp_path, preexec_fn=limit)
+    out, err = tight.communicate(timeout=60)
+    refused((tight.returncode, out, err), "tight")
+    assert tree(done) == before
+    assert call(*arguments) == (0, "", "")
+    assert tree(Path("tight"))["model.safetensors"] == before["model.safetensors"]
+
+
+# Stopping -----------------------------------------------------------------------------------------
+
+LONG = ["--rounds", "400", "--per-round", "5", "--clients", "50", "--evaluate-every", "100"]
+
+
+def stop(process: subprocess.Popen[str], folder: Path, how: signal.Signals) -> tuple[int, str, str]:
+    """Signal a run once it has committed some steps."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    enough = 3000 + (metrics.stat().st_size if metrics.exists() else 0)
+    while not metrics.exists() or metrics.stat().st_size < enough:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run never began"
+        time.sleep(0.01)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_ctrl_c_says_how_to_resume_and_resuming_gives_the_same_bits(call: Call, tmp_path: Path) -> None:
+    code, out, err = stop(
+        process("run", "digits", "fedadavr", *LONG, "-o", "a", cwd=tmp_path), tmp_path / "a", signal.SIGINT
+    )
+    assert (code, out) == (130, "")
+    assert err.count("\n") == 1
+    assert "fedbraid resume a" in err
+    code, _, _ = stop(process("resume", "a", cwd=tmp_path), tmp_path / "a", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert 0 < len(Path("a/metrics.jsonl").read_bytes().splitlines()) < 400
+    code, out, _ = call("resume", "a", "--json")
+    assert (code, json.loads(out)["steps"]) == (0, 400)
+    assert call("run", "digits", "fedadavr", *LONG, "-o", "b", "-q")[0] == 0
+    assert tree(Path("a"))["metrics.jsonl"] == tree(Path("b"))["metrics.jsonl"]
+    ours, theirs = (load_file(f"{run}/model.safetensors") for run in "ab")
+    assert all((ours[k] == theirs[k]).all() for k in theirs)
+
+
+def test_ctrl_c_with_worker_processes(tmp_path: Path) -> None:
+    run = process(
+        "run",
+        "digits",
+        "fedavg",
+        *LONG,
+        "--engine",
+        "pool(workers=2)",
+        "-o",
+        "a",
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    code, out, err = stop(run, tmp_path / "a", signal.SIGINT)
+    assert (code, out) == (130, "")
+    assert "fedbraid resume a" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_at_a_terminal_reaches_every_process(tmp_path: Path) -> None:
+    """A terminal signals the whole group, workers included."""
+    run = process(
+        "run",
+        "digits",
+        "fedavg",
+        *LONG,
+        "--engine",
+        "pool(workers=2)",
+        "-o",
+        "a",
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    run.send_signal = lambda how: os.killpg(run.pid, how)  # type: ignore[method-assign]
+    code, _, err = stop(run, tmp_path / "a", signal.SIGINT)
+    assert code == 130
+    assert "Traceback" not in err
+
+
+def test_a_run_in_use_is_refused(call: Call, tmp_path: Path) -> None:
+    run = process("run", "digits", "fedavg", *LONG, "--rounds", "100000", "-o", "a", cwd=tmp_path)
+    try:
+        while not Path("a/metrics.jsonl").exists():
+            assert run.poll() is None
+            time.sleep(0.01)
+        refused(call("resume", "a"), "in use by another process")
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def test_progress_is_shown_at_a_terminal_only() -> None:
+    import io
+
+    from rich.console import Console
+
+    from fedbraid.progress import Bar
+
+    task = fb.tasks.load("digits", clients=20)
+    shown = {}
+    for terminal in (True, False):
+        screen = io.StringIO()
+        bar = Bar(console=Console(file=screen, force_terminal=terminal, width=120))
+        fb.simulate(task, fb.fedavg(), fb.Work(lr=0.1), fb.rounds(3, clients=5), callbacks=[bar])
+        shown[terminal] = screen.getvalue()
+    assert shown[False] == ""
+    for part in ("fedavg", "3/3", "%", "↑", "↓", "took"):
+        assert part in shown[True]
+
+
+def test_installed_command_is_this_one() -> None:
+    if shutil.which("fedbraid") is None:
+        pytest.skip("fedbraid is not installed here, only on the path")
+    assert subprocess.run(["fedbraid", "--version"], capture_output=True, text=True).stdout.startswith(
+        "fedbraid "
+    )

@@ -379,7 +379,7 @@ class Tally:
         self.drift += float(up.vectors["delta"].norm(dim=1).sum())
         if not math.isfinite(self.drift):
             bad = next(
-                int(c) for c, v in zip(reply.clients, up.vectors["delta"]) if not torch.isfinite(v).all()
+                int(c) for c, v in zip(reply.clients, up.vectors["delta"]) if not torch.isfinite(v.norm())
             )
             raise Diverged(
                 f"client {bad}'s update at step {self.state.t + 1} is not finite; lower the learning rate, or clip"

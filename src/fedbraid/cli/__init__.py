@@ -19,7 +19,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for command in (demo.demo, run.run, resume.resume, compare.compare, data.data, cost.cost, reproduce.reproduce, catalogue.list_):
+for command in (
+    demo.demo,
+    run.run,
+    resume.resume,
+    compare.compare,
+    data.data,
+    cost.cost,
+    reproduce.reproduce,
+    catalogue.list_,
+):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 

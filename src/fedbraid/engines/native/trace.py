@@ -89,7 +89,7 @@ class _Record(fx.Interpreter):
 
     def record(self, x: Tensor) -> dict[fx.Node, Any]:
         self.results: dict[fx.Node, Any] = {}
-        with torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad():  # the user's random state stays as it is
             self.run(x)
         return self.results
 

@@ -6,6 +6,7 @@ Names as wide as the model go through the codec; numbers go as they are. Bytes a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid import rng
-from fedbraid.codec import FRAME_BYTES, Codec, pack_message
-from fedbraid.errors import Diverged
+from fedbraid.codec import FRAME_BYTES, Codec, decode_scalars, encode_scalars, pack_message, unpack_message
+from fedbraid.codecs.identity import Identity
+from fedbraid.errors import Diverged, WireError
 from fedbraid.layout import Layout
 from fedbraid.rule import Vectors
 from fedbraid.server import Tree
@@ -58,11 +60,15 @@ def residuals(up: Up, names: dict[str, int], layout: Layout) -> Vectors:
 
 @dataclass(frozen=True)
 class Sender:
-    """Who uploads: the block's clients and the version that they trained from."""
+    """Who uploads: the block's clients and the version that they trained from.
+
+    Where a lone client's frames really travel, they are put into `frames`.
+    """
 
     clients: NDArray[np.int64]
     version: int
     seed: int
+    frames: dict[str, bytes] | None = None
 
 
 def upload(
@@ -75,6 +81,8 @@ def upload(
     for name, v in vectors.items():
         if v.shape[1] != layout.size:
             received[name], sizes[name] = v, np.full(len(v), FRAME_BYTES + 4 * v.shape[1])
+            if who.frames is not None:
+                who.frames[name] = encode_scalars(v)
             continue
         codec = codec_of(up)
         shifted = codec.weights and name == "delta"
@@ -93,10 +101,13 @@ def _cross(
     codec: Codec, v: Tensor, name: str, who: Sender, layout: Layout
 ) -> tuple[Tensor, NDArray[np.int64]]:
     """A block through each client's own codec."""
-    if codec.lossless:
-        return v, np.full(len(v), codec.size(layout))
     seeds = (rng.bits(who.seed, f"up:{name}", who.version, who.clients) >> np.uint64(1)).tolist()
     own = [codec.for_client(int(c)) for c in who.clients]
+    if who.frames is not None:
+        who.frames[name] = frame = own[0].encode(v[0], layout, seeds[0])
+        return own[0].decode(frame, layout)[None].to(v.device), np.array([len(frame)])
+    if codec.lossless:
+        return v, np.full(len(v), codec.size(layout))
     if len(set(own)) == 1:
         out, lengths = own[0].roundtrip(v, layout, seeds)
         return out.to(v.device), np.array(lengths, np.int64)
@@ -113,6 +124,43 @@ def _add_overhead(sizes: Sizes) -> None:
     if extra := message_overhead(tuple(sizes)):
         first = next(iter(sizes))
         sizes[first] = sizes[first] + extra
+
+
+def receive(
+    up: Up, message: bytes, client: int, x: Tensor, widths: dict[str, int], layout: Layout
+) -> tuple[Vectors, Sizes]:
+    """(vectors `[1, ·]`, bytes by name) of one client's message; WireError says why one is refused."""
+    codec = codec_of(up)
+    frames = unbundle(message, widths, layout)
+    received: Vectors = {}
+    for name, width in widths.items():
+        if width != layout.size:
+            received[name] = decode_scalars(frames[name], width)[None]
+            continue
+        got = codec.for_client(client).decode(frames[name], layout)[None].to(x.device)
+        received[name] = x - got if codec.weights and name == "delta" else got
+    sizes = {name: np.array([len(frame)]) for name, frame in frames.items()}
+    _add_overhead(sizes)
+    return received, sizes
+
+
+def bundle(frames: dict[str, bytes]) -> bytes:
+    """Named frames as one message; a lone one is the message, its name being known to both sides."""
+    return next(iter(frames.values())) if len(frames) == 1 else pack_message(frames)
+
+
+def unbundle(message: bytes, names: Iterable[str], layout: Layout) -> dict[str, bytes]:
+    """The frames of a message that must carry just these names."""
+    names = list(names)
+    limit = len(names) * (FRAME_BYTES + 8 * layout.size + 128)  # no codec doubles a vector
+    if len(names) == 1:
+        if len(message) > limit:
+            raise WireError(f"message of {len(message)} bytes is longer than the {limit} this receiver takes")
+        return {names[0]: message}
+    frames = unpack_message(message, limit)
+    if list(frames) != names:
+        raise WireError(f"message carries {list(frames)}, not {names}; run the same algorithm on both sides")
+    return frames
 
 
 @lru_cache
@@ -163,6 +211,31 @@ def broadcast(
         )
     state = {"hidden": received, "packets": s["packets"] + sum(sizes.values()), "stretched": stretched}
     return received, state, sizes, {"contraction": ratio}
+
+
+def packet(down: Down, vectors: Vectors, s: Tree, seed: int, version: int, layout: Layout) -> bytes:
+    """The message of a broadcast; `s` is the link's state before it."""
+    codec = codec_of(down)
+    steps = isinstance(down, HiddenState) and not codec.lossless
+    sent = {name: v - s["hidden"][name] if steps else v for name, v in vectors.items()}
+    return bundle({k: codec.encode(v, layout, rng.key(seed, f"down:{k}", version)) for k, v in sent.items()})
+
+
+def whole_state(vectors: Vectors, layout: Layout) -> bytes:
+    """The message that brings a client up to date which holds nothing."""
+    return bundle({name: Identity().encode(v, layout) for name, v in vectors.items()})
+
+
+def open_packet(
+    down: Down, message: bytes, held: Vectors | None, names: Iterable[str], layout: Layout
+) -> Vectors:
+    """What a client holds after a broadcast; after the whole state where it held nothing (None)."""
+    whole = isinstance(down, HiddenState) and held is None
+    codec = Identity() if whole else codec_of(down)
+    got = {name: codec.decode(f, layout) for name, f in unbundle(message, names, layout).items()}
+    if held is None or not isinstance(down, HiddenState) or codec.lossless:
+        return got
+    return {name: held[name] + v for name, v in got.items()}
 
 
 def catch_up(missed: NDArray[np.int64], whole: int) -> NDArray[np.int64]:

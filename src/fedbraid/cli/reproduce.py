@@ -18,21 +18,26 @@ if TYPE_CHECKING:
 
 def reproduce(
     paper: Annotated[
-        str | None, typer.Argument(help="A folder of experiments/, such as fedadavr; all are listed if left out.")
+        str | None,
+        typer.Argument(help="A folder of experiments/, such as fedadavr; all are listed if left out."),
     ] = None,
     part: Annotated[str | None, typer.Option(help="Only this part of the grid, such as mnist.")] = None,
     cells: Annotated[
         str | None, typer.Option(metavar="GLOB", help="Only cells whose names match, such as 'mnist/LQ-1/*'.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes of one thread each.")] = 2,
-    list_: Annotated[bool, typer.Option("--list", help="Show the cells and which are done; run nothing.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Show the cells and which are done; run nothing.")
+    ] = False,
     tables_only: Annotated[
         bool, typer.Option("--tables-only", help="Make tables and pictures from the results; run nothing.")
     ] = False,
     experiments: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the grids are (./experiments).")
     ] = None,
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where cells in progress are kept.")] = Path("runs/reproduce"),
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Where cells in progress are kept.")] = Path(
+        "runs/reproduce"
+    ),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -93,7 +98,9 @@ def _papers(home: Path, json: bool) -> None:
         done = r.Book(home / name / "results").done(cells)
         for part in dict.fromkeys(c.part for c in cells):
             of = [c for c in cells if c.part == part]
-            found.append({"paper": name, "part": part, "cells": len(of), "done": sum(c.name in done for c in of)})
+            found.append(
+                {"paper": name, "part": part, "cells": len(of), "done": sum(c.name in done for c in of)}
+            )
     if json:
         return give(found)
     rows = [[str(f[k]) for k in ("paper", "part", "cells", "done")] for f in found]
@@ -105,7 +112,12 @@ def _list(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
     if json:
         return give([{"cell": c.name, **c.settings(), "done": c.name in done} for c in cells])
     rows = [[c.name, c.algorithm, _came(done.get(c.name))] for c in cells]
-    table(f"{paper}: {len(done)} of {len(cells)} cells done", ["cell", "algorithm", "last accuracy"], rows, left=2)
+    table(
+        f"{paper}: {len(done)} of {len(cells)} cells done",
+        ["cell", "algorithm", "last accuracy"],
+        rows,
+        left=2,
+    )
 
 
 def _came(line: dict[str, Any] | None) -> str:
@@ -121,7 +133,13 @@ def _close(
     folder: Path, paper: str, cells: list[Cell], book: Book, tables: list[str], json: bool, quiet: bool
 ) -> None:
     done = book.done(cells)
-    facts = {"paper": paper, "cells": len(cells), "done": len(done), "tables": tables, "page": str(folder / "README.md")}
+    facts = {
+        "paper": paper,
+        "cells": len(cells),
+        "done": len(done),
+        "tables": tables,
+        "page": str(folder / "README.md"),
+    }
     if json:
         return give(facts)
     if not quiet:

@@ -26,7 +26,9 @@ Set = Annotated[
 Lr = Annotated[float | None, typer.Option(help="Work: the clients' learning rate (0.01; on digits 0.05).")]
 Epochs = Annotated[int | None, typer.Option(help="Work: passes over the local data (1).")]
 Steps = Annotated[int | None, typer.Option(help="Work: local steps, instead of epochs.")]
-Batch = Annotated[str | None, typer.Option(help="Work: batch size, or 'full' for the whole local set (20; on digits 5).")]
+Batch = Annotated[
+    str | None, typer.Option(help="Work: batch size, or 'full' for the whole local set (20; on digits 5).")
+]
 Momentum = Annotated[float | None, typer.Option(help="Work: local momentum (0.9).")]
 WeightDecay = Annotated[float | None, typer.Option(help="Work: weight decay (0).")]
 Clip = Annotated[float | None, typer.Option(help="Work: the largest norm of a gradient (none).")]

@@ -58,7 +58,7 @@ def server_step(known: int, steps: int = 200) -> float:
     for t in range(steps):
         who = draw.choice(known, 5, replace=False)
         start = time.perf_counter()
-        up = Uploads(who, {"delta": delta}, one * 120, one, one * 0, 0.01, x[None])
+        up = Uploads(who, {"delta": delta}, one * 120, one, one * 0, one * 0.01, x[None])
         acc = algorithm.gather.add(algorithm.gather.zero(x), up, gather, x)
         info = Info(t, 5, known, 120.0 * known, 0.01, 6.0, 0.0, LAYOUT, sizes)
         u, gather = algorithm.gather.close(acc, gather, info)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fedbraid.loop import Algorithm, State, Work
     from fedbraid.rule import Chain, Local, Rule, chain
     from fedbraid.runs import Result, resume, simulate
-    from fedbraid.schedule import buffered, immediate, rounds
+    from fedbraid.schedule import Schedule, Tick, buffered, immediate, rounds
     from fedbraid.server import Gather, Info, Mean, Pipeline, Scale, Staleness, Transform, Uploads, pipeline
 
 _HOMES = {
@@ -51,7 +51,7 @@ _HOMES = {
     "layout": "Layout",
     "loop": "Algorithm State Work",
     "rule": "Chain Local Rule chain",
-    "schedule": "buffered immediate rounds",
+    "schedule": "Schedule Tick buffered immediate rounds",
     "server": "Gather Info Mean Pipeline Scale Staleness Transform Uploads pipeline",
     "runs": "Result resume simulate",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,17 @@ from fedbraid.codec import Codec
 from fedbraid.codecs import identity
 from fedbraid.errors import ConfigError, Diverged, WireError
 from fedbraid.layout import Layout
-from fedbraid.link import Down, ErrorFeedback, HiddenState, Up, broadcast, catch_up, codec_of, open_down, residuals
+from fedbraid.link import (
+    Down,
+    ErrorFeedback,
+    HiddenState,
+    Up,
+    broadcast,
+    catch_up,
+    codec_of,
+    open_down,
+    residuals,
+)
 from fedbraid.rule import Local, Rule, Vectors
 from fedbraid.schedule import Tick, plain_numbers, whole
 from fedbraid.server import Gather, Info, Mean, Transform, Tree, Uploads
@@ -138,7 +149,7 @@ def rehearse(a: Algorithm) -> dict[str, bool]:
                 f"the rule remembers {sorted(remembered)} but starts with {sorted(memory)}; name the same in init and finish"
             )
         stage = "gather or server"
-        uploads = Uploads(np.arange(2), up, one, one, torch.zeros(2, 1), 0.1, x[None])
+        uploads = Uploads(np.arange(2), up, one, one, torch.zeros(2, 1), 0.1 * one, x[None])
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
         info = Info(0, 2, 2, 2.0, 0.1, 1.0, 0.0, layout, np.ones(2, np.int64))
         u, gather = a.gather.close(acc, gather, info)
@@ -188,38 +199,36 @@ class Order:
 
 
 class Jobs:
-    """Turns arrivals into replies. Jobs that started from one version train as one block.
+    """Turns arrivals into replies. Jobs that are in flight from one version train as one block.
 
     Results wait here until their client arrives; they can always be computed again from the versions
-    in `State.sent`, so they are not saved.
+    in `State.sent`, so they are not saved. A client that remembers something and returns within the
+    step it started in trains by itself, because what it remembers may still change in that step.
     """
 
     BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
 
     def __init__(self, algorithm: Algorithm, layout: Layout, engine: Engine, concurrency: int) -> None:
         width = sum(algorithm.uploads(layout).values()) * 4
+        row = algorithm.remembers(torch.zeros(layout.size), layout)
         self.engine, self.ahead = engine, 0 < concurrency * width <= self.BUDGET
+        self.stateful = bool(row.keys() - {"held"})
         self.blocks: dict[int, list[int]] = {}
-        self.taken: dict[int, set[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
 
-    def see(self, tick: Tick) -> None:
+    def opens(self, tick: Tick) -> None:
         """Note who started, before their replies are asked for."""
-        if self.ahead:
+        if self.ahead and not self.stateful:
             self.blocks[tick.step] = list(dict.fromkeys(tick.started.tolist()))
-            self.taken[tick.step] = set()
 
-    def skip(self, tick: Tick) -> None:
-        """Replay a tick that was already done before a resume."""
-        self.see(tick)
-        for client, version in zip(tick.clients.tolist(), tick.versions.tolist()):
-            if version in self.taken:
-                self.taken[version].add(client)
-        self.forget(tick)
-
-    def forget(self, tick: Tick) -> None:
+    def closes(self, tick: Tick) -> None:
+        """Note who is in flight from this step's version, and drop versions that nobody needs."""
+        if self.ahead and self.stateful:
+            done = Counter(tick.clients[tick.versions == tick.step].tolist())
+            flying = Counter(tick.started.tolist()) - done
+            self.blocks[tick.step] = list(flying)
         for version in [v for v in self.blocks if v not in tick.live]:
-            del self.blocks[version], self.taken[version]
+            del self.blocks[version]
             self.ready.pop(version, None)
 
     def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
@@ -242,7 +251,7 @@ class Jobs:
         yield _join(block), np.array(versions)
 
     def _take(self, state: State, client: int, version: int) -> Reply:
-        if client in self.taken[version]:  # its second visit from this version
+        if version not in self.blocks:
             return next(iter(self.engine.train(order(state, version, np.array([client])))))
         if version not in self.ready:
             whole_block = order(state, version, np.array(self.blocks[version]))
@@ -251,8 +260,7 @@ class Jobs:
                 for reply in self.engine.train(whole_block)
                 for i, c in enumerate(reply.clients)
             }
-        self.taken[version].add(client)
-        return self.ready[version].pop(client)
+        return self.ready[version][client]
 
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -296,7 +304,7 @@ def advance(
     layout, x = task.layout, state.x
     tally = Tally(algorithm, state, layout)
     acc = algorithm.gather.zero(x)
-    jobs.see(tick)
+    jobs.opens(tick)
     for reply, versions in _encoded(jobs.replies(state, tick), state.t + 1):
         n = torch.from_numpy(task.sizes[reply.clients]).to(x)[:, None]
         staleness = torch.from_numpy(state.t - versions).to(x)[:, None]
@@ -304,9 +312,9 @@ def advance(
         tally.add(up, reply, versions)
         acc = algorithm.gather.add(acc, up, state.gather, x)
         state.clients.put(reply.clients.tolist(), reply.memory)
-    jobs.forget(tick)
+    jobs.closes(tick)
     info = Info(
-        state.t, tally.count, task.clients, float(task.offsets[-1]), tally.lr, tally.steps / tally.weight,
+        state.t, tally.count, task.clients, float(task.offsets[-1]), tally.rates / tally.weight, tally.steps / tally.weight,
         tally.quantised / tally.count, layout, task.sizes,
     )  # fmt: skip
     u, gather = algorithm.gather.close(acc, state.gather, info)
@@ -362,19 +370,19 @@ class Tally:
         self.staleness: list[int] = []
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
-        self.count, self.quantised, self.lr = 0, 0, 0.0
+        self.count = self.quantised = 0
         self.kind = getattr(algorithm.gather, "weights", "uniform")
-        self.weight = self.steps = self.loss = self.drift = 0.0
+        self.weight = self.steps = self.rates = self.loss = self.drift = 0.0
 
     def add(self, up: Uploads, reply: Reply, versions: NDArray[np.int64]) -> None:
         m = len(reply.clients)
         self.count += m
         self.clients += reply.clients.tolist()
         self.staleness += (self.state.t - versions).tolist()
-        self.lr = reply.lr
-        p = up.weights(self.kind)
+        p = up.weights(self.kind).double()
         self.weight += float(p.sum())
         self.steps += float((p * reply.K).sum())
+        self.rates += float((p * reply.lr).sum())
         self.loss += float(reply.loss.sum())
         self.drift += float(up.vectors["delta"].norm(dim=1).sum())
         if not math.isfinite(self.drift):
@@ -398,7 +406,7 @@ class Tally:
                     self.down[name] = self.down.get(name, 0) + size * int(times)
             return
         packets = np.array([self.state.sent[int(v)]["packets"] for v in versions], np.int64)
-        held = reply.memory["held"].numpy().astype(np.int64)
+        held = self.state.clients.get(reply.clients.tolist())["held"].numpy().astype(np.int64)
         had = held[:, 0] * 2**20 + held[:, 1]
         whole_state = len(self.state.wire["hidden"]) * (identity().size(self.layout) or 0)
         cost = catch_up(np.where(held[:, 0] < 0, -1, packets - had), whole_state)
@@ -409,12 +417,13 @@ class Tally:
     def record(self, tick: Tick) -> dict[str, Any]:
         record: dict[str, Any] = {
             "clients": self.clients,
+            "uploads": self.count,
             "bytes_up": sum(self.up.values()),
             "bytes_down": sum(self.down.values()),
             "up": self.up,
             "down": self.down,
             "train_loss": self.loss / self.count,
-            "lr": self.lr,
+            "lr": self.rates / self.weight,
             "drift": self.drift / self.count,
         }
         if tick.dropped:
@@ -422,5 +431,6 @@ class Tally:
         if any(self.staleness) or tick.live:
             record["staleness"] = sum(self.staleness) / self.count
             record["staleness_max"] = max(self.staleness)
+            record["staleness_counts"] = np.bincount(self.staleness).tolist()
             record["versions_kept"] = len(self.state.sent)
         return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import tempfile
@@ -25,9 +26,14 @@ from fedbraid.engines.client import Engine, Setup
 from fedbraid.errors import ConfigError, DataError, RunError
 from fedbraid.link import codec_of
 from fedbraid.loop import Algorithm, Jobs, State, Work, advance
+from fedbraid.optim import Momentum, Precondition
 from fedbraid.parse import evaluate
+from fedbraid.rule import Rule
 from fedbraid.schedule import Buffered, Rounds, Schedule, whole
+from fedbraid.server import Mean, Pipeline, Scale
 from fedbraid.store import Database
+
+log = logging.getLogger("fedbraid")
 
 
 class Callback(Protocol):
@@ -127,7 +133,8 @@ class Run:
         pending: list[Record] = []
         for tick in self.schedule.ticks(task.clients, setup.seed, self._message()):
             if tick.step < self.state.t:
-                jobs.skip(tick)
+                jobs.opens(tick)
+                jobs.closes(tick)
                 continue
             if self.note.get("stopped"):
                 break
@@ -262,6 +269,8 @@ def simulate(
 
         callbacks = [*callbacks, Bar()]
     options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers)
+    if (doubt := unproven(algorithm, schedule)) is not None:
+        log.warning(doubt)
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -428,6 +437,16 @@ def algorithm_from(text: str) -> Algorithm:
     if not isinstance(made, Algorithm):
         raise ConfigError(f"{text!r} is no algorithm; `fedbraid list` shows what there is")
     return made
+
+
+def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
+    """A caution where no paper defines an algorithm under asynchrony, else None."""
+    steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
+    plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
+    known = all(isinstance(s, Scale) or (isinstance(s, Precondition) and isinstance(s.optimiser, Momentum)) for s in steps)
+    if not schedule.asynchronous or (plain and known):
+        return None
+    return f"no paper defines {algorithm.name or 'this algorithm'} for stale updates; read its results with care"
 
 
 # Small things --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Uploads:
     n: Tensor  # [m, 1] samples
     K: Tensor  # [m, 1] local steps
     staleness: Tensor  # [m, 1] server steps since the version they trained from
-    lr: float  # the rate they trained with
+    lr: Tensor  # [m, 1] the rates they trained with, float64
     start: Tensor  # [m, d] or [1, d], the models they trained from
 
     def weights(self, kind: str) -> Tensor:
@@ -43,7 +43,7 @@ class Info:
     cohort: int  # |S|
     N: int  # how many clients are known
     samples: float  # Σ n_j over all of them
-    lr: float  # the clients' rate
+    lr: float  # weighted mean of the senders' rates
     K: float  # weighted mean of the senders' steps
     quantised: float  # the share of quantised senders
     layout: Layout

@@ -64,13 +64,11 @@ class Memory(Gather):
         clients = up.clients.tolist()
         p = up.weights(self.weights)
         aged = p * self.rest.staleness(up.staleness)
-        g = up.vectors["delta"] / (up.lr if self.per_rate else 1.0)
+        g = up.vectors["delta"] / (up.lr.to(x) if self.per_rate else 1.0)
         old = {k: v.to(x.device) for k, v in rows.get(clients).items()}
         rows.put(clients, {"weight": p, "y": g})
         stored = g if self.codec is None else rows.get(clients)["y"].to(x.device)
-        moved = torch.mv(stored.T.double(), p.squeeze(1).double()) - torch.mv(
-            old["y"].T.double(), old["weight"].squeeze(1).double()
-        )
+        moved = _weighted(p, stored) - _weighted(old["weight"], old["y"])
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return {
             "fresh": acc["fresh"] + torch.mv((g - old["y"]).T, aged.squeeze(1)),
@@ -98,6 +96,11 @@ class Memory(Gather):
         w, y = float(row["weight"]), row["y"][0].to(s["sum"].device).double()
         s["rows"].drop(client)
         return {"rows": s["rows"], "sum": s["sum"] - w * y, "seen": s["seen"] - w}
+
+
+def _weighted(p: Tensor, y: Tensor) -> Tensor:
+    """Σ p_i y_i, each product rounded alike going in and coming out, summed in float64."""
+    return (p * y).sum(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,14 @@ class Reply:
     sizes: Sizes  # bytes by name, [m] each
     loss: Tensor  # [m]
     K: Tensor  # [m, 1]
-    lr: float
+    lr: Tensor  # [m, 1], the rates they trained with
 
     def row(self, i: int) -> Reply:
         """One client's part."""
         at = slice(i, i + 1)
         return Reply(
             self.clients[at], {k: v[at] for k, v in self.uploads.items()}, {k: v[at] for k, v in self.memory.items()},
-            {k: v[at] for k, v in self.sizes.items()}, self.loss[at], self.K[at], self.lr,
+            {k: v[at] for k, v in self.sizes.items()}, self.loss[at], self.K[at], self.lr[at],
         )  # fmt: skip
 
     @staticmethod
@@ -60,7 +60,8 @@ class Reply:
             {k: torch.cat([p.uploads[k] for p in parts]) for k in first.uploads},
             {k: torch.cat([p.memory[k] for p in parts]) for k in first.memory},
             {k: np.concatenate([p.sizes[k] for p in parts]) for k in first.sizes},
-            torch.cat([p.loss for p in parts]), torch.cat([p.K for p in parts]), parts[-1].lr,
+            torch.cat([p.loss for p in parts]), torch.cat([p.K for p in parts]),
+            torch.cat([p.lr for p in parts]),
         )  # fmt: skip
 
 
@@ -78,8 +79,11 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def visit(setup: Setup, grad: Gradient, order: Order) -> Reply:
-    """Train a block of clients from one version and encode what they upload."""
+def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] | None = None) -> Reply:
+    """Train a block of clients from one version and encode what they upload.
+
+    A real client, alone in its block, gives `frames` and gets there what it is to send.
+    """
     task, work, layout = setup.task, setup.work, setup.task.layout
     plan = Plan(task, work, order.clients, order.version, setup.seed)
     x = order.down["x"][None]
@@ -97,9 +101,17 @@ def visit(setup: Setup, grad: Gradient, order: Order) -> Reply:
     )
     with torch.random.fork_rng(devices=[], enabled=task.stochastic):
         vectors, memory, loss = train(setup.algorithm.rule, grad, loc, plan, work, layout)
-    who = Sender(order.clients, order.version, setup.seed)
+    who = Sender(order.clients, order.version, setup.seed, frames)
     received, kept, sizes = upload(setup.algorithm.up, vectors, x, order.memory, who, layout)
-    return Reply(order.clients, received, {**order.memory, **memory, **kept}, sizes, loss, K, loc.lr)
+    return Reply(
+        order.clients,
+        received,
+        {**order.memory, **memory, **kept},
+        sizes,
+        loss,
+        K,
+        torch.full_like(K, loc.lr, dtype=torch.float64),
+    )
 
 
 def full_gradient(

@@ -96,7 +96,7 @@ class Pool:
             },
             torch.tensor([v for f in facts for v in f["loss"]]),
             torch.tensor([[v] for f in facts for v in f["K"]]),
-            facts[-1]["lr"],
+            torch.full((m, 1), facts[-1]["lr"], dtype=torch.float64),
         )
 
     def _tell(self, pipe: Connection, message: Any) -> None:
@@ -204,7 +204,7 @@ def _work(setup: Setup, grad: Gradient, shared: _Shared, pipe: Connection, other
                     "sizes": sizes,
                     "loss": reply.loss.tolist(),
                     "K": reply.K.squeeze(1).tolist(),
-                    "lr": reply.lr,
+                    "lr": float(reply.lr[0]),
                 }
             )
         except KeyboardInterrupt:

@@ -121,6 +121,8 @@ class Checkpoint:
             for version, blob in self.db.read("sent", sorted(self._sent)):
                 head, values = _split(blob)
                 sent[version] = build(head, values)
+            if missing := self._sent - sent.keys():
+                raise KeyError(f"version {min(missing)}")
         except (KeyError, ValueError, TypeError, SafetensorError) as error:
             raise RunError(
                 f"the checkpoint in {self.folder.path} is damaged or of another configuration ({error!r}); start a new run"

@@ -57,6 +57,10 @@ class Momentum(Optimiser):
 
     beta: float = 0.9
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ConfigError(f"momentum={self.beta} never forgets; use 0 <= momentum < 1")
+
     def init(self, x: Tensor) -> Vectors:
         return {"b": torch.zeros_like(x)}
 

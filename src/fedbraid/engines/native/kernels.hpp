@@ -183,8 +183,8 @@ constexpr Tile best_tile(int N, int M, int each = 1, int start = 2) {
 // Correlation -----------------------------------------------------------------------------------------------
 
 // out[o][y][x] = base[o] + sum over (i, ky, kx) of in[i][y SY + ky][x SX + kx] w[i][ky][kx][o], w packed by
-// tiles of o. Rows outside [first, last) of `in` are known to be zero and skipped.
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX>
+// tiles of o. Only the rows first, first + GAP, ... before `last` of `in` are read: the others are zero.
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX, int GAP = 1>
 struct Correlate {
     static constexpr Tile tile = best_tile(O, OX, 1, 4);
     static constexpr int taps = I * KY * KX;
@@ -206,7 +206,7 @@ struct Correlate {
         UNROLL for (int o = 0; o < N; o++)
             UNROLL for (int x = 0; x < M; x++) acc[o][x] = base ? splat(base[o]) : V{};
         for (int i = 0; i < I; i++)
-            for (int ky = k0; ky < k1; ky++) {
+            for (int ky = k0; ky < k1; ky += GAP) {
                 const V* row = in + (i * H + ky) * W;
                 const float* at = w + (i * KY + ky) * KX * N;
                 UNROLL for (int kx = 0; kx < KX; kx++) {
@@ -229,7 +229,8 @@ struct Correlate {
     static void rows(const V* in, const float* w, const float* base, V* out, int first, int last) {
         constexpr int whole = OX / tile.m * tile.m;
         for (int y = 0; y < OY; y++) {
-            int k0 = first - y * SY > 0 ? first - y * SY : 0, k1 = last - y * SY < KY ? last - y * SY : KY;
+            int start = first - y * SY, k1 = last - y * SY < KY ? last - y * SY : KY;
+            int k0 = start > 0 ? start : (GAP - -start % GAP) % GAP;
             const V* from = in + y * SY * W;
             V* to = out + y * OX;
             for (int x = 0; x < whole; x += tile.m)
@@ -309,7 +310,7 @@ struct Conv {
     static constexpr int in_size = I * H * W, out_size = O * OY * OX;
     static constexpr int weights = O * I * KY * KX;
     typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX> Forward;
-    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W> Backward;
+    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W, SY> Backward;
     static constexpr int packed = weights / LANES + 1, spread = O * HB * WB;  // scratch, in V
     static constexpr int kept = padded ? I * HP * WP : 0;                     // the padded input, in V per block
 
@@ -344,7 +345,8 @@ struct Conv {
         V* wide = scratch + packed;
         Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
         std::memset((void*)wide, 0, sizeof(V) * spread);
-        int last = (OY - 1) * SY + top + 1 < HB ? (OY - 1) * SY + top + 1 : HB;
+        constexpr int first = top > 0 ? top : (SY - -top % SY) % SY;
+        constexpr int last = (OY - 1) * SY + top + 1 < HB ? (OY - 1) * SY + top + 1 : HB;
         for (int n = 0; n < nb; n++) {
             const V* from = dy + n * out_size;
             for (int o = 0; o < O; o++)
@@ -356,7 +358,7 @@ struct Conv {
                         if (to_x >= 0 && to_x < WB) wide[(o * HB + to_y) * WB + to_x] = from[(o * OY + y) * OX + x];
                     }
                 }
-            Backward::template run<ADD>(wide, (float*)scratch, nullptr, dx + n * in_size, top > 0 ? top : 0, last);
+            Backward::template run<ADD>(wide, (float*)scratch, nullptr, dx + n * in_size, first, last);
         }
     }
 

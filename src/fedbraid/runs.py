@@ -443,10 +443,15 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     """A caution where no paper defines an algorithm under asynchrony, else None."""
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
     plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
-    known = all(isinstance(s, Scale) or (isinstance(s, Precondition) and isinstance(s.optimiser, Momentum)) for s in steps)
+    known = all(
+        isinstance(s, Scale) or (isinstance(s, Precondition) and isinstance(s.optimiser, Momentum))
+        for s in steps
+    )
     if not schedule.asynchronous or (plain and known):
         return None
-    return f"no paper defines {algorithm.name or 'this algorithm'} for stale updates; read its results with care"
+    return (
+        f"no paper defines {algorithm.name or 'this algorithm'} for stale updates; read its results with care"
+    )
 
 
 # Small things --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fedbraid.data.task import Task
     from fedbraid.engines.blocks import InProcess
     from fedbraid.engines.client import Engine
+    from fedbraid.engines.cluster import Ray
     from fedbraid.engines.processes import Pool
     from fedbraid.loop import Work
 
@@ -31,7 +32,20 @@ def pool(workers: int | None = None, backend: str = "auto", block: int | None = 
     return Pool(workers, backend, block)
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": pool}
+def ray(
+    address: str | None = None,
+    workers: int | None = None,
+    backend: str = "auto",
+    block: int | None = None,
+    data: str = "store",
+) -> Ray:
+    """Clients on the nodes of a Ray cluster; without an address, Ray is started on this machine."""
+    from fedbraid.engines.cluster import Ray
+
+    return Ray(address, workers, backend, block, data)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": pool, "ray": ray}
 
 
 def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int) -> Engine:

@@ -1,0 +1,280 @@
+"""Clients on a Ray cluster: blocks as tasks on any node, the data placed once, only vectors on the wire.
+
+A block is a pure function of its order, so a task whose worker or node dies is simply run again, by Ray,
+elsewhere; its first life left nothing behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import re
+import socket
+import uuid
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.engines.blocks import gradient
+from fedbraid.engines.client import Reply, Setup, visit
+from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
+from fedbraid.rule import Gradient, Vectors
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.loop import Order
+
+WAVE_BYTES = 2**30  # about how much may come back at a time
+RETRIES = 20  # lives of a block before its deaths are taken for its own fault
+BLOCKS = 4  # pieces per worker where a larger block is not cheaper, so that nobody waits long for the last
+
+
+@dataclass
+class Ray:
+    """Blocks of clients as Ray tasks of one CPU each.
+
+    `address` is a running cluster's ("auto" for the one on this machine); without it, Ray is started here.
+    A process that is already connected to Ray stays so. A round is cut for `workers` at a time, by default the CPUs of the cluster. `data="store"` ships the
+    data once to each node through the object store; "load" has each node load the task from its own disk.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+    backend: str = "auto"
+    block: int | None = None
+    data: str = "store"
+
+    def open(self, setup: Setup) -> None:
+        ray = _ray()
+        if setup.task.inputs.device.type != "cpu":
+            raise ConfigError(
+                f"the ray engine runs on the CPU, not on {setup.task.inputs.device}; use device='cpu'"
+            )
+        parcel = _Parcel.of(setup, self.backend, self.data)
+        self.setup, self.ray, self.ours = setup, ray, not ray.is_initialized()
+        if self.ours:
+            _connect(self.address, self.workers)
+        self.count = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        self.grad: Gradient = gradient(setup.task, self.backend, 1)
+        self.key, self.parcel = uuid.uuid4().hex, ray.put(parcel)
+        self.task = ray.remote(num_cpus=1, max_retries=RETRIES)(_block)
+        row = 4 * sum(setup.algorithm.uploads(setup.task.layout).values())
+        self.wave = max(self.count, WAVE_BYTES // max(row, 1))
+        self.down: tuple[Vectors, Any] = ({}, None)
+
+    def train(self, order: Order) -> Iterator[Reply]:
+        if self.down[0] is not order.down:
+            self.down = (order.down, self.ray.put(_numpy(order.down)))
+        for lo in range(0, len(order.clients), self.wave):
+            yield self._wave(_cut(order, lo, lo + self.wave))
+
+    def _wave(self, order: Order) -> Reply:
+        m = len(order.clients)
+        each = self.block or -(-m // (self.count * (1 if self.grad.vectorised else BLOCKS)))
+        blocks = [_cut(order, lo, lo + each) for lo in range(0, m, each)]
+        asked = [
+            self.task.remote(
+                self.key, [self.parcel], b.version, b.clients, self.down[1], _numpy(b.memory), self.backend
+            )
+            for b in blocks
+        ]
+        return _joined(order.clients, self._get(asked))  # in the order of the cohort, whoever was first
+
+    def _get(self, asked: list[Any]) -> list[dict[str, Any]]:
+        try:
+            replies: list[dict[str, Any]] = self.ray.get(asked)
+            return replies
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, FedbraidError):
+                raise error.cause from error
+            raise EngineError(f"a block of clients failed on a Ray worker:\n{error}") from error
+        except self.ray.exceptions.RayError as error:
+            raise EngineError(
+                f"the Ray cluster lost a block for good ({error}); the last committed step is intact, resume the run"
+            ) from error
+
+    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.grad.evaluate(x, inputs, targets)
+
+    def describe(self) -> str:
+        return (
+            f"ray(address={self.address!r}, workers={self.workers!r}, backend={self.grad.name!r},"
+            f" block={self.block!r}, data={self.data!r})"
+        )
+
+    def close(self) -> None:
+        self.parcel, self.down = None, ({}, None)  # the object store may let go of them
+        if self.ours:
+            self.ray.shutdown()
+
+
+def _ray() -> Any:
+    """The ray package, which is imported only when it is used."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingExtra("the ray engine", "ray") from error
+
+
+def _connect(address: str | None, workers: int | None) -> None:
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
+    known = address or os.environ.get("RAY_ADDRESS")
+    try:
+        if known and (host := re.fullmatch(r"([\w.-]+):(\d+)", known)):  # Ray itself would try for minutes
+            socket.create_connection((host[1], int(host[2])), 10).close()
+        _ray().init(known, **(quiet if known else {"num_cpus": workers, **quiet}))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise EngineError(
+            f"no Ray cluster answers at {known!r} ({error}); start one with: ray start --head"
+        ) from error
+
+
+# What a node needs ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Parcel:
+    """A run as it travels: tensors as NumPy arrays, which every worker of a node reads in one shared place."""
+
+    setup: Setup | None
+    arrays: dict[str, Any]
+    spec: str | None = None
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, setup: Setup, backend: str, data: str) -> _Parcel:
+        task = setup.task
+        if data not in ("store", "load"):
+            raise unknown("data", data, ["store", "load"])
+        if data == "load" and task.spec is None:
+            raise ConfigError(
+                "data='load' needs a task that was loaded by name; use data='store' for your own"
+            )
+        names = ("inputs", "targets", "rows", "start")
+        tensors = {n: v for n in names if isinstance(v := getattr(task, n), Tensor)}
+        bare = _with(task, dict.fromkeys(tensors), test=None)
+        shipped = tensors if data == "store" else {}
+        return cls(
+            dataclasses.replace(setup, task=bare),
+            {name: _Strided.of(v) for name, v in shipped.items()},
+            task.spec if data == "load" else None,
+            task.fingerprint if data == "load" else "",
+        )
+
+    def unpack(self) -> Setup:
+        assert self.setup is not None
+        if self.spec is not None:
+            from fedbraid.data import tasks
+
+            task = tasks.reload(self.spec)
+            if task.fingerprint != self.fingerprint:
+                raise ConfigError(
+                    f"this node loads other data for {self.spec}; give all nodes the same files"
+                )
+        else:
+            task = _with(self.setup.task, {name: a.tensor() for name, a in self.arrays.items()})
+        return dataclasses.replace(self.setup, task=task)
+
+
+def _with(task: Task, tensors: dict[str, Any], **others: Any) -> Task:
+    """The same task over other tensors; nothing that was computed from the old ones comes along."""
+    fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+    return type(task)(**{**fields, **tensors, **others})
+
+
+@dataclass
+class _Strided:
+    """A tensor as one flat array and how to look at it, so that overlapping rows travel once."""
+
+    flat: NDArray[Any]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, t: Tensor) -> _Strided:
+        if not t.is_contiguous() and t.untyped_storage().nbytes() < t.nbytes:
+            flat = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())[t.storage_offset() :]
+            return cls(flat.numpy(), tuple(t.shape), t.stride())
+        t = t.contiguous()
+        return cls(t.reshape(-1).numpy(), tuple(t.shape), t.stride())
+
+    def tensor(self) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the array is read-only, and nobody writes to it
+            return torch.from_numpy(self.flat).as_strided(self.size, self.stride)
+
+
+# On a worker ------------------------------------------------------------------------------------------
+
+_OPEN: dict[str, tuple[Setup, Gradient]] = {}  # the run that this worker process has open
+
+
+def _block(
+    key: str,
+    parcel: list[Any],
+    version: int,
+    clients: NDArray[np.int64],
+    down: dict[str, NDArray[np.float32]],
+    memory: dict[str, NDArray[np.float32]],
+    backend: str,
+) -> dict[str, Any]:
+    """One block of clients, on whichever worker Ray chose."""
+    from fedbraid.loop import Order
+
+    setup, grad = _opened(key, parcel, backend)
+    order = Order(version, np.array(clients), _tensors(down), _tensors(memory))
+    reply = visit(setup, grad, order)
+    return {
+        "uploads": _numpy(reply.uploads), "memory": _numpy(reply.memory), "sizes": reply.sizes,
+        "loss": reply.loss.numpy(), "K": reply.K.numpy(), "lr": float(reply.lr[0]),
+    }  # fmt: skip
+
+
+def _opened(key: str, parcel: list[Any], backend: str) -> tuple[Setup, Gradient]:
+    if key not in _OPEN:
+        torch.set_num_threads(1)
+        _OPEN.clear()
+        setup = _ray().get(parcel[0]).unpack()
+        _OPEN[key] = (setup, gradient(setup.task, backend, 1))
+    return _OPEN[key]
+
+
+def _numpy(vectors: Vectors) -> dict[str, NDArray[np.float32]]:
+    return {name: v.detach().contiguous().numpy() for name, v in vectors.items()}
+
+
+def _tensors(arrays: dict[str, NDArray[np.float32]]) -> Vectors:
+    """Copies that may be written to; what Ray hands out is shared."""
+    return {name: torch.tensor(a) for name, a in arrays.items()}
+
+
+def _cut(order: Order, lo: int, hi: int) -> Order:
+    memory = {name: v[lo:hi] for name, v in order.memory.items()}
+    return dataclasses.replace(order, clients=order.clients[lo:hi], memory=memory)
+
+
+def _joined(clients: NDArray[np.int64], parts: list[dict[str, Any]]) -> Reply:
+    def all_of(kind: str) -> dict[str, Any]:
+        return {name: np.concatenate([p[kind][name] for p in parts]) for name in parts[0][kind]}
+
+    uploads, memory = (
+        {k: torch.from_numpy(v) for k, v in all_of(kind).items()} for kind in ("uploads", "memory")
+    )
+    loss, K = (torch.from_numpy(np.concatenate([p[kind] for p in parts])) for kind in ("loss", "K"))
+    return Reply(
+        clients,
+        uploads,
+        memory,
+        all_of("sizes"),
+        loss,
+        K,
+        torch.full_like(K, parts[-1]["lr"], dtype=torch.float64),
+    )

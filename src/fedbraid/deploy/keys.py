@@ -1,0 +1,136 @@
+"""TLS and node keys by Flower's means: a CA, the server's certificate, one key pair a node."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedbraid.errors import ConfigError
+
+CURVE = ec.SECP384R1()
+DAYS = 825  # the longest that common clients accept of a server's certificate
+
+
+def make(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
+    """Write ca.crt, ca.key, server.crt, server.key, and node-i.key with node-i.pub, which are never overwritten.
+
+    Where a CA is already there, it signs a new server certificate only if there is none.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made: list[Path] = []
+    if not (folder / "ca.crt").exists():
+        made += _authority(folder)
+    if not (folder / "server.crt").exists():
+        made += _server(folder, hosts)
+    for i in range(nodes):
+        if not (folder / f"node-{i}.key").exists():
+            made += _pair(folder, f"node-{i}")
+    return made
+
+
+def _authority(folder: Path) -> list[Path]:
+    key = ec.generate_private_key(CURVE)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedbraid CA")])
+    cert = (
+        _certificate(name, name, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(sign=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA384())
+    )
+    return [_write(folder / "ca.key", _private(key), 0o600), _write(folder / "ca.crt", _pem(cert), 0o644)]
+
+
+def _server(folder: Path, hosts: Sequence[str]) -> list[Path]:
+    if not hosts:
+        raise ConfigError(
+            "a server certificate needs a name; give --host with the address that nodes connect to"
+        )
+    try:
+        authority = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder / 'ca.key'} is needed to sign a server certificate: {error.strerror}"
+        ) from error
+    assert isinstance(authority, ec.EllipticCurvePrivateKey)
+    issuer = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    key = ec.generate_private_key(CURVE)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
+    cert = (
+        _certificate(name, issuer.subject, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(sign=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False
+        )
+        .sign(authority, hashes.SHA384())
+    )
+    return [
+        _write(folder / "server.key", _private(key), 0o600),
+        _write(folder / "server.crt", _pem(cert), 0o644),
+    ]
+
+
+def _pair(folder: Path, name: str) -> list[Path]:
+    key = ec.generate_private_key(CURVE)
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    return [_write(folder / f"{name}.key", private, 0o600), _write(folder / f"{name}.pub", public, 0o644)]
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+    )
+
+
+def _usage(sign: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign, content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=not sign, key_cert_sign=sign, crl_sign=sign, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _write(path: Path, data: bytes, mode: int) -> Path:
+    """A new file with these rights from its first byte on."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+    return path

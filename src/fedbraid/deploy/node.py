@@ -1,0 +1,216 @@
+"""The client's half of a deployment: one order in, one upload out, and what the node remembers on its own disk.
+
+A node keeps what it remembered after each upload until the server says which one was taken; an upload that
+was lost or refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedbraid.codec import unpack_message
+from fedbraid.data.task import Task
+from fedbraid.deploy.settings import Settings
+from fedbraid.engines.blocks import gradient
+from fedbraid.engines.client import Setup, visit
+from fedbraid.errors import WireError
+from fedbraid.link import HiddenState, bundle, open_packet
+from fedbraid.loop import Order
+from fedbraid.rule import Vectors
+
+if TYPE_CHECKING:
+    from fedbraid.deploy import Project
+
+NONE = "none"  # the job that no upload came of
+
+
+def client_app(project: Project) -> ClientApp:
+    """Flower's ClientApp around the one client function."""
+
+    def hello(message: Message, context: Context) -> Message:
+        x, _ = project.load(dict(context.node_config))
+        memory = Memory.read(_place(context, _config(message)["run"]))
+        about = {"name": _name(context), "samples": len(x), "held": memory.held, "client": _claim(context)}
+        return _answer(about, message)
+
+    def train(message: Message, context: Context) -> Message:
+        order = _config(message)
+        place = _place(context, order["run"])
+        return _answer(
+            obey(project, order, Settings.read(context.run_config), context.node_config, place), message
+        )
+
+    app = ClientApp()
+    app.query()(hello)
+    app.train()(train)
+    return app
+
+
+def obey(
+    project: Project,
+    order: Mapping[str, Any],
+    settings: Settings,
+    node_config: Mapping[str, Any],
+    place: Path,
+) -> dict[str, Any]:
+    """Train as ordered: what to send back. What is to be remembered is on disk before this returns."""
+    client, version = int(order["client"]), int(order["version"])
+    algorithm, work = settings.what()
+    task = _task(project, node_config, client)
+    setup = Setup(algorithm, task, work, settings.seed)
+    memory = Memory.read(place)
+    memory.forget_all_but({str(order["start"]), str(order["taken"])})
+    if not memory.receive(order, setup):
+        return {"job": str(order["job"]), "lost": True, "held": memory.held}
+    layout = task.layout
+    fresh = algorithm.remembers(memory.down["x"], layout)
+    fresh.pop("held", None)
+    rows = memory.after.get(str(order["start"]), {name: v.reshape(1, -1) for name, v in fresh.items()})
+    frames: dict[str, bytes] = {}
+    reply = visit(
+        setup, gradient(task, "auto"), Order(version, np.array([client]), memory.down, rows), frames
+    )
+    memory.after[str(order["job"])] = reply.memory
+    memory.write(place, keep_down=isinstance(algorithm.down, HiddenState))
+    return {
+        "job": str(order["job"]),
+        "lost": False,
+        "held": memory.held,
+        "loss": float(reply.loss),
+        "blob": bundle(frames),
+    }
+
+
+@dataclass
+class Memory:
+    """What a node remembers between orders: the server's hidden state, and itself after each upload."""
+
+    held: int = -1  # the version of `down`, where the server counts on it
+    down: Vectors = field(default_factory=dict)
+    after: dict[str, Vectors] = field(default_factory=dict)  # job -> rows [1, ·]
+
+    def forget_all_but(self, jobs: set[str]) -> None:
+        self.after = {job: rows for job, rows in self.after.items() if job in jobs}
+
+    def receive(self, order: Mapping[str, Any], setup: Setup) -> bool:
+        """Take in what the server sent; False where it builds on something that this node does not hold."""
+        algorithm, layout = setup.algorithm, setup.task.layout
+        names, base, version, blob = (
+            list(order["names"]),
+            int(order["base"]),
+            int(order["version"]),
+            order["blob"],
+        )
+        if isinstance(algorithm.down, HiddenState) and base >= 0:
+            if self.held != base:
+                self.held, self.down = -1, {}
+                return False
+            missed = [str(v) for v in range(base + 1, version + 1)]
+            for one in _packets(blob, missed):
+                self.down = open_packet(algorithm.down, one, self.down, names, layout)
+        else:
+            self.down = open_packet(algorithm.down, blob, None, names, layout)
+        self.held = version
+        return True
+
+    @classmethod
+    def read(cls, place: Path) -> Memory:
+        try:
+            with safe_open(place / "memory.safetensors", "pt") as file:
+                about = json.loads(file.metadata()["fedbraid"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            return cls()
+        jobs: dict[str, Vectors] = {job: {} for job in about["jobs"]}
+        down: Vectors = {}
+        for key, value in tensors.items():
+            kind, job, name = key.split("/", 2)
+            (down if kind == "down" else jobs[job])[name] = value
+        return cls(about["held"], down, jobs)
+
+    def write(self, place: Path, keep_down: bool) -> None:
+        """To disk, whole or not at all."""
+        place.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, Tensor] = {}
+        if keep_down:
+            tensors |= {f"down//{name}": v.contiguous().clone() for name, v in self.down.items()}
+        for job, rows in self.after.items():
+            tensors |= {f"after/{job}/{name}": v.contiguous().clone() for name, v in rows.items()}
+        about = {"held": self.held if keep_down else -1, "jobs": list(self.after)}
+        part = place / ".memory.part"
+        save_file(tensors, part, {"fedbraid": json.dumps(about)})
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        part.replace(place / "memory.safetensors")
+
+
+def _packets(blob: bytes, missed: list[str]) -> list[bytes]:
+    """The broadcasts that this node missed, one after the other."""
+    if len(missed) < 2:
+        return [blob] if missed else []
+    packets = unpack_message(blob, len(blob))
+    if list(packets) != missed:
+        raise WireError(
+            f"the server sent the broadcasts {list(packets)}, not {missed}; run the same fedbraid"
+        )
+    return list(packets.values())
+
+
+def _task(project: Project, node_config: Mapping[str, Any], client: int) -> Task:
+    """The node's own data as client number `client`, the only one that this task knows the samples of."""
+    own = Task.from_arrays(
+        project.model, [project.load(dict(node_config))], loss=project.loss, buffers=project.buffers
+    )
+    offsets = np.concatenate([np.zeros(client + 1, np.int64), own.offsets[1:]])
+    return Task(
+        own.build,
+        own.inputs,
+        own.targets,
+        own.rows,
+        offsets,
+        loss=own.loss,
+        buffers=own.buffers,
+        start=own.start,
+    )
+
+
+# Flower -----------------------------------------------------------------------------------------------
+
+
+def _config(message: Message) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = message.content["fedbraid"]
+    return found
+
+
+def _answer(content: dict[str, Any], message: Message) -> Message:
+    return Message(RecordDict({"fedbraid": ConfigRecord(content)}), reply_to=message)
+
+
+def _name(context: Context) -> str:
+    """Who this node is, whatever id Flower gives it today."""
+    return str(context.node_config.get("name", f"node-{context.node_id}"))
+
+
+def _claim(context: Context) -> int:
+    """The client number that this node is to have, -1 where the server may choose."""
+    return int(context.node_config.get("client", -1))
+
+
+def _place(context: Context, run: str) -> Path:
+    """Where this node remembers what belongs to a run."""
+    root = context.node_config.get("state") or os.path.join("~", ".fedbraid", "nodes")
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", _name(context))
+    return Path(str(root)).expanduser() / safe / re.sub(r"[^a-z0-9]", "_", run)

@@ -1,0 +1,93 @@
+"""A new deployment's folder: one file of the user's, and the configuration that makes it a Flower app."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fedbraid.errors import ConfigError
+
+FLEET = '''\
+"""What this fleet learns. Edit model, loss, load and test; the rest of the deployment needs no code."""
+
+from torch import nn
+
+import fedbraid as fb
+
+
+def model():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+loss = "cross_entropy"  # or "mse", or a function (outputs, targets) -> one loss per example
+
+
+def load(node_config):
+    """This node's own (inputs, targets). Here, its share of the digits that ship with fedbraid."""
+    of, share = int(node_config.get("shares", 3)), int(node_config.get("share", 0))
+    task = fb.tasks.load("digits", clients=of, partition="dirichlet(1.0)")
+    rows = task.rows[task.offsets[share] : task.offsets[share + 1]]
+    return task.inputs[rows].flatten(1), task.targets[rows]
+
+
+def test():
+    """What the server judges the model on; leave it out of `apps` where the server has no data."""
+    inputs, targets = fb.tasks.load("digits", clients=3).test
+    return inputs.flatten(1), targets
+
+
+apps = fb.deploy.apps(model, loss, load, test)
+server = apps.server
+client = apps.client
+'''
+
+PYPROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "A fedbraid deployment"
+license = "Apache-2.0"
+dependencies = ["fedbraid[flower]"]
+
+[tool.flwr.app]
+publisher = "fedbraid"
+
+[tool.flwr.app.components]
+serverapp = "fleet:server"
+clientapp = "fleet:client"
+
+# Everything below can be overridden when a run is started: flwr run . NAME --run-config 'seed=1 minimum=2'
+[tool.flwr.app.config]
+algorithm = "fedavg()"                              # any of `fedbraid list algorithms`, wrapped as you like
+work = "Work(lr=0.1, epochs=1, batch=20)"           # what a client does in one visit
+schedule = "rounds(10, clients=3)"                  # or "buffered(steps=50, buffer=2, concurrency=3)", "immediate(steps=50)"
+seed = 0
+out = "runs/{name}"                                 # the run's folder, on the server; the same one continues the run
+nodes = 3                                           # how many must be there before the first step
+minimum = 2                                         # uploads without which no round closes
+deadline = 600.0                                    # seconds for a round, or for an asynchronous job
+too-few = "wait"                                    # or "stop"
+max-norm = 0.0                                      # an update with a larger norm is refused; 0 refuses none
+evaluate-every = 1
+poll = 0.5                                          # seconds between two looks at what has arrived
+"""
+
+
+def init(folder: Path, name: str | None = None) -> list[Path]:
+    """Write fleet.py and pyproject.toml; files that are there already are not touched."""
+    called = re.sub(r"[^a-z0-9]+", "-", (name or folder.resolve().name).lower()).strip("-") or "fleet"
+    files = {
+        folder / "fleet.py": FLEET,
+        folder / "pyproject.toml": PYPROJECT.format(name=called),
+    }
+    for path in files:
+        if path.exists():
+            raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(text)
+    return list(files)

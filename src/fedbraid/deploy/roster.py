@@ -1,0 +1,78 @@
+"""Who takes part: nodes come and go under Flower's ids, clients keep their number and what they have uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.errors import WireError
+
+MOST_SAMPLES = 10**9  # a node that claims more is not believed
+
+
+@dataclass
+class Member:
+    """One client."""
+
+    name: str
+    client: int
+    samples: int
+    taken: str = "none"  # the last job whose upload was committed
+    accepted: str = "none"  # the last job whose upload is in a step that may not be committed yet
+    held: int = -1  # the version of the hidden state that it holds
+    node: int | None = None  # where it is now
+
+
+@dataclass
+class Roster:
+    """All clients that were ever met, by number."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+
+    def welcome(self, node: int, about: dict[str, Any], online: Iterable[int]) -> Member:
+        """Enter a node that introduced itself; it may be an old acquaintance under a new id."""
+        name, samples, claim = about["name"], about["samples"], about["client"]
+        if not 0 < samples <= MOST_SAMPLES or not 0 < len(name) <= 200:
+            raise WireError(f"it claims {samples} samples under a name of {len(name)} characters")
+        known = next((m for m in self.members.values() if m.name == name), None)
+        if known is None:
+            client = claim if claim >= 0 else self._free()
+            if client in self.members or client > len(self.members) + 10**6:
+                raise WireError(f"it claims to be client {client}, which {self._whose(client)}")
+            known = self.members[client] = Member(name, client, samples)
+        elif known.node is not None and known.node != node and known.node in set(online):
+            raise WireError(f"it calls itself {name!r}, but node {known.node} does so too and is connected")
+        known.node, known.samples, known.held = node, samples, about["held"]
+        return known
+
+    def _free(self) -> int:
+        return next(i for i in range(len(self.members) + 1) if i not in self.members)
+
+    def _whose(self, client: int) -> str:
+        return f"is {self.members[client].name!r}" if client in self.members else "is far beyond all others"
+
+    def at(self, online: Iterable[int]) -> dict[int, Member]:
+        """Members by the node they are at, for the nodes that are connected."""
+        here = set(online)
+        return {m.node: m for m in self.members.values() if m.node is not None and m.node in here}
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Samples by client number, 0 for numbers that nobody has."""
+        sizes = np.zeros(max(self.members, default=-1) + 1, np.int64)
+        for m in self.members.values():
+            sizes[m.client] = m.samples
+        return sizes
+
+    def note(self) -> list[dict[str, Any]]:
+        """What a checkpoint keeps."""
+        keep = ("name", "client", "samples", "taken")
+        return [{k: v for k, v in asdict(m).items() if k in keep} for m in self.members.values()]
+
+    @classmethod
+    def restore(cls, note: list[dict[str, Any]]) -> Roster:
+        return cls({m["client"]: Member(**m, accepted=m["taken"]) for m in note})

@@ -1,0 +1,490 @@
+"""The server's half of a deployment: it drives Flower's grid itself, and steps with the simulator's `advance`.
+
+Every step is one commit of model, optimiser, roster and record; killed at any instant, the run goes on from
+its last committed step, and nodes are told which of their uploads that step holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid import rng
+from fedbraid.checkpoint import Checkpoint, Folder, Record, save_model
+from fedbraid.codec import pack_message
+from fedbraid.data.batches import step_counts
+from fedbraid.data.task import Task, _pair
+from fedbraid.deploy.roster import Member, Roster
+from fedbraid.deploy.settings import Settings
+from fedbraid.engines.client import Reply
+from fedbraid.engines.gradients import Loop
+from fedbraid.errors import RunError, WireError
+from fedbraid.link import HiddenState, packet, receive, whole_state
+from fedbraid.loop import State, advance
+from fedbraid.runs import judge, parts
+from fedbraid.schedule import Buffered, Rounds, Tick
+from fedbraid.store import Rows
+
+if TYPE_CHECKING:
+    from fedbraid.deploy import Project
+
+log = logging.getLogger("fedbraid")
+
+HELLO = "hello"
+
+
+def server_app(project: Project) -> ServerApp:
+    """Flower's ServerApp around the driver."""
+
+    def main(grid: Grid, context: Context) -> None:
+        settings = Settings.read(context.run_config)
+        with Driver(project, settings, grid) as driver:
+            driver.run()
+
+    app = ServerApp()
+    app.main()(main)
+    return app
+
+
+@dataclass
+class Job:
+    """A message that somebody is to answer."""
+
+    id: str
+    node: int
+    client: int
+    version: int
+    down: int = 0  # bytes of the order
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Arrival:
+    """An upload that was read and found sound."""
+
+    job: Job
+    reply: Reply
+
+
+@dataclass
+class Arrivals:
+    """What stands in for the simulator's jobs: replies that are already here."""
+
+    got: list[Arrival]
+
+    def opens(self, tick: Tick) -> None: ...
+
+    def closes(self, tick: Tick) -> None: ...
+
+    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
+        """In order, in blocks that have no client twice."""
+        block: list[Arrival] = []
+        for arrival in self.got:
+            if any(arrival.job.client == a.job.client for a in block):
+                yield _joined(block)
+                block = []
+            block.append(arrival)
+        yield _joined(block)
+
+
+def _joined(block: list[Arrival]) -> tuple[Reply, NDArray[np.int64]]:
+    return Reply.join([a.reply for a in block]), np.array([a.job.version for a in block])
+
+
+class Driver:
+    """One deployment while it runs."""
+
+    def __init__(self, project: Project, settings: Settings, grid: Grid) -> None:
+        self.settings, self.grid = settings, grid
+        self.algorithm, self.work = settings.what()
+        self.schedule = settings.when()
+        self.hidden = isinstance(self.algorithm.down, HiddenState)
+        self.task = _task(project)
+        self.layout = self.task.layout
+        self.widths = self.algorithm.uploads(self.layout)
+        self.judge = Loop(self.task) if self.task.test is not None else None
+        self.folder = Folder(settings.out)
+        self.id = self._open()
+        state = State.first(self.algorithm, self.layout, self.task.initial(settings.seed), settings.seed)
+        held = {"held": torch.tensor([-1.0, 0.0])} if self.hidden else {}
+        state = replace(state, clients=Rows(held))  # clients are apart and keep what they remember themselves
+        self.checkpoint = Checkpoint(self.folder, state)
+        self.state, note = self.checkpoint.restore(state)
+        self.roster = Roster.restore(note.get("roster", []))
+        self.names = list(self.state.sent[self.state.t]["vectors"])
+        if self.state.t == 0:
+            self._keep_message(
+                packet(self.algorithm.down, self._vectors(), {}, settings.seed, 0, self.layout)
+                if not self.hidden
+                else None
+            )
+        self.flying: dict[str, Job] = {}  # message id -> job
+        self.online: set[int] = set()
+        self.shunned: set[int] = set()  # nodes that introduced themselves badly
+        self.spare: list[Arrival] = []  # uploads that came while a step was closing, for the next
+        self.asked = 0
+        self.trouble: list[Record] = []
+        self.late = 0
+        self.begun = time.monotonic()
+        self.met = 0.0
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        self._status("done" if error is None else "failed", "" if error is None else str(error))
+        self.checkpoint.close()
+
+    def _open(self) -> str:
+        """The run's own name, which nodes file their memory under; the folder must hold this run or none."""
+        config = {
+            "run": secrets.token_hex(8), "task": None, "algorithm": self.algorithm.name or None,
+            "parts": parts(self.algorithm), "work": repr(self.work), "schedule": repr(self.schedule),
+            "seed": self.settings.seed, "layout": self.layout.fingerprint.hex(), "engine": "flower",
+        }  # fmt: skip
+        if not self.folder.exists:
+            self.folder.create(config)
+        known = self.folder.config()
+        for key in ("parts", "work", "schedule", "seed", "layout"):
+            if known.get(key) != config[key]:
+                raise RunError(
+                    f"{self.folder.path} holds a run whose {key} is {known.get(key)!r}, not {config[key]!r}; choose another out"
+                )
+        return str(known["run"])
+
+    # The run ------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Step by step to the end of the schedule."""
+        steps = self.schedule.steps
+        log.info("fedbraid: %s, step %d of %d", self.algorithm.name, self.state.t, steps)
+        while self.state.t < steps:
+            got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
+            self._step(got)
+        judged = self.algorithm.server.judged(self.state.x, self.state.server)
+        save_model(self.folder.path / "model.safetensors", self.layout.views(judged))
+
+    def _step(self, got: list[Arrival]) -> None:
+        clients = [a.job.client for a in got]
+        live = frozenset(
+            j.version for j in [*self.flying.values(), *(a.job for a in self.spare)] if j.id != HELLO
+        )
+        tick = Tick(
+            self.state.t, time.monotonic() - self.begun, np.array(clients), np.array([a.job.version for a in got]),
+            np.array([], np.int64), live, self.late,
+        )  # fmt: skip
+        before, sizes = self.state, self.roster.sizes
+        task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(sizes)]))
+        task.__dict__["layout"] = self.layout
+        self.state, record = advance(self.algorithm, task, Arrivals(got), before, tick, self.settings.seed)  # type: ignore[arg-type]
+        self._keep_message(
+            packet(
+                self.algorithm.down,
+                self._vectors(),
+                before.wire,
+                self.settings.seed,
+                self.state.t,
+                self.layout,
+            ),
+            before.wire.get("log", {}),
+        )
+        record |= {
+            "versions": [a.job.version for a in got],
+            "bytes_down": sum(a.job.down for a in got),
+            "nodes": len(self.roster.at(self.online)),
+            **self._judge(),
+        }
+        if self.trouble:
+            record["trouble"], self.trouble = self.trouble, []
+        self.late = 0
+        for a in got:
+            self.roster.members[a.job.client].taken = a.job.id
+        self.checkpoint.commit(self.state, [record], {"roster": self.roster.note()})
+        self._status("running")
+        log.info(
+            "fedbraid: step %d of %d, %d uploads, %s", self.state.t, self.schedule.steps, len(got),
+            ", ".join(f"{k} {record[k]:.4f}" for k in ("loss", "accuracy", "train_loss") if k in record),
+        )  # fmt: skip
+
+    def _vectors(self) -> dict[str, Tensor]:
+        return {"x": self.state.x, **self.algorithm.server.send(self.state.server)}
+
+    def _keep_message(self, message: bytes | None, log: dict[str, Any] | None = None) -> None:
+        """Keep what was broadcast for as long as it may be sent: packets only while they beat the whole state."""
+        if message is None:
+            return
+        kept = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if not self.hidden:
+            self.state.sent[self.state.t]["message"] = kept
+            return
+        packets = {**(log or {}), str(self.state.t): kept}
+        whole = len(whole_state(self.state.wire["hidden"], self.layout))
+        while packets and sum(len(p) for p in packets.values()) > whole:
+            del packets[min(packets, key=int)]
+        self.state.wire["log"] = packets
+
+    def _judge(self) -> Record:
+        every, t = self.settings.evaluate_every, self.state.t
+        if self.judge is None or not every or (t % every and t != self.schedule.steps):
+            return {}
+        x = self.algorithm.server.judged(self.state.x, self.state.server)
+        return judge(self.judge, self.task, x)  # type: ignore[arg-type]
+
+    # When a step closes -------------------------------------------------------------------------------
+
+    def _round(self) -> list[Arrival]:
+        """Ask a cohort and wait for it; what comes in time and is sound makes the step."""
+        t, s = self.state.t, self.settings
+        assert isinstance(self.schedule, Rounds)
+        got: dict[int, Arrival] = {}
+        asked: list[int] = []
+        wanted, attempt, until = 0, 0, time.monotonic() + s.deadline
+        while True:
+            self._meet()
+            for arrival in self._pull():
+                if arrival.job.version == t and arrival.job.client in asked:
+                    self._accept(arrival)
+                    got[arrival.job.client] = arrival
+                else:
+                    self.late += 1
+            waiting = any(j.version == t for j in self.flying.values() if j.id != HELLO)
+            over = time.monotonic() > until
+            if asked and len(got) >= wanted:
+                break
+            if asked and len(got) >= s.minimum and (over or not waiting):
+                break
+            if over and s.too_few == "stop":
+                raise RunError(
+                    f"round {t + 1} has {len(got)} uploads after {s.deadline:g} s, fewer than minimum={s.minimum}; the run"
+                    " can be continued: start it again with the same out"
+                )
+            if not asked or over or not waiting:
+                cohort, wanted = self._cohort(t, attempt, got, patient=not over)
+                for client in cohort:
+                    self._ask(self.roster.members[client])
+                asked += [c for c in cohort if c not in asked]
+                if cohort or over:
+                    attempt, until = attempt + 1, time.monotonic() + s.deadline
+            time.sleep(s.poll)
+        return [got[c] for c in asked if c in got][:wanted]
+
+    def _cohort(self, t: int, attempt: int, got: dict[int, Arrival], patient: bool) -> tuple[list[int], int]:
+        """(whom to ask now, how many uploads the round wants)."""
+        assert isinstance(self.schedule, Rounds)
+        idle = [c for c in self._idle() if c not in got]
+        if isinstance(self.schedule.clients, tuple):
+            fixed = list(self.schedule.clients[t])
+            here = [c for c in fixed if c in idle]
+            complete = len(here) + len(got) == len(fixed)
+            return (here if complete or not patient else []), len(fixed)
+        known = len(self.roster.members)
+        wanted = self.schedule.cohort(max(known, 1))
+        enough = self.settings.nodes if t == 0 and not attempt else min(wanted, self.settings.minimum)
+        if len(idle) + len(got) < enough or not idle:
+            return [], wanted
+        count = min(len(idle), math.ceil((wanted - len(got)) * self.schedule.over))
+        picks = rng.generator(self.settings.seed, "cohort", t, attempt).choice(
+            len(idle), count, replace=False
+        )
+        return [idle[i] for i in picks], min(wanted, len(got) + count)
+
+    def _buffer(self) -> list[Arrival]:
+        """Keep `concurrency` nodes busy until `buffer` uploads are there."""
+        assert isinstance(self.schedule, Buffered)
+        got, self.spare = self.spare, []
+        s, last = self.settings, time.monotonic()
+        while len(got) < self.schedule.buffer:
+            self._meet()
+            for arrival in self._pull():
+                self._accept(arrival)
+                got.append(arrival)
+                last = time.monotonic()
+            if time.monotonic() - last > s.deadline:
+                if s.too_few == "stop":
+                    raise RunError(
+                        f"step {self.state.t + 1} got no upload for {s.deadline:g} s; the run can be continued: start it"
+                        " again with the same out"
+                    )
+                last = time.monotonic()
+            self._expire()
+            if len(got) < self.schedule.buffer:
+                self._start_some()
+                time.sleep(s.poll)
+        self.spare = got[self.schedule.buffer :]
+        return got[: self.schedule.buffer]
+
+    def _start_some(self) -> None:
+        assert isinstance(self.schedule, Buffered)
+        idle = self._idle()
+        if self.state.t == 0 and len(self.roster.at(self.online)) < self.settings.nodes:
+            return
+        busy = sum(j.id != HELLO for j in self.flying.values())
+        count = min(len(idle), self.schedule.concurrency - busy)
+        if count > 0:
+            draw = rng.generator(self.settings.seed, "arrival", self.state.t, self.asked)
+            for i in draw.choice(len(idle), count, replace=False):
+                self._ask(self.roster.members[idle[i]])
+
+    def _expire(self) -> None:
+        """Give up asynchronous jobs that take longer than the deadline."""
+        for message, job in list(self.flying.items()):
+            if job.id != HELLO and time.monotonic() - job.since > self.settings.deadline:
+                del self.flying[message]
+                self._note(job.node, job.client, f"no answer within {self.settings.deadline:g} s")
+
+    def _idle(self) -> list[int]:
+        busy = {j.client for j in self.flying.values() if j.id != HELLO}
+        return sorted(m.client for m in self.roster.at(self.online).values() if m.client not in busy)
+
+    # Messages -----------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """See who is connected, and ask newcomers who they are."""
+        if time.monotonic() - self.met < self.settings.poll:
+            return
+        self.met = time.monotonic()
+        self.online = set(self.grid.get_node_ids())
+        known = {j.node for j in self.flying.values() if j.id == HELLO} | self.shunned
+        known |= self.roster.at(self.online).keys()
+        for node in sorted(self.online - known):
+            self._send(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id})
+        self._status("running")
+
+    def _ask(self, member: Member) -> None:
+        """Order a member to train from the newest version."""
+        assert member.node is not None
+        self.asked += 1
+        base, blob = self._download(member)
+        job = Job(secrets.token_hex(8), member.node, member.client, self.state.t, len(blob))
+        order = {
+            "run": self.id, "job": job.id, "client": member.client, "version": self.state.t, "names": self.names,
+            "start": member.accepted, "taken": member.taken, "base": base, "blob": blob,
+        }  # fmt: skip
+        self._send(job, MessageType.TRAIN, order)
+
+    def _download(self, member: Member) -> tuple[int, bytes]:
+        """(the version that the message builds on, the message): missed packets, or everything if that is less."""
+        if not self.hidden:
+            return -1, bytes(self.state.sent[self.state.t]["message"].numpy())
+        packets = self.state.wire.get("log", {})
+        missed = [str(v) for v in range(member.held + 1, self.state.t + 1)]
+        if member.held < 0 or not all(v in packets for v in missed):
+            return -1, whole_state(self.state.sent[self.state.t]["vectors"], self.layout)
+        frames = {v: bytes(packets[v].numpy()) for v in missed}
+        if not frames:
+            return member.held, b""
+        return member.held, frames[missed[0]] if len(frames) == 1 else pack_message(frames)
+
+    def _send(self, job: Job, kind: str, content: dict[str, Any]) -> None:
+        record = RecordDict({"fedbraid": ConfigRecord(content)})
+        message = Message(
+            record, dst_node_id=job.node, message_type=kind, ttl=max(60.0, 2 * self.settings.deadline),
+            group_id=str(self.state.t),
+        )  # fmt: skip
+        for sent in self.grid.push_messages([message]):
+            if sent:
+                self.flying[sent] = job
+
+    def _pull(self) -> list[Arrival]:
+        """What has come in since the last look, broken answers sorted out."""
+        arrivals = []
+        for message in self.grid.pull_messages(list(self.flying)) if self.flying else ():
+            job = self.flying.pop(message.metadata.reply_to_message_id, None)
+            if job is None:
+                self.late += 1
+                continue
+            try:
+                if message.has_error():
+                    raise WireError(f"it failed: {message.error.reason}")
+                arrival = self._read(job, message)
+            except WireError as error:
+                self._note(job.node, job.client, str(error))
+                if job.id == HELLO:
+                    self.shunned.add(job.node)
+                continue
+            if arrival is not None:
+                arrivals.append(arrival)
+        return arrivals
+
+    def _read(self, job: Job, message: Message) -> Arrival | None:
+        content = message.content.get("fedbraid")
+        if not isinstance(content, ConfigRecord):
+            raise WireError("its answer has no fedbraid record")
+        if job.id == HELLO:
+            about = _fields(content, name=str, samples=int, held=int, client=int)
+            member = self.roster.welcome(job.node, about, self.online)
+            log.info("fedbraid: node %d is client %d (%s)", job.node, member.client, member.name)
+            return None
+        member = self.roster.members[job.client]
+        answer = _fields(content, job=str, held=int, lost=bool)
+        if answer["job"] != job.id:
+            raise WireError(f"it answers job {answer['job'][:32]!r}, not {job.id!r}")
+        member.held = answer["held"] if -1 <= answer["held"] <= self.state.t else -1
+        if answer["lost"]:
+            raise WireError("it does not hold the state that the server counted on; it will get all of it")
+        answer = _fields(content, loss=float, blob=bytes)
+        if not math.isfinite(answer["loss"]):
+            raise WireError(f"its training loss is {answer['loss']}")
+        return Arrival(job, self._open_upload(job, member, answer))
+
+    def _open_upload(self, job: Job, member: Member, answer: dict[str, Any]) -> Reply:
+        if job.version not in self.state.sent:
+            raise WireError(f"it trained from version {job.version}, which is no longer kept")
+        x = self.state.sent[job.version]["vectors"]["x"][None]
+        vectors, sizes = receive(self.algorithm.up, answer["blob"], job.client, x, self.widths, self.layout)
+        norm = float(vectors["delta"].norm())
+        if not math.isfinite(norm) or 0 < self.settings.max_norm < norm:
+            raise WireError(f"its update has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
+        K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]
+        lr = torch.full_like(K, self.work.rate(job.version))
+        return Reply(np.array([job.client]), vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr)
+
+    def _accept(self, arrival: Arrival) -> None:
+        self.roster.members[arrival.job.client].accepted = arrival.job.id
+
+    def _note(self, node: int, client: int, why: str) -> None:
+        """Refused, failed or silent: counted, reported with the node's id, and the run goes on."""
+        log.warning("fedbraid: node %d (client %d): %s", node, client, why)
+        self.trouble.append({"node": str(node), "client": client, "why": why[:500]})
+
+    def _status(self, what: str, error: str = "") -> None:
+        """A small file for whoever watches."""
+        busy = sum(j.id != HELLO for j in self.flying.values()) if hasattr(self, "flying") else 0
+        self.folder.write_json(
+            "status.json",
+            {
+                "state": what, "error": error, "step": self.state.t, "steps": self.schedule.steps, "busy": busy,
+                "nodes": len(self.roster.at(self.online)), "pid": os.getpid(),
+            },
+        )  # fmt: skip
+
+
+def _fields(content: ConfigRecord, **kinds: type) -> dict[str, Any]:
+    """These fields of an answer, each of its kind."""
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind):
+            raise WireError(f"its answer has no {name} of type {kind.__name__}")
+    return {name: content[name] for name in kinds}
+
+
+def _task(project: Project) -> Task:
+    """The model and the server's test set; clients' data stays with the clients."""
+    test = None if project.test is None else _pair(project.test(), "the test set", project.loss)
+    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (test[0][:0], test[1][:0])
+    return Task(
+        project.model, x, y, torch.zeros(0, dtype=torch.int64), np.zeros(1, np.int64), test=test, loss=project.loss,
+        buffers=project.buffers,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The app's configuration, `[tool.flwr.app.config]`: what runs, and what to do when nodes do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from fedbraid.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from fedbraid.loop import Algorithm, Work
+    from fedbraid.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keys of the configuration, with `-` for `_`."""
+
+    algorithm: str = "fedavg()"
+    work: str = "Work(lr=0.01, epochs=1, batch=20)"
+    schedule: str = "rounds(10, clients=3)"
+    seed: int = 0
+    out: str = "runs/deployed"  # the run's folder, where the server runs
+    nodes: int = 1  # how many must be there before the first step
+    minimum: int = 1  # uploads without which no round closes
+    deadline: float = 600.0  # seconds that a round, or an asynchronous job, may take
+    too_few: str = "wait"  # when fewer answer: "wait" asks again, "stop" ends the run (it can be continued)
+    max_norm: float = 0.0  # an update with a larger norm is refused; 0 refuses none
+    evaluate_every: int = 1
+    poll: float = 0.5  # seconds between two looks at what has arrived
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Settings:
+        """From Flower's run configuration; keys that nobody knows are refused."""
+        known = {f.name: f for f in fields(cls)}
+        given = {key.replace("-", "_"): value for key, value in config.items()}
+        for key in given:
+            if key not in known:
+                raise unknown("key of [tool.flwr.app.config]", key, known)
+        kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
+        for key, value in given.items():
+            if not isinstance(value, kinds[str(known[key].type)]) or isinstance(value, bool):
+                raise ConfigError(f"{key}={value!r} should be of type {known[key].type}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small; use {name} >= {least}")
+        for name in ("deadline", "poll"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} leaves no time; use {name} > 0")
+        if not self.max_norm >= 0:
+            raise ConfigError(
+                f"max_norm={self.max_norm} refuses everything; use max_norm > 0, or 0 for no bound"
+            )
+        if self.too_few not in ("wait", "stop"):
+            raise ConfigError(f"too_few={self.too_few!r} is not known; use 'wait' or 'stop'")
+
+    def what(self) -> tuple[Algorithm, Work]:
+        """What nodes and server must agree on."""
+        from fedbraid.loop import Work
+        from fedbraid.parse import evaluate
+        from fedbraid.runs import algorithm_from
+
+        work: Work = evaluate(self.work, {"Work": Work}, "work")
+        return algorithm_from(self.algorithm), work
+
+    def when(self) -> Schedule:
+        from fedbraid.parse import evaluate
+        from fedbraid.schedule import Schedule, buffered, immediate, rounds
+
+        made = evaluate(
+            self.schedule, {"rounds": rounds, "buffered": buffered, "immediate": immediate}, "schedule"
+        )
+        if not isinstance(made, Schedule):
+            raise ConfigError(
+                f"{self.schedule!r} is no schedule; use rounds(...), buffered(...) or immediate(...)"
+            )
+        return made

@@ -1,0 +1,274 @@
+"""A whole deployment on this machine: a SuperLink and SuperNodes on loopback, started, watched and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedbraid.checkpoint import Folder, Record
+from fedbraid.errors import ConfigError, EngineError, MissingExtra
+
+PATIENCE = 120.0  # seconds that a process may take to start
+
+
+@dataclass
+class Flower:
+    """Flower's processes on loopback. With `keys`, over TLS and with authenticated nodes.
+
+    A context manager: whatever happens inside, every process that was started is ended.
+    """
+
+    scratch: Path
+    keys: Path | None = None
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    port: int = 0
+
+    def __enter__(self) -> Flower:
+        for tool in ("flower-superlink", "flower-supernode", "flwr"):
+            if _tool(tool) is None:
+                raise MissingExtra("deployment", "flower")
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in reversed(list(self.processes)):
+            self.end(name)
+
+    def link(self) -> None:
+        """Start the SuperLink, on the same port as before if there was one."""
+        self.port = self.port or free_port()
+        words = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        words += ["--database", str(self.scratch / "superlink.db")]
+        if self.keys is None:
+            words += ["--insecure"]
+        else:
+            words += [
+                "--ssl-ca-certfile",
+                str(self.keys / "ca.crt"),
+                "--ssl-certfile",
+                str(self.keys / "server.crt"),
+            ]
+            words += ["--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
+        self.start("superlink", "flower-superlink", words)
+        self.wait_for_port()
+        self._connection()
+
+    def wait_for_port(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            self.check("superlink")
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            time.sleep(0.2)
+        raise EngineError(f"the SuperLink does not listen after {PATIENCE:g} s; see {self.log('superlink')}")
+
+    def node(
+        self, name: str, config: dict[str, Any], key: Path | None = None, words: Sequence[str] = ()
+    ) -> None:
+        """Start a SuperNode with this node configuration."""
+        given = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
+        port = str(free_port())
+        arguments = [
+            "--superlink",
+            f"127.0.0.1:{self.port}",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+            "--node-config",
+            given,
+        ]
+        if not words:
+            words = (
+                ["--insecure"] if self.keys is None else ["--root-certificates", str(self.keys / "ca.crt")]
+            )
+        if key is not None:
+            words = [*words, "--auth-supernode-private-key", str(key)]
+        self.start(name, "flower-supernode", [*arguments, *words])
+
+    def register(self, public: Path) -> None:
+        """Let the node with this public key in."""
+        self.flwr("supernode", "register", str(public), "trial")
+
+    def submit(self, app: Path, config: dict[str, Any]) -> str:
+        """Hand an app to the SuperLink: the run's id."""
+        given = " ".join(f"{k}={_toml(v)}" for k, v in config.items())
+        answer = self.flwr(
+            "run", str(app), "trial", "--format", "json", *(["--run-config", given] if given else [])
+        )
+        found = json.loads(answer[answer.index("{") :])
+        if not found.get("success"):
+            raise EngineError(f"Flower did not take the app: {answer.strip()[-2000:]}")
+        return str(found["run-id"])
+
+    def flwr(self, *words: str) -> str:
+        tool = _tool("flwr")
+        assert tool is not None
+        done = subprocess.run(
+            [tool, *words], env=self._environment("flwr"), capture_output=True, text=True, timeout=PATIENCE
+        )
+        if done.returncode:
+            raise EngineError(
+                f"flwr {' '.join(words[:2])} failed:\n{(done.stdout + done.stderr).strip()[-2000:]}"
+            )
+        return done.stdout
+
+    # Processes ----------------------------------------------------------------------------------------
+
+    def start(self, name: str, tool: str, words: Sequence[str]) -> None:
+        found = _tool(tool)
+        assert found is not None
+        with open(self.log(name), "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [found, *words], env=self._environment(name), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=self.scratch, start_new_session=True,
+            )  # fmt: skip
+
+    def check(self, name: str) -> None:
+        """Complain if a process has ended."""
+        if self.processes[name].poll() is not None:
+            tail = self.log(name).read_text(errors="replace").strip()[-1500:]
+            raise EngineError(f"{name} ended with exit code {self.processes[name].returncode}:\n{tail}")
+
+    def end(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
+        """End a process and everything that it started."""
+        process = self.processes.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0 if how == signal.SIGKILL else 5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def log(self, name: str) -> Path:
+        return self.scratch / f"{name}.log"
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Flower's home of this process alone, no telemetry, and quick answers."""
+        bin_ = os.path.dirname(sys.executable)
+        return {
+            **os.environ, "FLWR_HOME": str(self.scratch / "home" / name), "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+            "PATH": bin_ + os.pathsep + os.environ.get("PATH", ""),
+        }  # fmt: skip
+
+    def _connection(self) -> None:
+        home = self.scratch / "home" / "flwr"
+        home.mkdir(parents=True, exist_ok=True)
+        lines = [
+            "[superlink]",
+            'default = "trial"',
+            "[superlink.trial]",
+            f'address = "127.0.0.1:{self.port}"',
+        ]
+        lines += (
+            ["insecure = true"]
+            if self.keys is None
+            else [f"root-certificates = {json.dumps(str(self.keys / 'ca.crt'))}"]
+        )
+        (home / "config.toml").write_text("\n".join(lines) + "\n")
+
+
+def trial(
+    app: Path, nodes: int, settings: dict[str, Any], tell: Callable[[Record, list[Record]], None]
+) -> Folder:
+    """Run an app to its end with this many nodes on loopback: the folder of the run.
+
+    `tell(status, new records)` is called whenever there is something new to show.
+    """
+    if not (app / "pyproject.toml").exists():
+        raise ConfigError(f"{app} holds no app; make one with: fedbraid deploy init {app}")
+    out = Path(settings.get("out") or app / "runs" / f"trial-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    config = {"nodes": nodes, "minimum": nodes, "poll": 0.2, **settings, "out": str(out)}
+    scratch = Path(tempfile.mkdtemp(prefix="fedbraid-trial-"))
+    try:
+        with Flower(scratch) as flower:
+            flower.link()
+            for i in range(nodes):
+                about = {
+                    "name": f"node-{i}",
+                    "client": i,
+                    "share": i,
+                    "shares": nodes,
+                    "state": str(scratch / "nodes"),
+                }
+                flower.node(f"node-{i}", about)
+            flower.submit(app, config)
+            folder = Folder(out)
+            for status, records in watch(flower, folder):
+                tell(status, records)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def watch(flower: Flower, folder: Folder) -> Iterator[tuple[Record, list[Record]]]:
+    """What is new in a run's folder, until the run has ended."""
+    seen, since = 0, time.monotonic()
+    while True:
+        for name in list(flower.processes):
+            flower.check(name)
+        status = read_status(folder)
+        records = list(folder.records())
+        yield status, records[seen:]
+        seen = len(records)
+        if status.get("state") == "failed":
+            raise EngineError(f"the run failed: {status['error']}")
+        if status.get("state") == "done":
+            return
+        if status and not _alive(int(status["pid"])):
+            raise EngineError(f"the server died; its log ends:\n{_tail(flower.log('superlink'))}")
+        if not status and time.monotonic() - since > PATIENCE:
+            raise EngineError(
+                f"the server app did not start; its log ends:\n{_tail(flower.log('superlink'))}"
+            )
+        time.sleep(0.3)
+
+
+def read_status(folder: Folder) -> Record:
+    try:
+        status: Record = json.loads((folder.path / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=os.path.dirname(sys.executable)) or shutil.which(name)
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace").strip()[-1500:]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, float) else repr(value)

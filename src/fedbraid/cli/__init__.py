@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from fedbraid.cli import catalogue, compare, cost, data, demo, reproduce, resume, run
+from fedbraid.cli import catalogue, compare, cost, data, demo, deploy, reproduce, resume, run
 from fedbraid.cli.show import complain
 from fedbraid.errors import FedbraidError
 
@@ -30,6 +30,7 @@ for command in (
     catalogue.list_,
 ):
     app.command(name=command.__name__.rstrip("_"))(command)
+app.add_typer(deploy.app, name="deploy")
 
 
 @app.callback(invoke_without_command=True)

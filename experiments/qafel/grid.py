@@ -40,7 +40,7 @@ NORMS = {
     "l2 norm, 4 bits": f"qafel({SERVER}, up=identity(), down=qsgd(4, norm='l2'))",
     "max norm, 3 bits": METHODS["QAFeL qsgd 3 bits"],
 }
-LOCAL_STEPS = (1, 2, 5, 10, 20)
+LOCAL_STEPS = (1, 2, 5, 10)
 
 
 def logistic_loss(scores: Tensor, classes: Tensor) -> Tensor:

@@ -1,0 +1,227 @@
+"""AdaBest's supplement: stability over many rounds (Figure 4), sensitivity to mu (6), to beta and participation (7).
+
+EMNIST letters (the 20,800-image subset) over 100 clients; SGD at 0.1 decaying by 0.998 a round, batch 45 filled up by
+bootstrapping, weight decay 1e-4; the fully connected network of FedDyn's EMNIST runs (two hidden layers of 100).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+import fedbraid as fb
+from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
+
+HERE = Path(__file__).parent
+SEEDS = (0, 1, 2)
+PARTITIONS = {"IID": "iid()", "Dirichlet 0.3": "dirichlet(0.3, balanced=True)"}
+METHODS = {
+    "FedAvg": "fedavg()",
+    "SCAFFOLD": "scaffold()",
+    "FedDyn": "feddyn(mu=0.02)",
+    "AdaBest": "adabest(mu=0.02, beta=0.9)",
+}
+LONG, SHORT = 1500, 400
+MUS = (0.005, 0.02, 0.08, 0.32)
+BETAS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
+SHARES = (5, 10, 20)
+CIFAR_ROUNDS = 100
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 26)
+    )
+
+
+def _letters(partition: str, seed: int) -> fb.Task:
+    return fb.tasks.load("emnist", clients=100, partition=PARTITIONS[partition], model=network, seed=seed)
+
+
+def _maker(partition: str, seed: int):  # type: ignore[no-untyped-def]
+    def make() -> fb.Task:
+        return _letters(partition, seed)
+
+    make.__name__ = f"letters_{partition.replace(' ', '_')}_{seed}"
+    return make
+
+
+LETTERS = {(p, s): _maker(p, s) for p in PARTITIONS for s in SEEDS}
+WORK = fb.Work(lr=0.1, lr_decay=0.998, epochs=1, batch=45, weight_decay=1e-4, last="fill")
+KEEP = ("accuracy", "loss", "norm", "norm_h", "drift", "train_loss")
+
+
+def cell(part: str, name: str, algorithm: str, rounds: int, per: int, partition: str, seed: int) -> Cell:
+    return Cell(
+        f"{part}/{partition}/{name}/seed {seed}", LETTERS[partition, seed], algorithm, WORK, fb.rounds(rounds, clients=per),
+        seed=seed, every=25 if rounds == LONG else 20, last=5, keep=KEEP,
+    )  # fmt: skip
+
+
+def stability(partition: str, seed: int) -> list[Cell]:
+    return [cell("stability", n, a, LONG, 5, partition, seed) for n, a in METHODS.items()]
+
+
+def mus(seed: int) -> list[Cell]:
+    found = []
+    for mu in MUS:
+        found.append(cell("mu", f"FedDyn {mu:g}", f"feddyn(mu={mu})", SHORT, 5, "IID", seed))
+        found.append(cell("mu", f"AdaBest {mu:g}", f"adabest(mu={mu}, beta=0.9)", SHORT, 5, "IID", seed))
+    return found
+
+
+def betas(seed: int) -> list[Cell]:
+    return [
+        cell("beta", f"AdaBest {beta:g}, {per} a round", f"adabest(mu=0.02, beta={beta})", SHORT, per, "Dirichlet 0.3", seed)
+        for per in SHARES for beta in BETAS
+    ]  # fmt: skip
+
+
+def cifar(seed: int) -> list[Cell]:
+    """CIFAR-10 with a LeNet-5, five local epochs cut to two: a size that two cores can bear."""
+    task = (
+        f"load('cifar10', clients=100, partition=dirichlet(0.3, balanced=True), seed={seed}, model='lenet5')"
+    )
+    work = fb.Work(lr=0.1, lr_decay=0.998, epochs=2, batch=45, weight_decay=1e-3, last="fill")
+    return [
+        Cell(f"cifar10/Dirichlet 0.3/{n}/seed {seed}", task, a, work, fb.rounds(CIFAR_ROUNDS, clients=10), seed=seed, every=10, keep=KEEP)
+        for n, a in METHODS.items()
+    ]  # fmt: skip
+
+
+def cells() -> list[Cell]:
+    found = [*stability("IID", 0), *mus(0), *stability("Dirichlet 0.3", 0), *betas(0)]
+    for seed in SEEDS[1:]:
+        found += stability("IID", seed)
+    for seed in SEEDS[1:]:
+        found += stability("Dirichlet 0.3", seed) + mus(seed)
+    for seed in SEEDS:
+        found += cifar(seed)
+    for seed in SEEDS[1:]:
+        found += betas(seed)
+    return found
+
+
+# Tables and pictures --------------------------------------------------------------------------------
+
+Done = Mapping[str, Line]
+
+
+def of(done: Done, part: str, partition: str, name: str) -> list[Line]:
+    lines = [done.get(f"{part}/{partition}/{name}/seed {s}") for s in SEEDS]
+    return [line for line in lines if line is not None]
+
+
+def at(line: Line, key: str, share: float = 1.0) -> float:
+    """A measurement at this share of the run."""
+    values = line["curve"][key]
+    value = values[min(len(values) - 1, int(share * len(values)))]
+    return float("nan") if value is None else float(value)
+
+
+def final(line: Line) -> float:
+    return 100 * tail(line, 5)
+
+
+def peak(line: Line) -> float:
+    return 100 * max(a for a in line["curve"]["accuracy"] if a is not None)
+
+
+def stability_table(done: Done) -> str:
+    rows = []
+    for partition in PARTITIONS:
+        for name in METHODS:
+            lines = of(done, "stability", partition, name)
+            if lines:
+                rows.append([
+                    f"{partition}, {name}", spread([peak(x) for x in lines]), spread([final(x) for x in lines]),
+                    spread([at(x, "norm", 0.1) for x in lines]), spread([at(x, "norm") for x in lines]),
+                    spread([at(x, "norm_h") for x in lines]) if lines[0]["curve"]["norm_h"][-1] is not None else "–", str(len(lines)),
+                ])  # fmt: skip
+    head = [
+        "",
+        "best accuracy",
+        "last 5 rounds",
+        f"‖θ‖, round {LONG // 10}",
+        f"‖θ‖, round {LONG}",
+        "‖h‖ at the end",
+        "seeds",
+    ]
+    return markdown(head, rows)
+
+
+def mu_table(done: Done) -> str:
+    rows = []
+    for mu in MUS:
+        row = [f"{mu:g}"]
+        for name in ("FedDyn", "AdaBest"):
+            lines = of(done, "mu", "IID", f"{name} {mu:g}")
+            row += [spread([final(x) for x in lines]), spread([at(x, "norm") for x in lines])]
+        rows.append(row)
+    return markdown(["μ", "FedDyn, accuracy", "FedDyn, ‖θ‖", "AdaBest, accuracy", "AdaBest, ‖θ‖"], rows)
+
+
+def beta_table(done: Done) -> str:
+    rows = []
+    for beta in BETAS:
+        lines = [of(done, "beta", "Dirichlet 0.3", f"AdaBest {beta:g}, {per} a round") for per in SHARES]
+        rows.append([f"{beta:g}", *(spread([final(x) for x in some]) for some in lines)])
+    return markdown(["β", *(f"{per} of 100 a round" for per in SHARES)], rows)
+
+
+def cifar_table(done: Done) -> str:
+    rows = []
+    for name in METHODS:
+        lines = of(done, "cifar10", "Dirichlet 0.3", name)
+        rows.append(
+            [
+                name,
+                spread([100 * at(x, "accuracy") for x in lines]),
+                spread([peak(x) for x in lines]),
+                str(len(lines)),
+            ]
+        )
+    return markdown(["CIFAR-10, Dirichlet 0.3", f"round {CIFAR_ROUNDS}", "best", "seeds"], rows)
+
+
+def draw(done: Done) -> None:
+    panels = []
+    for partition in PARTITIONS:
+        for key, label in (("accuracy", "test accuracy"), ("norm", "‖θ‖")):
+            curves = []
+            for name in METHODS:
+                for line in of(done, "stability", partition, name)[:1]:
+                    curves.append((name, line["curve"]["step"], line["curve"][key]))
+            limits = (0.6, 0.9) if key == "accuracy" else None
+            panels.append(Panel(f"letters, {partition}", curves, y=label, limits=limits))
+    if any(p.curves for p in panels):
+        picture(HERE / "stability.png", panels, columns=2)
+    panels = []
+    for name in ("AdaBest", "FedDyn"):
+        for key, label in (("accuracy", "test accuracy"), ("norm", "‖θ‖")):
+            curves = []
+            for mu in MUS:
+                for line in of(done, "mu", "IID", f"{name} {mu:g}")[:1]:
+                    curves.append((f"μ {mu:g}", line["curve"]["step"], line["curve"][key]))
+            panels.append(Panel(name, curves, y=label))
+    if any(p.curves for p in panels):
+        picture(HERE / "mu.png", panels, columns=2)
+
+
+def report(done: Done) -> dict[str, str]:
+    draw(done)
+    every = cells()
+    parts = dict.fromkeys(c.part for c in every)
+    state = [
+        [p, f"{sum(c.name in done for c in every if c.part == p)} of {sum(c.part == p for c in every)}"]
+        for p in parts
+    ]
+    return {
+        "state": markdown(["part", "cells done"], state),
+        "stability": stability_table(done),
+        "mu": mu_table(done),
+        "beta": beta_table(done),
+        "cifar10": cifar_table(done),
+    }

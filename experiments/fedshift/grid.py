@@ -1,0 +1,147 @@
+"""FedShift: Tables I and II in a size that two cores can bear.
+
+CIFAR-10, 100 clients, 10 a round, batch 50, momentum 0.9, rate 0.005 as in the paper; LeNet-5 (83,126 weights) for its CNN
+(2,156,490), 2 local epochs for 10 and 200 rounds for 800. The part "quick" is one epoch and 60 rounds at rate 0.02.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import fedbraid as fb
+from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
+
+HERE = Path(__file__).parent
+SEEDS = (0, 1, 2)
+BITS = (4, 5, 6, 7, 8)
+PARTITIONS = {
+    "parity shards": "parity_shards()", "Dirichlet 0.1": "dirichlet(0.1)", "Dirichlet 0.5": "dirichlet(0.5)",
+    "Dirichlet 100": "dirichlet(100)",
+}  # fmt: skip
+METHODS = {
+    "FedPAQ": "fedavg()",
+    "Fed-EF": "error_feedback(fedavg())",
+    "FedProx": "fedprox(mu=0.01)",
+    "SCAFFOLD": "scaffold()",
+}
+INFERIOR = list(range(50, 100))  # parity_shards gives these the odd labels
+FULL = (fb.Work(lr=0.005, epochs=2, batch=50, momentum=0.9), 200, 10)
+QUICK = (fb.Work(lr=0.02, epochs=1, batch=50, momentum=0.9), 60, 5)
+
+
+def algorithm(method: str, quantiser: str, bits: int, shift: bool) -> str:
+    """Half of the clients send quantised weights."""
+    if bits == 32:
+        return METHODS[method]
+    text = f"with_codecs({METHODS[method]}, up=of_weights(mixed({quantiser}({bits}), clients={INFERIOR})))"
+    return f"fedshift({text})" if shift else text
+
+
+def cell(part: str, partition: str, quantiser: str, method: str, bits: int, shift: bool, seed: int) -> Cell:
+    work, rounds, last = QUICK if part == "quick" else FULL
+    shifted = " shifted" if shift else ""
+    return Cell(
+        f"{part}/{partition}/{quantiser}/{method} 32+{bits}{shifted}/seed {seed}",
+        f"load('cifar10', clients=100, partition={PARTITIONS[partition]}, seed={seed}, model='lenet5')",
+        algorithm(method, quantiser, bits, shift),
+        work,
+        fb.rounds(rounds, clients=10),
+        seed=seed,
+        every=10,
+        last=last,
+        keep=("accuracy", "loss", "norm", "drift"),
+    )
+
+
+def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed: int) -> list[Cell]:
+    return [cell(part, partition, quantiser, method, bits, shift, seed) for shift in (False, True)]
+
+
+def cells() -> list[Cell]:
+    found = []
+    for seed in SEEDS:
+        found.append(cell("quick", "parity shards", "kmeans", "FedPAQ", 32, False, seed))
+        for bits in (4, 8):
+            found += both("quick", "parity shards", "kmeans", "FedPAQ", bits, seed)
+    for seed in SEEDS:
+        for bits in BITS:
+            for method in METHODS:
+                found += both("table1", "parity shards", "kmeans", method, bits, seed)
+    for seed in SEEDS:
+        for bits in BITS:
+            for quantiser in ("uniform", "kmeans"):
+                for partition in list(PARTITIONS)[1:]:
+                    found += both("table2", partition, quantiser, "FedPAQ", bits, seed)
+    return found
+
+
+# Tables and pictures --------------------------------------------------------------------------------
+
+Done = Mapping[str, Line]
+
+
+@cache
+def printed() -> dict[tuple[str, str, str, int, bool], str]:
+    with open(HERE / "paper.csv") as file:
+        return {
+            (r["partition"], r["quantiser"], r["method"], int(r["bits"]), r["shift"] == "yes"): (
+                f"{r['accuracy']} ± {r['sd']}" if r["accuracy"] else "fails"
+            )
+            for r in csv.DictReader(file)
+        }
+
+
+def ours(done: Done, part: str, partition: str, quantiser: str, method: str, bits: int, shift: bool) -> str:
+    names = [cell(part, partition, quantiser, method, bits, shift, s).name for s in SEEDS]
+    last = (QUICK if part == "quick" else FULL)[2]
+    found = [done[n] for n in names if n in done]
+    return spread([100 * tail(line, last) for line in found if not line["diverged"]]) if found else "–"
+
+
+def table(done: Done, part: str, kinds: list[tuple[str, str, str]], widths: tuple[int, ...]) -> str:
+    rows = []
+    for partition, quantiser, method in kinds:
+        for shift in (False, True):
+            label = f"{method}, {partition}, {quantiser}{', shifted' if shift else ''}"
+            row = [label]
+            for bits in widths:
+                mine = ours(done, part, partition, quantiser, method, bits, shift and bits != 32)
+                row.append(f"{mine} / {printed().get((partition, quantiser, method, bits, shift), '66.2')}")
+            rows.append(row)
+    return markdown(["ours / paper's", *(f"32+{b}" for b in widths)], rows)
+
+
+def report(done: Done) -> dict[str, str]:
+    every = cells()
+    state = [
+        [p, f"{sum(c.name in done for c in every if c.part == p)} of {sum(c.part == p for c in every)}"]
+        for p in dict.fromkeys(c.part for c in every)
+    ]
+    curves = []
+    for label, bits, shift in (
+        ("32", 32, False),
+        ("32+4", 4, False),
+        ("32+4 shifted", 4, True),
+        ("32+8", 8, False),
+        ("32+8 shifted", 8, True),
+    ):
+        line = done.get(cell("quick", "parity shards", "kmeans", "FedPAQ", bits, shift, 0).name)
+        if line is not None:
+            curves.append((label, line))
+    if curves:
+        panels = [
+            Panel(title, [(n, x["curve"]["step"], x["curve"][key]) for n, x in curves], y=title)
+            for key, title in (("accuracy", "test accuracy"), ("norm", "‖x‖"), ("drift", "mean ‖y − x‖"))
+        ]
+        picture(HERE / "quick.png", panels)
+    shards = [("parity shards", "kmeans", m) for m in METHODS]
+    mixed = [(p, q, "FedPAQ") for q in ("uniform", "kmeans") for p in list(PARTITIONS)[1:]]
+    return {
+        "state": markdown(["part", "cells done"], state),
+        "quick": table(done, "quick", shards[:1], (32, 4, 8)),
+        "table1": table(done, "table1", shards, BITS),
+        "table2": table(done, "table2", mixed, BITS),
+    }

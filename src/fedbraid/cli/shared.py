@@ -73,7 +73,13 @@ def override(config: cfg.Config, key: str, value: Any) -> cfg.Config:
         if section not in known:
             raise unknown("section of settings", section, [*known, "algorithm"])
         cfg.known({name: value}, known[section], f"key of {section}")
-    return cfg.merge(config, {section: {name: value}})
+    changed = cfg.merge(config, {section: {name: value}})
+    for these, others in ((cfg.ONLY_BUFFERED, cfg.ONLY_ROUNDS), (cfg.ONLY_ROUNDS, cfg.ONLY_BUFFERED)):
+        if (
+            section == "schedule" and name in these
+        ):  # asynchronous steps replace rounds, and the other way round
+            changed["schedule"] = {k: v for k, v in changed["schedule"].items() if k not in others}
+    return changed
 
 
 def settings(words: list[str]) -> Iterator[tuple[str, Any]]:

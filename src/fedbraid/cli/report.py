@@ -1,0 +1,104 @@
+"""`fedbraid report`: runs as one HTML file, and as figures and tables for papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedbraid.cli.show import Json, Quiet, facts, give
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.metrics import format_bytes
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or those of comparisons.")]
+Goal = Annotated[
+    float | None, typer.Option(help="Also show what it took to reach this test accuracy, e.g. 0.95.")
+]
+
+
+def report(
+    runs: Runs,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page (report.html in the only folder, or here).")
+    ] = None,
+    target: Goal = None,
+    axis: Annotated[
+        str, typer.Option(help="For --png and --pdf: 'step', 'bytes', 'time' or 'flops'.")
+    ] = "step",
+    png: Annotated[Path | None, typer.Option(help="Also draw the curves into this PNG file.")] = None,
+    pdf: Annotated[Path | None, typer.Option(help="Also draw the curves into this PDF file.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Also write every step of every run into this file.")
+    ] = None,
+    latex: Annotated[Path | None, typer.Option(help="Also write the final table into this file.")] = None,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Take runs that are not finished too.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make one HTML file of one or several runs of a task; it needs no network.
+
+    Runs that differ in nothing but their seed become one curve with its 95 % interval.
+
+    \b
+    Examples:
+      fedbraid report runs/digits-fedavg-1
+      fedbraid report runs/digits-compare-1 --target 0.9 -o report.html
+      fedbraid report runs/a runs/b --png curves.png --pdf curves.pdf --axis bytes --csv steps.csv --latex table.tex
+    """
+    from fedbraid.report import figure, page, tables
+    from fedbraid.report.collect import collect
+    from fedbraid.stats import AXES
+
+    if axis not in AXES:
+        raise unknown("axis", axis, AXES)
+    found = collect(runs, target, unfinished)
+    data = page.describe(found)
+    place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    made: dict[Path, bytes] = {place: page.render(data).encode()}
+    for path, kind in ((png, "png"), (pdf, "pdf")):
+        if path is not None:
+            made[path] = drawn(figure.of_groups(data, axis), kind)
+    if csv is not None:
+        made[csv] = tables.as_csv(found).encode()
+    if latex is not None:
+        made[latex] = tables.as_latex(data).encode()
+    write(made)
+    if json:
+        return give(
+            {
+                "files": {str(p): len(b) for p, b in made.items()},
+                "verdict": data["verdict"],
+                "rows": data["rows"],
+            }
+        )
+    if not quiet:
+        facts({str(p): format_bytes(len(b)) for p, b in made.items()})
+        if data["verdict"]:
+            print(data["verdict"])
+
+
+def drawn(figure: Any, kind: str) -> bytes:
+    """A figure as a file's bytes, the same for the same figure."""
+    import io
+
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=160, metadata={"CreationDate": None} if kind == "pdf" else None)
+    return out.getvalue()
+
+
+def write(made: dict[Path, bytes]) -> None:
+    """All files, each whole or not at all, once everything has been made."""
+    for path in made:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file")
+    for path, content in made.items():
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error

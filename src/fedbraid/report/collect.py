@@ -1,0 +1,243 @@
+"""From run folders to what a report shows: runs grouped by everything but their seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbraid import stats
+from fedbraid.checkpoint import Folder, Record
+from fedbraid.compare import FAILED
+from fedbraid.compare import FILE as COMPARE
+from fedbraid.errors import FedbraidError, RunError
+from fedbraid.parse import call
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+
+NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A run as its folder has it."""
+
+    path: Path
+    config: Record
+    records: list[Record] = field(repr=False)
+    finished: bool
+    name: str | None = None  # in a comparison, what the contestant is called
+
+    @property
+    def steps(self) -> int:
+        """How many server steps the run is to make."""
+        _, args, settings = _schedule(self.config)
+        return int(settings.get("steps", args[0] if args else 0))
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What runs have in common that differ in their seed alone."""
+        return tuple(str(self.config.get(k)) for k in ("parts", "work", "schedule"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed alone."""
+
+    name: str
+    runs: list[Stored]
+
+    @property
+    def config(self) -> Record:
+        return self.runs[0].config
+
+
+@dataclass
+class Collection:
+    """Runs of one task."""
+
+    groups: list[Group]
+    target: float | None
+    failed: dict[str, int] = field(default_factory=dict)
+    task: Task | None = None
+    why: str = ""  # why there is no task
+
+    @property
+    def config(self) -> Record:
+        return self.groups[0].config
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for g in self.groups for run in g.runs)
+
+    def statistics(self) -> list[stats.Runs]:
+        return [
+            stats.Runs(
+                g.name, [r.config["seed"] for r in g.runs], [r.records for r in g.runs], self._flops(g)
+            )
+            for g in self.groups
+        ]
+
+    def _flops(self, group: Group) -> list[list[float] | None]:
+        """FLOPs by step, where the task and the algorithm can be built again."""
+        if self.task is None or group.config["algorithm"] is None:
+            return [None] * len(group.runs)
+        from fedbraid import flops
+        from fedbraid.loop import Work
+        from fedbraid.parse import evaluate
+        from fedbraid.runs import algorithm_from
+
+        algorithm = algorithm_from(group.config["algorithm"])
+        work = evaluate(group.config["work"], {"Work": Work}, "work")
+        visit = flops.of_clients(self.task, algorithm, work)
+        return [flops.by_step(visit, run.records) for run in group.runs]
+
+
+def collect(
+    paths: Sequence[Path], target: float | None = None, unfinished: bool = False, task: Task | None = None
+) -> Collection:
+    """The runs in these folders, which may be comparisons; refuses to mix tasks, and unfinished runs unless told."""
+    runs: list[Stored] = []
+    failed: dict[str, int] = {}
+    goal = target
+    for path in paths:
+        if (path / COMPARE).exists():
+            known = Folder(path).read_json(COMPARE)
+            goal = known.get("target") if goal is None else goal
+            runs += _cells(path, known, unfinished, failed)
+        else:
+            runs.append(read(path, unfinished))
+    if not runs:
+        raise RunError(f"{paths[0] if paths else 'nothing'} holds no run yet; wait for its first step")
+    first = runs[0]
+    for run in runs[1:]:
+        if run.config.get("data") != first.config.get("data"):
+            raise RunError(
+                f"{first.path} is of task {_task_name(first)} and {run.path} of {_task_name(run)}; report one task at a time"
+            )
+    found = Collection(_grouped(runs), goal, failed, task)
+    if task is None:
+        found.task, found.why = _task(first.config)
+    return found
+
+
+def read(path: Path, unfinished: bool = False, name: str | None = None) -> Stored:
+    """One run folder, whole or refused with a sentence."""
+    folder = Folder(path)
+    config = folder.config()
+    for key in (
+        "task",
+        "data",
+        "algorithm",
+        "parts",
+        "work",
+        "schedule",
+        "seed",
+        "options",
+        "clients",
+        "device",
+    ):
+        if key not in config:
+            raise RunError(f"{path / 'run.json'} lacks {key!r}; restore it or start a new run")
+    records = list(folder.records())
+    for record in records:
+        if not isinstance(record, dict) or any(key not in record for key in NEEDED):
+            raise RunError(
+                f"{path / 'metrics.jsonl'} holds a record that is not a step's; resume the run to repair it"
+            )
+    run = Stored(path, config, records, (path / "model.safetensors").exists(), name)
+    if not run.finished and not unfinished:
+        at = f"step {records[-1]['step'] if records else 0} of {run.steps}"
+        raise RunError(
+            f"{path} is not finished ({at}); see it with `fedbraid watch {path}`, end it with `fedbraid resume {path}`,"
+            " or report what there is with --unfinished"
+        )
+    return run
+
+
+def _cells(path: Path, known: Record, unfinished: bool, failed: dict[str, int]) -> list[Stored]:
+    runs = []
+    try:
+        for contestant in known["contestants"]:
+            for seed in known["seeds"]:
+                place = path / contestant["folder"] / f"seed-{seed}"
+                if (place / FAILED).exists():
+                    failed[contestant["name"]] = failed.get(contestant["name"], 0) + 1
+                elif (place / "run.json").exists():
+                    runs.append(read(place, unfinished, contestant["name"]))
+                elif not unfinished:
+                    raise RunError(
+                        f"{path} is not finished; see it with `fedbraid watch {path}`, end it with"
+                        f" `fedbraid compare {path}`, or report what there is with --unfinished"
+                    )
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path / COMPARE} lacks or garbles {error}; restore it or compare anew") from error
+    return runs
+
+
+def _grouped(runs: Sequence[Stored]) -> list[Group]:
+    kinds: dict[Any, list[Stored]] = {}
+    for run in runs:
+        same = kinds.setdefault((run.name, run.kind), [])
+        if any(run.config["seed"] == other.config["seed"] for other in same):
+            other = next(o for o in same if o.config["seed"] == run.config["seed"])
+            raise RunError(f"{run.path} is the same run as {other.path}, seed and all; give each once")
+        same.append(run)
+    names = _names([same[0] for same in kinds.values()])
+    return [Group(name, same) for name, same in zip(names, kinds.values())]
+
+
+def _names(firsts: Sequence[Stored]) -> list[str]:
+    """A short name for each group: its own, its algorithm's and, where that is not enough, what else differs."""
+    plain = [run.name or run.config["algorithm"] or run.path.name for run in firsts]
+    names = []
+    for run, name in zip(firsts, plain):
+        twins = [o for o, n in zip(firsts, plain) if n == name]
+        names.append(name if len(twins) == 1 else f"{name}, {_differing(run, twins)}")
+    repeated = {n for n in names if names.count(n) > 1}
+    return [f"{n} ({run.path.name})" if n in repeated else n for run, n in zip(firsts, names)]
+
+
+def _differing(run: Stored, twins: Sequence[Stored]) -> str:
+    every = [{**call(t.config["work"])[2], **_schedule(t.config)[2]} for t in twins]
+    mine = {**call(run.config["work"])[2], **_schedule(run.config)[2]}
+    return (
+        ", ".join(f"{k}={v}" for k, v in mine.items() if any(e.get(k) != v for e in every)) or run.path.name
+    )
+
+
+def _schedule(config: Record) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, arguments and keywords of a schedule; calls inside it as text."""
+    import ast
+
+    node = ast.parse(config["schedule"], mode="eval").body
+    assert isinstance(node, ast.Call)
+    values = {str(k.arg): _literal(k.value) for k in node.keywords}
+    return ast.unparse(node.func), [_literal(a) for a in node.args], values
+
+
+def _literal(node: Any) -> Any:
+    import ast
+
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+
+
+def _task_name(run: Stored) -> str:
+    return str(run.config["task"] or run.config.get("task_name"))
+
+
+def _task(config: Record) -> tuple[Task | None, str]:
+    """The task loaded again, or why it cannot be."""
+    from fedbraid.data import tasks
+
+    if config["task"] is None:
+        return None, "The task was made in Python, so who holds what is not known here."
+    try:
+        return tasks.reload(config["task"]), ""
+    except FedbraidError as error:
+        return None, f"The task's data is not here, so who holds what is not known: {error}."

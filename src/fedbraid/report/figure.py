@@ -1,0 +1,58 @@
+"""The curves as a figure for papers and notebooks, drawn with matplotlib (extra `plot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedbraid.checkpoint import Record
+from fedbraid.errors import MissingExtra
+from fedbraid.stats import METRICS
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+DASHES = ("-", "--", ":", "-.")
+AXES = {
+    "step": "server steps",
+    "bytes": "bytes up and down",
+    "time": "simulated time",
+    "flops": "FLOPs on clients",
+}
+TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "drift", "staleness")))
+
+
+def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target: float | None = None) -> Any:
+    """A matplotlib figure of named curves, with their intervals."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, PercentFormatter
+    except ImportError as error:
+        raise MissingExtra("drawing a figure", "plot") from error
+    drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+    pane = drawn.subplots()
+    for i, (name, curve) in enumerate(curves.items()):
+        style: dict[str, Any] = {"color": COLOURS[i % 7], "linestyle": DASHES[i // 7 % 4]}
+        pane.plot(curve["x"][axis], curve["mean"], label=name, **style)
+        if curve["half"] is not None:
+            low, high = ([m + s * h for m, h in zip(curve["mean"], curve["half"])] for s in (-1, 1))
+            pane.fill_between(curve["x"][axis], low, high, color=style["color"], alpha=0.16, linewidth=0)
+    pane.set(xlabel=AXES[axis], ylabel=TITLES.get(metric, metric))
+    if axis in ("bytes", "flops"):
+        pane.xaxis.set_major_formatter(EngFormatter(unit="B" if axis == "bytes" else ""))
+    if metric == "accuracy":
+        pane.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        pane.set_ylim(top=min(1.0, pane.get_ylim()[1]))
+        if target is not None:
+            pane.axhline(target, color="0.5", linestyle=(0, (6, 4)), linewidth=1)
+    pane.grid(color="0.92")
+    pane.set_axisbelow(True)
+    pane.spines[["top", "right"]].set_visible(False)
+    if curves:
+        pane.legend(frameon=False, fontsize="small")
+    return drawn
+
+
+def of_groups(data: Record, axis: str = "step", metric: str | None = None) -> Any:
+    """The report's main chart."""
+    key = metric or data["metric"]
+    curves = {g["name"]: c for g in data["groups"] if (c := g["curves"].get(key)) and axis in c["x"]}
+    return figure(curves, key, axis, data["target"])

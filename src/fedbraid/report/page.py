@@ -1,0 +1,173 @@
+"""One HTML file that needs nothing else: the page, its style and script, and what was run as JSON inside it."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from fedbraid import recipe, stats
+from fedbraid.checkpoint import Folder, Record
+from fedbraid.errors import FedbraidError, RunError
+from fedbraid.report.collect import Collection, Group
+
+CLIENTS = 400  # columns of the partition picture
+EVERY = 1500  # milliseconds between two looks at a run that goes on
+
+
+def describe(found: Collection, live: bool = False) -> Record:
+    """Everything the page shows."""
+    groups = found.statistics()
+    key = stats.judged_by(groups)
+    if key is None and not live:
+        where = found.groups[0].runs[0].path
+        raise RunError(f"{where} has no evaluations to report; run it with --evaluate-every 1 and a test set")
+    key = key or "train_loss"
+    ranks = stats.ranks(groups, key)
+    rows = [
+        stats.summary(g, key, found.target) | {"rank": ranks[g.name], "failed": found.failed.get(g.name, 0)}
+        for g in groups
+    ]
+    config = found.config
+    return {
+        "title": _title(found),
+        "task": f"{config['task'] or config.get('task_name')} · {config['clients']} clients · {config.get('parameters', 0):,} parameters",
+        "metric": key,
+        "target": found.target,
+        "points": stats.POINTS,
+        "verdict": _verdict(found, rows),
+        "rows": stats.plain(rows),
+        "groups": [_group(g, s) for g, s in zip(found.groups, groups)],
+        "partition": _partition(found),
+        "footer": "Made by " + ", ".join(f"{k} {v}" for k, v in config.get("versions", {}).items()),
+        "live": live,
+        "finished": found.finished,
+        "progress": _progress(found),
+        "every": EVERY,
+    }
+
+
+def render(data: Record) -> str:
+    """The page itself."""
+    here = files("fedbraid.report")
+    text = (here / "page.html").read_text("utf-8")
+    embedded = json.dumps(finite(data), separators=(",", ":")).replace("<", "\\u003c")
+    for mark, content in (
+        ("/*connect*/'none'", "'self'" if data["live"] else "'none'"),
+        ("/*title*/", html.escape(data["title"])),
+        ("/*style*/", (here / "page.css").read_text("utf-8")),
+        ("/*script*/", (here / "page.js").read_text("utf-8")),
+        ("/*data*/", embedded),
+    ):
+        text = text.replace(mark, content, 1)
+    return text
+
+
+def finite(value: Any) -> Any:
+    """Without NaN and infinities, which JSON lacks, and with six digits, which a screen does not show either."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if np.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _title(found: Collection) -> str:
+    names = [g.name for g in found.groups]
+    task = found.config.get("task_name") or "a task"
+    listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"{listed if len(listed) < 70 else f'{len(names)} contestants'} on {task}"
+
+
+def _verdict(found: Collection, rows: Sequence[Record]) -> str:
+    if len(rows) < 2 or not found.finished:
+        return ""
+    said = stats.verdict([r for r in rows if not r["failed"]])
+    return said + "".join(f" {name} diverged with {n} of its seeds." for name, n in found.failed.items())
+
+
+def _progress(found: Collection) -> str:
+    runs = [r for g in found.groups for r in g.runs]
+    done = sum(r.records[-1]["step"] for r in runs if r.records)
+    if len(runs) == 1:
+        return f"step {done} of {runs[0].steps}"
+    return f"{sum(r.finished for r in runs)} of {len(runs)} runs done, {done} of {sum(r.steps for r in runs)} steps"
+
+
+def _group(group: Group, runs: stats.Runs) -> Record:
+    config = group.config
+    settings = {
+        "algorithm": config["algorithm"] or "made in Python",
+        "work": config["work"],
+        "schedule": config["schedule"],
+    }
+    settings |= config["parts"] | {"seeds": ", ".join(map(str, runs.seeds)), "engine": config.get("engine")}
+    return {
+        "name": group.name,
+        "seeds": list(runs.seeds),
+        "curves": {m: _plain_curve(stats.curve(runs, m)) for m in stats.METRICS},
+        "up": _by_name(runs, "up"),
+        "down": _by_name(runs, "down"),
+        "command": _command(group, runs.seeds),
+        "settings": settings,
+    }
+
+
+def _plain_curve(curve: Record | None) -> Record | None:
+    """Without points that are not numbers."""
+    if curve is None or all(np.isfinite(curve["mean"])):
+        return curve
+    keep = np.flatnonzero(np.isfinite(curve["mean"]))
+    if not len(keep):
+        return None
+    return curve | {
+        "x": {a: [v[i] for i in keep] for a, v in curve["x"].items()},
+        "mean": [curve["mean"][i] for i in keep],
+        "half": None if curve["half"] is None else [curve["half"][i] for i in keep],
+    }
+
+
+def _by_name(runs: stats.Runs, way: str) -> dict[str, float]:
+    """Bytes by name, a mean over seeds."""
+    sums: dict[str, float] = {}
+    for history in runs.histories:
+        for record in history:
+            for name, size in record[way].items():
+                sums[name] = sums.get(name, 0) + size / len(runs.histories)
+    return sums
+
+
+def _command(group: Group, seeds: Sequence[int]) -> str | None:
+    try:
+        said = recipe.sections(group.config, _target(group))
+    except (FedbraidError, KeyError) as error:
+        raise RunError(
+            f"{group.runs[0].path / 'run.json'} is garbled ({error}); restore it or start a new run"
+        ) from error
+    return None if said is None else recipe.command(said, seeds)
+
+
+def _target(group: Group) -> float | None:
+    """The accuracy at which the run was to end."""
+    path = group.runs[0].path / "target.json"
+    return Folder(path.parent).read_json("target.json").get("accuracy") if path.exists() else None
+
+
+def _partition(found: Collection) -> Record:
+    from fedbraid.report.picture import label_counts
+
+    if found.task is None:
+        return {"counts": None, "note": found.why}
+    try:
+        counts = label_counts(found.task)
+    except FedbraidError as error:
+        return {"counts": None, "note": f"{error}."}
+    picked = np.linspace(0, len(counts) - 1, min(len(counts), CLIENTS)).round().astype(int)
+    some = "" if len(picked) == len(counts) else f"{len(picked)} of {len(counts)} clients are drawn. "
+    sizes = counts.sum(1)
+    note = f"{some}Clients hold {sizes.min()} to {sizes.max()} samples, {sizes.mean():.1f} on average."
+    return {"counts": counts[picked].tolist(), "clients": len(counts), "note": note}

@@ -1,0 +1,84 @@
+"""A report's figures for other programs and for papers: CSV and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from fedbraid import stats
+from fedbraid.checkpoint import Record
+from fedbraid.report.collect import Collection
+
+
+def as_csv(found: Collection) -> str:
+    """Every record of every run, a line each: what was spent by then, and what was measured."""
+    out = io.StringIO()
+    columns = ["name", "seed", "run", *stats.AXES, "bytes_up", "bytes_down", *stats.METRICS]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    for group, runs in zip(found.groups, found.statistics()):
+        for run, spent in zip(group.runs, runs.spent):
+            up = down = 0
+            for i, record in enumerate(run.records):
+                up, down = up + record["bytes_up"], down + record["bytes_down"]
+                row = {
+                    "name": group.name,
+                    "seed": run.config["seed"],
+                    "run": run.path,
+                    "bytes_up": up,
+                    "bytes_down": down,
+                }
+                row |= {axis: values[i] for axis, values in spent.items()}
+                row |= {m: record[m] for m in stats.METRICS if m in record}
+                writer.writerow([row.get(c, "") for c in columns])
+    return out.getvalue()
+
+
+def as_latex(data: Record) -> str:
+    """The final table, for `booktabs`."""
+    percent = data["metric"] == "accuracy"
+    target = data["target"]
+    head = ["", r"Accuracy (\%)" if percent else "Loss", "Up (MB)", "Down (MB)"]
+    head += [] if target is None else [rf"Steps to {100 * target:g}\,\%"]
+    best = max((r["final"]["mean"] for r in data["rows"] if r["final"]), default=None)
+    if not percent:
+        best = min((r["final"]["mean"] for r in data["rows"] if r["final"]), default=None)
+    lines = [
+        r"\begin{tabular}{l" + "r" * (len(head) - 1) + "}",
+        r"\toprule",
+        " & ".join(head) + r" \\",
+        r"\midrule",
+        *(" & ".join(_row(r, percent, target, best)) + r" \\" for r in data["rows"]),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join([f"% {data['task']}", *lines, ""])
+
+
+def _row(r: Record, percent: bool, target: float | None, best: float | None) -> list[str]:
+    value, scale, digits = r["final"], 100 if percent else 1, 2 if percent else 4
+    if value is None:
+        shown = "--"
+    else:
+        mean = f"{scale * value['mean']:.{digits}f}"
+        half = "" if value["half"] is None else rf" \pm {scale * value['half']:.{digits}f}"
+        mean = rf"\mathbf{{{mean}}}" if value["mean"] == best else mean
+        shown = f"${mean}{half}$"
+    cells: list[str] = [escape(r["name"]), shown, *(_megabytes(r[w]) for w in ("bytes_up", "bytes_down"))]
+    if target is not None:
+        found = r["to_target"].get("step")
+        cells.append("--" if found is None else f"{found['mean']:.1f}")
+    return cells
+
+
+def _megabytes(count: float | None) -> str:
+    return "--" if count is None else f"{count / 1e6:.2f}"
+
+
+def escape(text: str) -> str:
+    """
+    >>> escape("100 % of a_b")
+    '100 \\\\% of a\\\\_b'
+    """
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

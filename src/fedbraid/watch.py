@@ -1,0 +1,105 @@
+"""A report that follows a run: the page on localhost, read from the run's folder whenever it is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from fedbraid.errors import ConfigError, FedbraidError
+from fedbraid.report import page
+from fedbraid.report.collect import Collection, collect
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Watch:
+    """What the page shows at this moment; the task is loaded once."""
+
+    def __init__(self, paths: Sequence[Path], target: float | None = None) -> None:
+        self.paths, self.target, self.lock = list(paths), target, Lock()
+        self.found: Collection | None = None
+        self.look()
+
+    def look(self) -> dict[str, Any]:
+        with self.lock:
+            task, why = (None, "") if self.found is None else (self.found.task, self.found.why)
+            self.found = collect(self.paths, self.target, unfinished=True, task=task)
+            self.found.why = self.found.why or why
+            return page.describe(self.found, live=True)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers GET for the page and its data, and nothing else. Give port 0 for any that is free."""
+
+    daemon_threads = True
+
+    def __init__(self, watch: Watch, host: str = "127.0.0.1", port: int = 8765) -> None:
+        self.watch, self.host = watch, host
+        try:
+            super().__init__((host, port), _Answer)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"port {port} on {host} cannot be used ({why}); give another with --port"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.host}:{self.server_address[1]}/"
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if not self._asked_here():
+            return self._say(403, "text/plain", "this page is for this machine alone")
+        path = self.path.partition("?")[0]
+        if path not in ("/", "/data.json"):
+            return self._say(404, "text/plain", "there is / and /data.json")
+        try:
+            data = self.server.watch.look()
+        except FedbraidError as error:  # such as a folder that was removed
+            return self._say(503, "text/plain", str(error))
+        if path == "/":
+            return self._say(200, "text/html", page.render(data))
+        self._say(200, "application/json", json.dumps(page.finite(data), separators=(",", ":")))
+
+    do_HEAD = do_GET
+
+    def _asked_here(self) -> bool:
+        """On loopback, refuse other names, so that no web site can point its own at this page."""
+        if self.server.host not in LOOPBACK:
+            return True
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        return host.strip("[]") in LOOPBACK
+
+    def _say(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Silence: the terminal is the user's."""
+
+
+def serve(
+    paths: Sequence[str | os.PathLike[str]],
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    target: float | None = None,
+) -> Server:
+    """A server for these runs; call its `serve_forever()`."""
+    return Server(Watch([Path(p) for p in paths], target), host, port)

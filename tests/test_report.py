@@ -1,0 +1,435 @@
+"""Is the report one file that needs nothing, says what the runs say, and works in a real browser?"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import fedbraid as fb
+from fedbraid import recipe
+from fedbraid.checkpoint import Folder
+from fedbraid.cli import config as cfg
+from fedbraid.cli import main
+from fedbraid.compare import compare
+from fedbraid.report import page
+from fedbraid.report.collect import collect
+from fedbraid.watch import serve
+
+WORK = fb.Work(lr=0.05, batch=10)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return fb.tasks.load("digits", clients=40, partition=fb.partition.label_chunks(1))
+
+
+@pytest.fixture(scope="module")
+def grid(task, tmp_path_factory):
+    """Two in rounds and one asynchronous, so that every part of the page has something to show."""
+    out = tmp_path_factory.mktemp("report") / "grid"
+    entries = {
+        "avg": fb.fedavg(),
+        "control <i>variates</i>": fb.scaffold(),
+        "buffered": (fb.fedbuff(), WORK, fb.buffered(12, buffer=3, concurrency=9)),
+    }
+    compare(task, entries, WORK, fb.rounds(12, clients=5), seeds=2, out=out, target=0.2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def single(task, tmp_path_factory):
+    out = tmp_path_factory.mktemp("report") / "single"
+    fb.simulate(task, fb.fedavg(), WORK, fb.rounds(5, clients=5), seed=3, out=out)
+    return out
+
+
+def call(capsys, *arguments):
+    code = main([str(a) for a in arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def refused(result, said):
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+# What it says -------------------------------------------------------------------------------------
+
+
+def test_one_file(grid, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert call(capsys, "report", grid, "-o", out)[0] == 0
+    text = out.read_text()
+    assert len(text) < 1_000_000
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in text
+    assert "<i>variates" not in text  # names are data, not markup
+
+
+def test_it_says_what_the_runs_say(grid, single):
+    data = page.describe(collect([grid]))
+    assert [g["name"] for g in data["groups"]] == ["avg", "control <i>variates</i>", "buffered"]
+    assert all(
+        set(g["curves"]["accuracy"]["x"]) == {"step", "bytes", "time", "flops"} for g in data["groups"]
+    )
+    assert data["groups"][0]["curves"]["staleness"] is None
+    assert data["groups"][2]["curves"]["staleness"] is not None
+    assert set(data["groups"][1]["up"]) == {"delta", "dc"}
+    assert data["target"] == 0.2
+    history = list(Folder(single).records())
+    alone = page.describe(collect([single]))
+    assert alone["groups"][0]["curves"]["accuracy"]["half"] is None
+    assert alone["verdict"] == ""
+    assert alone["groups"][0]["curves"]["accuracy"]["mean"] == [r["accuracy"] for r in history]
+
+
+def test_the_partition_is_drawn(single, task):
+    counts = page.describe(collect([single]))["partition"]["counts"]
+    assert [sum(c) for c in counts] == task.sizes.tolist()
+
+
+def test_papers_and_other_programs(grid, tmp_path, capsys):
+    names = {kind: tmp_path / f"out.{kind}" for kind in ("png", "pdf", "csv", "latex")}
+    options = [word for kind, path in names.items() for word in (f"--{kind}", path)]
+    code, out, _ = call(
+        capsys, "report", grid, "-o", tmp_path / "r.html", *options, "--axis", "bytes", "--json"
+    )
+    assert code == 0
+    assert len(json.loads(out)["files"]) == 5
+    assert names["png"].read_bytes().startswith(b"\x89PNG")
+    assert names["pdf"].read_bytes().startswith(b"%PDF")
+    with open(names["csv"]) as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 3 * 2 * 12
+    assert int(rows[11]["bytes"]) == int(rows[11]["bytes_up"]) + int(rows[11]["bytes_down"])
+    table = names["latex"].read_text()
+    assert r"\begin{tabular}" in table
+    assert r"\pm" in table
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "work", "schedule"),
+    [
+        (fb.fedavg(), WORK, fb.rounds(3, clients=5)),
+        (fb.fedadavr("lamb", lr=0.02, memory="int4"), fb.Work(lr=0.1, steps=4, batch=None, clip=1.0), fb.rounds(3, clients=0.1)),
+        (fb.fedshift(fb.fedpaq(fb.codecs.uniform(4))), fb.Work(lr=0.1, epochs=2, weight_decay=0.01, last="drop"), fb.rounds(2, clients=1.0)),
+        (fb.qafel(), WORK, fb.buffered(3, buffer=2, concurrency=5, durations=fb.clock.lognormal(0.0, 1.0))),
+        (fb.fedavg(), WORK, fb.rounds(2, clients=4, over=1.5, timeout=5.0, durations=fb.clock.halfnormal(1.0), bandwidth=fb.clock.bandwidth(up=1e6, down=1e7))),
+    ],
+)  # fmt: skip
+def test_the_command_runs_it_again(task, tmp_path, capsys, algorithm, work, schedule):
+    fb.simulate(task, algorithm, work, schedule, seed=11, out=tmp_path / "first")
+    command = page.describe(collect([tmp_path / "first"]))["groups"][0]["command"]
+    words = shlex.split(command)
+    assert words[0] == "fedbraid"
+    assert call(capsys, *words[1:], "--out", tmp_path / "again", "--quiet")[0] == 0
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        tmp_path / "first/model.safetensors"
+    ).read_bytes()
+    said = recipe.sections(collect([tmp_path / "first"]).config)
+    (tmp_path / "run.toml").write_text(recipe.toml(said))
+    plan = cfg.plan(cfg.merge(cfg.read(str(tmp_path / "run.toml")), {}))
+    assert (plan.algorithm, plan.work) == (algorithm, work)
+
+
+def test_runs_that_differ_are_told_apart(task, tmp_path):
+    for lr in (0.1, 0.2):
+        fb.simulate(task, fb.fedavg(), fb.Work(lr=lr), fb.rounds(2, clients=3), out=tmp_path / str(lr))
+    found = collect([tmp_path / "0.1", tmp_path / "0.2"])
+    assert [g.name for g in found.groups] == ["fedavg(), lr=0.1", "fedavg(), lr=0.2"]
+
+
+def test_a_task_made_in_python(blobs, tmp_path):
+    fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(3, clients=3), out=tmp_path / "own")
+    data = page.describe(collect([tmp_path / "own"]))
+    assert data["groups"][0]["command"] is None
+    assert "made in Python" in data["partition"]["note"]
+    assert "flops" not in data["groups"][0]["curves"]["accuracy"]["x"]
+
+
+# What it refuses ----------------------------------------------------------------------------------
+
+
+def test_not_a_run(tmp_path, capsys):
+    refused(call(capsys, "report", tmp_path), "is no run folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_folder(single, tmp_path, capsys):
+    for name, text, said in (
+        ("run.json", "{", "cannot be read"),
+        ("run.json", "{}", "lacks 'task'"),
+        ("metrics.jsonl", "{]\n", "is damaged"),
+        ("metrics.jsonl", '{"step": 1}\n', "not a step's"),
+    ):
+        broken = tmp_path / "broken"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(single, broken)
+        (broken / name).write_text(text)
+        refused(call(capsys, "report", broken), said)
+        assert not (broken / "report.html").exists()
+
+
+def test_still_being_written(single, tmp_path, capsys):
+    going = tmp_path / "going"
+    shutil.copytree(single, going)
+    (going / "model.safetensors").unlink()
+    with open(going / "metrics.jsonl", "ab") as out:
+        out.write(b'{"step": 6, "ti')  # a line half written is no error
+    refused(call(capsys, "report", going), "not finished (step 5 of 5)")
+    assert call(capsys, "report", going, "--unfinished", "-q")[0] == 0
+
+
+def test_two_tasks(single, tmp_path, capsys):
+    other = fb.tasks.load("synthetic")
+    fb.simulate(other, fb.fedavg(), WORK, fb.rounds(1, clients=2), out=tmp_path / "other")
+    result = call(capsys, "report", single, tmp_path / "other", "-o", tmp_path / "r.html")
+    refused(result, "report one task at a time")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_no_evaluations(task, tmp_path, capsys):
+    fb.simulate(task, fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "blind", evaluate_every=None)
+    refused(call(capsys, "report", tmp_path / "blind"), "has no evaluations")
+
+
+def test_the_same_run_twice(single, tmp_path, capsys):
+    refused(call(capsys, "report", single, single, "-o", tmp_path / "r.html"), "is the same run as")
+
+
+def test_nothing_is_overwritten_on_bad_input(single, tmp_path, capsys):
+    (tmp_path / "r.html").write_text("mine")
+    refused(
+        call(capsys, "report", single, "-o", tmp_path / "r.html", "--axis", "byte"), "unknown axis 'byte'"
+    )
+    refused(call(capsys, "report", single, "-o", tmp_path / "r.html", "--csv", tmp_path), "is a folder")
+    assert (tmp_path / "r.html").read_text() == "mine"
+
+
+def test_a_missing_extra(single, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refused(
+        call(capsys, "report", single, "-o", tmp_path / "r.html", "--png", tmp_path / "x.png"),
+        "fedbraid[plot]",
+    )
+    assert not (tmp_path / "r.html").exists()
+
+
+# Watching -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(single):
+    with serve([single], port=0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def fetch(url, method="GET", **headers):
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method, headers=headers)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_watch_reads_only(watched, single):
+    before = {p: p.read_bytes() for p in single.iterdir()}
+    assert watched.server_address[0] == "127.0.0.1"
+    assert fetch(watched.address)[0] == 200
+    assert json.loads(fetch(watched.address + "data.json")[1])["finished"]
+    assert fetch(watched.address + "../run.json")[0] == 404
+    assert fetch(watched.address, method="POST")[0] == 501
+    assert fetch(watched.address, Host="evil.example")[0] == 403
+    assert before == {p: p.read_bytes() for p in single.iterdir()}
+
+
+def test_a_port_in_use(single, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        refused(call(capsys, "watch", single, "--port", taken.getsockname()[1]), "cannot be used")
+
+
+def test_nothing_to_watch(tmp_path, capsys):
+    refused(call(capsys, "watch", tmp_path / "nowhere"), "is no run folder")
+
+
+# In a browser -------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    with playwright.sync_playwright() as p:
+        found = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield found
+        found.close()
+
+
+class Seen:
+    """A page and everything that went wrong in it."""
+
+    def __init__(self, browser, url, **options):
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.errors, self.requests = [], []
+        self.page.on(
+            "console", lambda m: self.errors.append(m.text) if m.type in ("error", "warning") else None
+        )
+        self.page.on("pageerror", lambda e: self.errors.append(str(e)))
+        self.page.on("request", lambda r: self.requests.append(r.url))
+        self.page.goto(url)
+        self.page.wait_for_selector("#main-plot svg")
+
+
+@pytest.fixture(scope="module")
+def report(grid, tmp_path_factory):
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    assert main(["report", str(grid), "-o", str(out), "--quiet"]) == 0
+    return out.as_uri()
+
+
+@pytest.mark.browser
+def test_every_switch(browser, report):
+    seen = Seen(browser, report)
+    looked = seen.page
+    drawings = set()
+    for metric in ("accuracy", "loss", "train_loss"):
+        looked.click(f"#metric button[data-value={metric}]")
+        for axis in ("step", "bytes", "time", "flops"):
+            looked.click(f"#axis button[data-value={axis}]")
+            assert looked.get_attribute(f"#axis button[data-value={axis}]", "aria-pressed") == "true"
+            assert looked.locator("#main-plot path.curve").count() == 3
+            assert looked.locator("#main-plot path.band").count() == 3
+            drawings.add(looked.inner_html("#main-plot"))
+    assert len(drawings) == 12
+    looked.click("#scale button[data-value=log]")
+    assert "log scale" in looked.inner_text("#main-plot")
+    for theme in ("dark", "light"):
+        looked.click(f"#theme button[data-value={theme}]")
+        assert looked.evaluate("document.documentElement.dataset.theme") == theme
+    looked.click("#legend button >> nth=0")
+    assert looked.locator("#main-plot path.curve").count() == 2
+    looked.click("#legend button >> nth=0")
+    assert looked.locator("#main-plot path.curve").count() == 3
+    looked.click("#commands button >> nth=0")
+    looked.hover("#main-plot svg", position={"x": 300, "y": 100})
+    assert looked.locator("#tip div").count() == 4
+    assert seen.errors == []
+    assert seen.requests == [report]
+
+
+@pytest.mark.browser
+def test_every_part_is_there(browser, report):
+    looked = Seen(browser, report).page
+    for part, text in (
+        ("#results", "control <i>variates</i>"),
+        ("#goal", "20 %"),
+        ("#bytes", "dc"),
+        ("#extras", "Staleness"),
+        ("#extras", "drift"),
+        ("#commands", "fedbraid run"),
+        ("#settings", "Work(lr=0.05"),
+    ):
+        assert text in looked.inner_text(part)
+    assert looked.locator("#partition canvas").count() == 1
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [320, 390, 768, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overlaps_or_overflows(browser, report, width, scheme):
+    seen = Seen(browser, report, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    assert seen.page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert seen.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    for axis in ("step", "bytes", "flops"):
+        seen.page.click(f"#axis button[data-value={axis}]")
+        assert seen.page.evaluate(OVERLAPS) == []
+    assert seen.errors == []
+
+
+OVERLAPS = """() => {
+  const bad = [];
+  for (const drawn of document.querySelectorAll('.plot svg')) {
+    const texts = [...drawn.querySelectorAll('text:not(.halo)')].map((t) => [t.textContent, t.getBoundingClientRect()]);
+    const frame = drawn.closest('.card').getBoundingClientRect();
+    texts.forEach(([a, r], i) => {
+      if (r.left < frame.left || r.right > frame.right) bad.push(`${a} sticks out`);
+      for (const [b, q] of texts.slice(i + 1))
+        if (r.left < q.right && q.left < r.right && r.top + 2 < q.bottom && q.top + 2 < r.bottom) bad.push(`${a} over ${b}`);
+    });
+  }
+  return bad;
+}"""
+
+
+@pytest.mark.browser
+def test_watch_follows_a_real_run(browser, tmp_path):
+    out = tmp_path / "live"
+    command = [
+        sys.executable,
+        "-m",
+        "fedbraid",
+        "run",
+        "digits",
+        "fedavg",
+        "--rounds",
+        "100000",
+        "--out",
+        str(out),
+        "-q",
+    ]
+    running = subprocess.Popen(command)
+    try:
+        wait_for(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 2000)
+        with serve([out], port=0) as server:
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            seen = Seen(browser, server.address)
+            first = seen.page.inner_text("#status")
+            assert first.startswith("running: step ")
+            seen.page.wait_for_function("t => document.getElementById('status').textContent !== t", arg=first)
+            assert seen.page.inner_text("#status").startswith("running: step ")
+            assert seen.errors == []
+            assert all(url.startswith(server.address) for url in seen.requests)
+            seen.context.close()
+            server.shutdown()
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def wait_for(ready, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_page_is_packaged():
+    assert {"page.html", "page.css", "page.js"} <= {p.name for p in Path(page.__file__).parent.iterdir()}

@@ -9,6 +9,7 @@ commands may share a grid, and a killed one leaves nothing behind.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.util
 import json
 import math
@@ -64,6 +65,12 @@ class Cell:
     def effort(self) -> float:
         """Local steps or epochs, for the time left."""
         return float(self.schedule.steps * (self.work.steps or self.work.epochs or 1))
+
+    @property
+    def key(self) -> str:
+        """A short hash of the settings, so that a changed cell does not continue an old run."""
+        text = json.dumps([self.settings(), self.every, self.last])
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
     def settings(self) -> Line:
         """Everything that decides what comes out."""
@@ -135,11 +142,18 @@ class Book:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._read: tuple[list[tuple[Path, int]], dict[str, Line]] = ([], {})
 
     def lines(self) -> dict[str, Line]:
         """The latest line of every cell; one still being written is left out."""
+        files = [(path, path.stat().st_size) for path in sorted(self.folder.glob("*.jsonl"))]
+        if files != self._read[0]:  # lines are only ever added
+            self._read = (files, self._parse([path for path, _ in files]))
+        return self._read[1]
+
+    def _parse(self, files: list[Path]) -> dict[str, Line]:
         found: dict[str, Line] = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in files:
             for number, text in enumerate(path.read_bytes().splitlines(keepends=True), 1):
                 if not text.endswith(b"\n"):
                     continue
@@ -247,8 +261,9 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 
 def work(
-    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None
-) -> None:
+    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None,
+    after: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Run those of the named cells that nobody has run or is running."""
     import torch
 
@@ -260,13 +275,15 @@ def work(
         while waiting:  # what another process holds is looked at again: it may be killed
             taken = []
             for name in waiting:
-                cell, out = by_name[name], runs / paper / slug(name)
-                with _claimed(out.with_suffix(".lock")) as mine:
+                cell = by_name[name]
+                out = runs / paper / f"{slug(name)}-{cell.key}"
+                with _claimed(runs / paper / f"{out.name}.lock") as mine:
                     if not mine:
                         taken.append(name)
                     elif not book.done([cell]):
                         book.append(cell.part, run(cell, out, parent))
                         shutil.rmtree(out)
+                        after()
             if waiting := taken:
                 time.sleep(0.5)
     except FedbraidError as error:
@@ -290,17 +307,35 @@ def slug(name: str) -> str:
 Tell = Callable[[int, int, float | None], None]  # cells done, cells in all, seconds left
 
 
+class Pace:
+    """Tells how many cells are done, and by the effort of those done since the start how long the rest takes."""
+
+    def __init__(self, book: Book, cells: list[Cell], tell: Tell) -> None:
+        self.book, self.cells, self.tell = book, cells, tell
+        self.done, self.begun = book.done(cells), time.monotonic()
+        self.first = self._effort()
+        tell(len(self.done), len(cells), None)
+
+    def _effort(self) -> float:
+        return sum(c.effort for c in self.cells if c.name in self.done)
+
+    def look(self) -> None:
+        before, self.done = len(self.done), self.book.done(self.cells)
+        if len(self.done) > before:
+            effort = self._effort()
+            pace = (time.monotonic() - self.begun) / max(effort - self.first, 1.0)
+            left = pace * (sum(c.effort for c in self.cells) - effort)
+            self.tell(len(self.done), len(self.cells), left)
+
+
 def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell: Tell) -> None:
     """Run what is missing of these cells, in this process or in several of one thread each."""
-    book, names = Book(home / paper / "results"), [c.name for c in cells]
-    before = book.done(cells)
-    left = [c.name for c in cells if c.name not in before]
-    tell(len(before), len(cells), None)
+    pace = Pace(Book(home / paper / "results"), cells, tell)
+    left = [c.name for c in cells if c.name not in pace.done]
     if not left:
         return
     if workers == 1:
-        work(home, paper, names, runs, None)
-        tell(len(cells), len(cells), 0.0)
+        work(home, paper, left, runs, None, after=pace.look)
         return
     context = mp.get_context("spawn")
     told = context.Queue()
@@ -311,30 +346,19 @@ def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell
     for process in crew:
         process.start()
     try:
-        _watch(crew, told, book, cells, len(before), tell)
+        while any(process.is_alive() for process in crew) and told.empty():
+            time.sleep(0.5)
+            pace.look()
+        if not told.empty():
+            raise EngineError(f"a cell could not be run: {told.get()}")
+        if bad := [process.exitcode for process in crew if process.exitcode]:
+            raise EngineError(
+                f"a worker ended with code {bad[0]}; the same command continues where it stopped"
+            )
     finally:
         for process in crew:
             process.terminate()
             process.join()
-
-
-def _watch(crew: list[Any], told: Any, book: Book, cells: list[Cell], before: int, tell: Tell) -> None:
-    begun, shown = time.monotonic(), before
-    total = sum(c.effort for c in cells)
-    first = sum(c.effort for c in cells if c.name in book.done(cells))
-    while any(process.is_alive() for process in crew):
-        time.sleep(0.2)
-        if not told.empty():
-            raise EngineError(f"a cell could not be run: {told.get()}")
-        done = book.done(cells)
-        if len(done) > shown:
-            shown, effort = len(done), sum(c.effort for c in cells if c.name in done)
-            pace = (time.monotonic() - begun) / max(effort - first, 1.0)
-            tell(shown, len(cells), pace * (total - effort))
-    if not told.empty():
-        raise EngineError(f"a cell could not be run: {told.get()}")
-    if bad := [process.exitcode for process in crew if process.exitcode]:
-        raise EngineError(f"a worker ended with code {bad[0]}; the same command continues where it stopped")
 
 
 # Tables and pictures --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ CIFAR-10, 100 clients, 10 a round, batch 50, momentum 0.9, rate 0.005 as in the 
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -52,7 +53,7 @@ def cell(part: str, partition: str, quantiser: str, method: str, bits: int, shif
         seed=seed,
         every=10,
         last=last,
-        keep=("accuracy", "loss", "norm", "drift"),
+        keep=("accuracy", "loss", "norm", "drift", "moved", "predicted"),
     )
 
 
@@ -114,34 +115,68 @@ def table(done: Done, part: str, kinds: list[tuple[str, str, str]], widths: tupl
     return markdown(["ours / paper's", *(f"32+{b}" for b in widths)], rows)
 
 
+SHOWN = {
+    "32": (32, False),
+    "32+4": (4, False),
+    "32+4 shifted": (4, True),
+    "32+8": (8, False),
+    "32+8 shifted": (8, True),
+}
+
+
+def quick(done: Done, label: str, seed: int) -> Line | None:
+    return done.get(cell("quick", "parity shards", "kmeans", "FedPAQ", *SHOWN[label], seed).name)
+
+
+def bias(done: Done) -> str:
+    """Figure 8: the share of test samples that is given an odd label, which the quantised clients hold; 50 % is right."""
+    rows = []
+    for label in SHOWN:
+        lines = [line for s in SEEDS if (line := quick(done, label, s)) is not None]
+        counts = [line["curve"]["predicted"][-1] for line in lines if not line["diverged"]]
+        rows.append([label, spread([100 * sum(c[1::2]) / sum(c) for c in counts]), str(len(counts))])
+    return markdown(["FedPAQ, parity shards", "odd labels predicted, %", "seeds"], rows)
+
+
+def draw(done: Done) -> None:
+    """Accuracy, drift, and Figure 9: how far each layer moves from round to round."""
+    curves = [(label, line) for label in SHOWN if (line := quick(done, label, 0)) is not None]
+    if not curves:
+        return
+    panels = [
+        Panel(title, [(n, x["curve"]["step"], x["curve"][key]) for n, x in curves], y=title)
+        for key, title in (("accuracy", "test accuracy"), ("drift", "mean ‖y − x‖"))
+    ]
+    for layer in [k for k in curves[0][1]["curve"]["moved"][0] if k.endswith("weight")]:
+        moved = [(n, x["curve"]["step"], [m[layer] for m in x["curve"]["moved"]]) for n, x in curves]
+        panels.append(Panel(f"layer {layer}", moved, y="‖x(t) − x(t−1)‖"))
+    picture(HERE / "quick.png", panels)
+
+
+def overhead() -> str:
+    """Table III, from overhead.py."""
+    found = json.loads((HERE / "overhead.json").read_text())
+    rows = [
+        [f["codec"], f"{f['bytes'] / 1024:,.1f}", f["paper_kb"], f"{f['ms']:.0f}", str(f["paper_ms"])]
+        for f in found
+    ]
+    return markdown(["codec", "whole message, KiB", "paper's weights + tables, KiB", "encode, ms", "paper's, ms"], rows)
+
+
 def report(done: Done) -> dict[str, str]:
     every = cells()
     state = [
         [p, f"{sum(c.name in done for c in every if c.part == p)} of {sum(c.part == p for c in every)}"]
         for p in dict.fromkeys(c.part for c in every)
     ]
-    curves = []
-    for label, bits, shift in (
-        ("32", 32, False),
-        ("32+4", 4, False),
-        ("32+4 shifted", 4, True),
-        ("32+8", 8, False),
-        ("32+8 shifted", 8, True),
-    ):
-        line = done.get(cell("quick", "parity shards", "kmeans", "FedPAQ", bits, shift, 0).name)
-        if line is not None:
-            curves.append((label, line))
-    if curves:
-        panels = [
-            Panel(title, [(n, x["curve"]["step"], x["curve"][key]) for n, x in curves], y=title)
-            for key, title in (("accuracy", "test accuracy"), ("norm", "‖x‖"), ("drift", "mean ‖y − x‖"))
-        ]
-        picture(HERE / "quick.png", panels)
+    draw(done)
     shards = [("parity shards", "kmeans", m) for m in METHODS]
     mixed = [(p, q, "FedPAQ") for q in ("uniform", "kmeans") for p in list(PARTITIONS)[1:]]
     return {
         "state": markdown(["part", "cells done"], state),
         "quick": table(done, "quick", shards[:1], (32, 4, 8)),
+        "bias": bias(done),
+        "overhead": overhead(),
         "table1": table(done, "table1", shards, BITS),
         "table2": table(done, "table2", mixed, BITS),
     }

@@ -206,6 +206,12 @@ class Judge:
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
             x = run.setup.algorithm.server.judged(run.state.x, run.state.server)
             record.update(judge(run.engine, run.setup.task, x))
+            if t == end and "predicted" in self.cell.keep:
+                task = run.setup.task
+                _, classes = run.engine.evaluate(x, *task.test)  # type: ignore[misc]
+                record["predicted"] = (
+                    None if classes is None else classes.bincount(minlength=task.classes).tolist()
+                )
         self.seen.append(record)
 
 
@@ -226,6 +232,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
         simulate(
             _task(cell.task), algorithm_from(cell.algorithm), cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
             evaluate_every=None, callbacks=[judge], checkpoint_every=max(1, min(50, cell.schedule.steps // 4)),
+            layers="moved" in cell.keep,
         )  # fmt: skip
     except Diverged as error:
         stopped = str(error)
@@ -244,7 +251,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
 def _short(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    return value
+    return {k: _short(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def obey(
     rows = memory.after.get(str(order["start"]), {name: v.reshape(1, -1) for name, v in fresh.items()})
     frames: dict[str, bytes] = {}
     reply = visit(
-        setup, gradient(task, "auto"), Order(version, np.array([client]), memory.down, rows), frames
+        setup, gradient(setup, "auto"), Order(version, np.array([client]), memory.down, rows), frames
     )
     memory.after[str(order["job"])] = reply.memory
     memory.write(place, keep_down=isinstance(algorithm.down, HiddenState))

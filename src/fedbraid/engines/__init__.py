@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from fedbraid.engines.processes import Pool
     from fedbraid.loop import Work
 
-POOL_PAYS = 3e11  # multiply-adds in a run from which starting worker processes is worth it
-
-
 def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:
     """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop"."""
     from fedbraid.engines.blocks import InProcess
@@ -49,7 +46,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": p
 
 
 def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int) -> Engine:
-    """The engine for `engine=`; "auto" takes the one that is fastest for this task by what is known of it."""
+    """The engine for `engine=`; "auto" takes the one that is fastest for this task, measured where that is worth it."""
     if not isinstance(engine, str):
         if not hasattr(engine, "train"):
             raise ConfigError(f"engine={engine!r} runs no clients; use 'auto', 'in_process' or 'pool'")
@@ -64,24 +61,9 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
             return ENGINES[name](*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"engine {engine!r}: {error}") from error
-    return pool() if _pool_pays(task, work, cohort, steps) else in_process()
+    from fedbraid.engines import auto
 
-
-def _pool_pays(task: Task, work: Work, cohort: int, steps: int) -> bool:
-    """Whether autograd in several processes beats one process: much work, and no vectorised backend."""
-    import multiprocessing as mp
-    import os
-
-    from fedbraid.engines.gradients import Vmap
-    from fedbraid.engines.native import Native
-
-    if len(os.sched_getaffinity(0)) < 2 or cohort < 2 or "fork" not in mp.get_all_start_methods():
-        return False
-    if task.inputs.device.type != "cpu" or Native.supports(task) is None or Vmap.suits(task):
-        return False
-    samples = (
-        float(task.sizes.mean()) * (work.epochs or 1)
-        if work.steps is None
-        else work.steps * (work.batch or 64)
-    )
-    return 6.0 * task.layout.size * samples * cohort * steps > POOL_PAYS
+    if auto.expected_seconds(task, work, cohort * steps) < auto.WORTH:
+        return in_process(backend=auto.guess(task))
+    chosen = auto.best(task, work, cohort)
+    return pool(backend="loop") if chosen == "pool" else in_process(backend=chosen)

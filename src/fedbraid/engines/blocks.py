@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedbraid.engines.auto import WORTH, expected_seconds, guess
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.errors import ConfigError, EngineError, unknown
@@ -40,7 +41,7 @@ class InProcess:
     def open(self, setup: Setup) -> None:
         self.setup = setup
         self.torch_threads = torch.get_num_threads()
-        self.grad = gradient(setup.task, self.backend, self.threads or 0)
+        self.grad = gradient(setup, self.backend, self.threads or 0)
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
         width = 4 * setup.task.layout.size * 6
@@ -70,10 +71,13 @@ def check_counts(**counts: int | None) -> None:
             whole(name, value)
 
 
-def gradient(task: Task, backend: str, threads: int = 0) -> Gradient:
-    """The gradient function of this name, or the fastest that can run this task."""
+def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
+    """The gradient function of this name; "auto" compiles a native one where there is enough to do."""
+    task = setup.task
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
+    if backend == "auto" and expected_seconds(task, setup.work, setup.visits) < WORTH:
+        backend = guess(task)
     if backend in ("auto", "native"):
         native = _native(task, threads, required=backend == "native")
         if native is not None:

@@ -29,6 +29,7 @@ class Setup:
     task: Task
     work: Work
     seed: int
+    visits: int = 0  # about how many clients will train in the whole run, to choose what is worth preparing
 
 
 @dataclass

@@ -63,7 +63,7 @@ class Ray:
         if self.ours:
             _connect(self.address, self.workers)
         self.count = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        self.grad: Gradient = gradient(setup.task, self.backend, 1)
+        self.grad: Gradient = gradient(setup, self.backend, 1)
         self.key, self.parcel = uuid.uuid4().hex, ray.put(parcel)
         self.task = ray.remote(num_cpus=1, max_retries=RETRIES)(_block)
         row = 4 * sum(setup.algorithm.uploads(setup.task.layout).values())
@@ -243,7 +243,7 @@ def _opened(key: str, parcel: list[Any], backend: str) -> tuple[Setup, Gradient]
         torch.set_num_threads(1)
         _OPEN.clear()
         setup = _ray().get(parcel[0]).unpack()
-        _OPEN[key] = (setup, gradient(setup.task, backend, 1))
+        _OPEN[key] = (setup, gradient(setup, backend, 1))
     return _OPEN[key]
 
 

@@ -46,7 +46,7 @@ class Pool:
             )
         count = self.workers or len(os.sched_getaffinity(0))
         self.setup, self.count = setup, count
-        self.grad: Gradient = gradient(setup.task, self.backend, 1)
+        self.grad: Gradient = gradient(setup, self.backend, 1)
         self.shared = _Shared(setup)
         ctx = mp.get_context("fork")
         self.pipes: list[Connection] = []

@@ -22,7 +22,7 @@ demo: $(READY)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 	$(BIN)/fedbraid demo
 
 test: $(READY) lint types  ## lint, types and all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(READY)  ## ruff, format and rules
 	$(BIN)/ruff format --check .

@@ -285,7 +285,7 @@ def uploads(clients, delta, n):
     m = len(clients)
     return fb.Uploads(
         np.array(clients), {"delta": delta}, torch.tensor(n, dtype=torch.float32)[:, None], torch.ones(m, 1),
-        torch.zeros(m, 1), 0.5, torch.zeros(1, 27),
+        torch.zeros(m, 1), torch.full((m, 1), 0.5), torch.zeros(1, 27),
     )  # fmt: skip
 
 

@@ -49,8 +49,7 @@ def test_the_schedules_have_stale_uploads_and_clients_that_return_within_a_step(
 
 
 @pytest.mark.parametrize("trial", [Trial(), Trial(rho=0.5, decay=0.9), Trial(uneven=True)], ids=trial_name)
-@pytest.mark.parametrize("staleness", ["sqrt", "constant"])
-@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize(("staleness", "momentum"), [("sqrt", 0.0), ("constant", 0.6)])
 @schedules
 def test_fedbuff(trial, staleness, momentum, schedule):
     result = trial.run(fb.fedbuff(lr=0.7, momentum=momentum, staleness=staleness), schedule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
 import traceback
@@ -49,6 +50,9 @@ class Crew:
             raise ConfigError(
                 "running cells side by side needs fork, which this system lacks; use Linux or macOS"
             )
+        importlib.import_module(
+            "torch._dynamo"
+        )  # vmap imports it on first use: once here, not in every worker
         busy: dict[Connection, tuple[Any, Any]] = {}
         free: list[tuple[Connection, Any]] = []
         try:

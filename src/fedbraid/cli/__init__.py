@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from fedbraid.cli import catalogue, compare, cost, data, demo, deploy, report, reproduce, resume, run, watch
+from fedbraid.cli import catalogue, compare, cost, data, demo, deploy, report, reproduce, resume, run, sweep, watch
 from fedbraid.cli.show import complain
 from fedbraid.errors import FedbraidError
 
@@ -24,6 +24,7 @@ for command in (
     run.run,
     resume.resume,
     compare.compare,
+    sweep.sweep,
     report.report,
     watch.watch,
     data.data,

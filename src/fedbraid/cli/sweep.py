@@ -1,0 +1,232 @@
+"""`fedbraid sweep`: search for good settings, judged on held-out clients."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedbraid.cli import config as cfg
+from fedbraid.cli import shared
+from fedbraid.cli.compare import Jobs, Stoppable, new_folder
+from fedbraid.cli.show import Json, Quiet, give, table
+from fedbraid.errors import ConfigError
+from fedbraid.metrics import format_seconds, format_share
+
+if TYPE_CHECKING:
+    from fedbraid.compare import Contestant
+    from fedbraid.sweep import Choice, Range, Sweep, Trial
+
+SHOWN = 10  # trials in the table
+
+
+@shared.with_sections
+def sweep(
+    task: Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK|FILE.toml|FOLDER", help="A task, a file as for run, or a sweep to go on with."
+        ),
+    ],
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ALGORITHM] KEY=SPACE…", help="The algorithm, and what to search."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="Search: 'bayes', 'random' or 'grid'.")] = "bayes",
+    trials: Annotated[int, typer.Option(help="Search: how many settings to try; a grid tries all.")] = 20,
+    seeds: Annotated[int, typer.Option(help="Search: seeds for each setting.")] = 1,
+    hold_out: Annotated[float, typer.Option(help="Search: share of clients held out to judge by.")] = 0.2,
+    prune: Annotated[
+        str, typer.Option(help="Search: stop hopeless trials: 'median', 'asha' or 'none'.")
+    ] = "median",
+    seed: Annotated[int, typer.Option(help="Search: seed of everything random.")] = 0,
+    jobs: Jobs = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-sweep-n, a new one).")
+    ] = None,
+    sections: cfg.Config = {},  # noqa: B006
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search for settings, judged on clients held out from training; the test set stays unseen.
+
+    A space is a list, or uniform(low, high), log(low, high) or integer(low, high), with a third number for how
+    many points a grid takes. Keys are those of a file: lr, batch, algorithm.mu, schedule.buffer. The best
+    settings are printed as a command and saved as best.toml. Killed or stopped, the same command with the same
+    --out, or `fedbraid sweep FOLDER`, goes on. Needs fedbraid[sweep].
+
+    \b
+    Examples:
+      fedbraid sweep digits fedavg 'lr=log(0.001, 1)' --trials 20
+      fedbraid sweep digits fedprox 'lr=[0.01, 0.1]' 'algorithm.mu=log(0.001, 1, 4)' --method grid
+      fedbraid sweep digits fedadavr 'algorithm.optimizer=[adam, lamb]' 'algorithm.lr=log(0.001, 0.1)' --seeds 3
+      fedbraid sweep experiment.toml 'lr=log(0.001, 1)' 'epochs=integer(1, 5)' --prune asha
+      fedbraid sweep runs/digits-sweep-1
+    """
+    from fedbraid import sweep as searching
+    from fedbraid.checkpoint import Folder
+
+    begun = time.monotonic()
+    if (Path(task) / searching.FILE).exists():
+        if what:
+            raise ConfigError(f"{task} says itself what is searched; leave out {' '.join(what)}")
+        place, known = Path(task), Folder(task).read_json(searching.FILE)
+        try:
+            config, words = known["config"], known["words"]
+            plan = searching.Plan(**known["plan"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{place / searching.FILE} was not made by this command; it lacks {error}"
+            ) from error
+    else:
+        config, words = shared.base(task, sections), list(what or [])
+        if words and "=" not in words[0].partition("(")[0]:
+            config["algorithm"] = {"name": words.pop(0)}
+        plan = searching.Plan(method, trials, seeds, hold_out, prune, seed)
+        place = out or new_folder(cfg.task_call(config["task"])[0], "sweep")
+    if "name" not in config["algorithm"]:
+        raise ConfigError(
+            "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"
+        )
+    space = {key: parse_space(key, text) for key, text in map(_pair, words)}
+    watcher = None if json or quiet else Board(plan.trials)
+    options = {k: v for k, v in config["run"].items() if k in ("evaluate_every", "store")}
+    with Stoppable(place, watcher, "sweep"):
+        result = searching.sweep(
+            cfg.task_of(config["task"]), lambda s: build(config, s), space, out=place, plan=plan, jobs=jobs,
+            watcher=watcher, options=options, note={"config": config, "words": words},
+        )  # fmt: skip
+    show(result, config, time.monotonic() - begun, json, quiet)
+
+
+def build(config: cfg.Config, settings: dict[str, Any]) -> Contestant:
+    """The configuration with these settings, built."""
+    from fedbraid.compare import Contestant
+
+    changed = changed_by(config, settings)
+    return Contestant(
+        "trial",
+        cfg.algorithm_of(changed["algorithm"]),
+        cfg.work_of(changed["work"]),
+        cfg.schedule_of(changed["schedule"]),
+    )
+
+
+def changed_by(config: cfg.Config, settings: dict[str, Any]) -> cfg.Config:
+    for key, value in settings.items():
+        config = shared.override(config, key, value)
+    return config
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, text = word.partition("=")
+    if not equals or not text.strip():
+        raise ConfigError(f"{word!r} is not of the form key=space, such as 'lr=log(0.001, 1)'")
+    return key.strip(), text.strip()
+
+
+def parse_space(key: str, text: str) -> Choice | Range:
+    """`[0.01, 0.1]`, `[adam, lamb]`, `log(0.001, 1)`, `uniform(0, 0.9)`, `integer(1, 5)`."""
+    from fedbraid.parse import evaluate
+    from fedbraid.sweep import Choice, integer, log, uniform
+
+    if text.startswith("["):
+        try:
+            node = ast.parse(text, mode="eval").body
+        except SyntaxError as error:
+            raise ConfigError(f"{key}={text} cannot be read; write a list such as [0.01, 0.1]") from error
+        values = node.elts if isinstance(node, ast.List) else []
+        return Choice(tuple(shared.literal(ast.unparse(v)) for v in values))
+    made = evaluate(text, {"log": log, "uniform": uniform, "integer": integer}, "space")
+    if isinstance(made, int | float | str):
+        raise ConfigError(f"{key}={text} is one value, not a space; write [{text}] or log(low, high)")
+    return made  # type: ignore[no-any-return]
+
+
+def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: bool) -> None:
+    """The best settings as a command and a file, and the trials that led there."""
+    from fedbraid import recipe
+
+    best = result.best
+    said = {k: v for k, v in changed_by(config, best.settings).items() if v}
+    command, place = recipe.command(said), result.out / "best.toml"
+    place.write_text(recipe.toml(said))
+    if json:
+        return give(
+            {
+                "best": best.settings, result.metric: best.value, "command": command, "file": str(place),
+                "trials": [vars(t) for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
+            }
+        )  # fmt: skip
+    if quiet:
+        return
+    sign = -1 if result.metric == "accuracy" else 1
+    ranked = sorted(
+        result.trials, key=lambda t: (t.state != "done", t.value is None, sign * (t.value or 0.0))
+    )
+    stopped = sum(t.state != "done" for t in result.trials)
+    table(
+        f"{len(result.trials)} trials, {stopped} of them stopped early ({format_seconds(seconds)}); {result.metric} on held-out clients",
+        [*best.settings, "", result.metric, "steps"],
+        [[*(_short(v) for v in t.settings.values()), t.state, _value(t, result.metric), str(t.steps)] for t in ranked[:SHOWN]],
+        left=len(best.settings) + 1,
+    )  # fmt: skip
+    print(f"best: {command}")
+    print(f"saved: fedbraid run {place}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _value(trial: Trial, metric: str) -> str:
+    if trial.value is None:
+        return "–"
+    return format_share(trial.value) if metric == "accuracy" else f"{trial.value:.4f}"
+
+
+class Board:
+    """A live line or two: trials done, the best so far, what runs now; silent when not a terminal."""
+
+    EVERY = 0.2
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        screen = Console(stderr=True)
+        self.live = Live(console=screen, auto_refresh=False, transient=True) if screen.is_terminal else None
+        self.total, self.ended, self.begun, self.drawn = total, 0, time.monotonic(), 0.0
+        self.running: dict[int, str] = {}
+        self.last = ""
+        if self.live is not None:
+            self.live.start()
+
+    def trial(self, number: int, settings: dict[str, Any], step: int, value: float | None) -> None:
+        said = ", ".join(f"{k}={_short(v)}" for k, v in settings.items())
+        self.running[number] = (
+            f"trial {number}: {said}, step {step}, {'' if value is None else f'{value:.3f}'}"
+        )
+
+    def done(self, trial: Trial) -> None:
+        self.running.pop(trial.number, None)
+        self.ended += 1
+
+    def tick(self) -> None:
+        if self.live is None or time.monotonic() - self.drawn < self.EVERY:
+            return
+        self.drawn = time.monotonic()
+        took = self.drawn - self.begun
+        left = (
+            f", about {format_seconds(took * max(0, self.total - self.ended) / self.ended)} left"
+            if self.ended
+            else ""
+        )
+        self.live.update("\n".join([f"{self.ended} trials done{left}", *self.running.values()]), refresh=True)
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()

@@ -89,6 +89,8 @@ class Rounds(Schedule):
             raise ConfigError(
                 f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
             )
+        if isinstance(self.clients, tuple) and (self.over, self.timeout, self.bandwidth) != (1, None, None):
+            raise ConfigError("given cohorts are waited for as they are; leave out over, timeout and bandwidth")
         if not self.over >= 1:
             raise ConfigError(f"over={self.over} asks fewer clients than are needed; use over >= 1")
         if self.timeout is not None and not self.timeout > 0:

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo test lint types bench test-engines clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,10 @@ demo: $(READY)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 
 test: $(READY) lint types  ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+test-engines: $(READY)  ## Ray clusters and Flower fleets on loopback: real processes, killed ones too
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray,flower]'
+	$(BIN)/python -m pytest -m engines tests/test_ray.py tests/test_flower.py
 
 lint: $(READY)  ## ruff, format and rules
 	$(BIN)/ruff format --check .

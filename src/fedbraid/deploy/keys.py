@@ -120,13 +120,15 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
+    pem: bytes = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    return pem
 
 
 def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
+    pem: bytes = certificate.public_bytes(serialization.Encoding.PEM)
+    return pem
 
 
 def _write(path: Path, data: bytes, mode: int) -> Path:

@@ -41,7 +41,7 @@ from fedbraid.store import Rows
 if TYPE_CHECKING:
     from fedbraid.deploy import Project
 
-log = logging.getLogger("fedbraid")
+log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
 HELLO = "hello"
 

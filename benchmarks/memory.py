@@ -1,6 +1,6 @@
 """What remembering every client costs: time per round, growth with N, bytes on disk, resident memory.
 
-    python benchmarks/memory.py [overhead] [growth] [disk] [resident]
+python benchmarks/memory.py [overhead] [growth] [disk] [resident]
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ MEMORIES = {None: 1.0, "fp16": 0.505, "int8": 0.255, "int4": 0.13}
 
 def overhead(repeats: int = 7) -> None:
     """fedadavr's round over fedavg's on W1, and a stateful rule's on W1 and W2, taking turns."""
-    for name, others in {"W1": [fb.fedadavr("adam"), fb.fedadavr("adam", memory="int4"), fb.scaffold(), fb.adabest()], "W2": [fb.scaffold(), fb.feddyn()]}.items():
+    for name, others in {
+        "W1": [fb.fedadavr("adam"), fb.fedadavr("adam", memory="int4"), fb.scaffold(), fb.adabest()],
+        "W2": [fb.scaffold(), fb.feddyn()],
+    }.items():
         work = WORKLOADS[name]
         x, y = work.table()
         offsets = np.arange(0, len(x) + 1, work.samples)
@@ -39,11 +42,20 @@ def overhead(repeats: int = 7) -> None:
         for _ in range(repeats):
             for algorithm in contestants:
                 stamps = Stamps()
-                fb.simulate(task, algorithm, local, fb.rounds(30, clients=work.cohort), evaluate_every=None, callbacks=[stamps])
+                fb.simulate(
+                    task,
+                    algorithm,
+                    local,
+                    fb.rounds(30, clients=work.cohort),
+                    evaluate_every=None,
+                    callbacks=[stamps],
+                )
                 times[algorithm.name].append(stamps.per_round())
         base = min(times["fedavg()"])
         for algorithm, seen in times.items():
-            print(f"{name} {algorithm:32} {1000 * min(seen):8.2f} ms a round, {min(seen) / base - 1:+.1%} over fedavg")
+            print(
+                f"{name} {algorithm:32} {1000 * min(seen):8.2f} ms a round, {min(seen) / base - 1:+.1%} over fedavg"
+            )
 
 
 def server_step(known: int, steps: int = 200) -> float:
@@ -72,7 +84,9 @@ def growth(repeats: int = 5) -> None:
     """The server step's time from a thousand to a million known clients."""
     torch.set_num_threads(1)
     few, many = (min(server_step(n) for _ in range(repeats)) for n in (1_000, 1_000_000))
-    print(f"server step: {1000 * few:.2f} ms at N = 1,000, {1000 * many:.2f} ms at N = 1,000,000: {many / few:.2f} times")
+    print(
+        f"server step: {1000 * few:.2f} ms at N = 1,000, {1000 * many:.2f} ms at N = 1,000,000: {many / few:.2f} times"
+    )
 
 
 def fill(folder: str, memory: str | None, clients: int, store: str) -> Checkpoint:
@@ -84,7 +98,9 @@ def fill(folder: str, memory: str | None, clients: int, store: str) -> Checkpoin
     block = torch.randn(100, LAYOUT.size, generator=draw)
     for lo in range(0, clients, 100):
         who = np.arange(lo, min(lo + 100, clients))
-        state.gather["rows"].put(who.tolist(), {"weight": torch.full((len(who), 1), 120.0), "y": block[: len(who)]})
+        state.gather["rows"].put(
+            who.tolist(), {"weight": torch.full((len(who), 1), 120.0), "y": block[: len(who)]}
+        )
         checkpoint.commit(state, [], {})
     return checkpoint
 
@@ -96,7 +112,9 @@ def disk(clients: int = 10_000) -> None:
             fill(folder, memory, clients, "disk").close()
             size = sum(f.stat().st_size for f in Path(folder).iterdir())
             share = size / clients / (4 * LAYOUT.size)
-            print(f"on disk, {memory or 'float32':8} {size / clients:10,.0f} bytes a client, {share:.2%} of float32 (limit {limit:.1%})")
+            print(
+                f"on disk, {memory or 'float32':8} {size / clients:10,.0f} bytes a client, {share:.2%} of float32 (limit {limit:.1%})"
+            )
 
 
 def resident(clients: int = 100_000) -> None:
@@ -113,7 +131,9 @@ PARTS = {f.__name__: f for f in (overhead, growth, disk, resident)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
     for name in parser.parse_args().parts:
         PARTS[name]()

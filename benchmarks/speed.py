@@ -42,7 +42,9 @@ class Workload:
     def table(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
         total = self.clients * self.samples
-        return torch.randn(total, *self.shape, generator=draw), torch.randint(self.classes, (total,), generator=draw)
+        return torch.randn(total, *self.shape, generator=draw), torch.randint(
+            self.classes, (total,), generator=draw
+        )
 
 
 WORKLOADS = {
@@ -173,7 +175,12 @@ def measure(name: str, repeats: int, engine: str) -> dict[str, object]:
         times["fedbraid"].append(took)
     best = {k: min(v) for k, v in times.items()}
     yardstick = min(best["one process"], best["two processes"])
-    return {"workload": name, **{k: round(1000 * v, 3) for k, v in best.items()}, "ratio": round(yardstick / best["fedbraid"], 2), "engine": used}
+    return {
+        "workload": name,
+        **{k: round(1000 * v, 3) for k, v in best.items()},
+        "ratio": round(yardstick / best["fedbraid"], 2),
+        "engine": used,
+    }
 
 
 def start_up() -> float:
@@ -194,7 +201,9 @@ def start_up() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="W")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", default="auto")
@@ -209,7 +218,9 @@ def main() -> None:
     print("| workload | bare, one process | bare, two processes | fedbraid | ratio | engine |")
     print("| --- | ---: | ---: | ---: | ---: | --- |")
     for r in rows:
-        print(f"| {r['workload']} | {r['one process']} | {r['two processes']} | {r['fedbraid']} | {r['ratio']} | `{r['engine']}` |")
+        print(
+            f"| {r['workload']} | {r['one process']} | {r['two processes']} | {r['fedbraid']} | {r['ratio']} | `{r['engine']}` |"
+        )
     print(f"\nstart-up, import to the end of the first step: {startup} s")
 
 

@@ -86,6 +86,15 @@ def given(**values: Any) -> Section:
     return {key: value for key, value in values.items() if value is not None}
 
 
+def engine_at(engine: str | None, address: str | None) -> str | None:
+    """`--engine ray --address host:6379` as one text."""
+    if address is None:
+        return engine
+    if engine != "ray":
+        raise ConfigError(f"--address {address} is for --engine ray, not {engine}; give both")
+    return f"ray(address={address!r})"
+
+
 def merge(file: Config, options: Config) -> Config:
     """A file's sections with options on top; those that exclude each other replace each other."""
     merged = {name: dict(file.get(name, {})) for name in SECTIONS}

@@ -67,6 +67,9 @@ Seed = Annotated[int | None, typer.Option(help="Run: seed of everything random (
 Engine = Annotated[
     str | None, typer.Option(help="Run: 'auto', 'in_process', 'pool' or e.g. 'pool(workers=2)'.")
 ]
+Address = Annotated[
+    str | None, typer.Option(help="Run: the Ray cluster of --engine ray, e.g. 10.0.0.1:6379 or auto.")
+]
 Device = Annotated[str | None, typer.Option(help="Run: torch device (cpu).")]
 Out = Annotated[
     str | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-ALGORITHM-n, a new one).")

@@ -58,6 +58,7 @@ def run(
     bandwidth: o.Bandwidth = None,
     seed: o.Seed = None,
     engine: o.Engine = None,
+    address: o.Address = None,
     device: o.Device = None,
     out: o.Out = None,
     evaluate_every: o.EvaluateEvery = None,
@@ -99,7 +100,7 @@ def run(
             arrivals=arrivals, durations=durations, bandwidth=bandwidth,
         ),
         "run": cfg.given(
-            seed=seed, engine=engine, device=device, out=out, evaluate_every=evaluate_every, target=target,
+            seed=seed, engine=cfg.engine_at(engine, address), device=device, out=out, evaluate_every=evaluate_every, target=target,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -198,6 +198,17 @@ class Order:
     memory: Vectors  # [m, ·]
 
 
+class Source(Protocol):
+    """Where a step's replies come from: simulated jobs, or clients that are really apart."""
+
+    def opens(self, tick: Tick) -> None: ...
+
+    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
+        """In blocks with the versions they trained from, no client twice in one block."""
+
+    def closes(self, tick: Tick) -> None: ...
+
+
 class Jobs:
     """Turns arrivals into replies. Jobs that are in flight from one version train as one block.
 
@@ -298,7 +309,7 @@ def _starts(state: State, versions: NDArray[np.int64]) -> Tensor:
 
 
 def advance(
-    algorithm: Algorithm, task: Task, jobs: Jobs, state: State, tick: Tick, seed: int
+    algorithm: Algorithm, task: Task, jobs: Source, state: State, tick: Tick, seed: int
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather what the tick's clients upload, step, broadcast."""
     layout, x = task.layout, state.x

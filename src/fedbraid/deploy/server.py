@@ -36,6 +36,7 @@ from fedbraid.link import HiddenState, packet, receive, whole_state
 from fedbraid.loop import State, advance
 from fedbraid.runs import judge, parts
 from fedbraid.schedule import Buffered, Rounds, Tick
+from fedbraid.server import Tree
 from fedbraid.store import Rows
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
 HELLO = "hello"
+SHUN = 20.0  # seconds before a node that introduced itself badly may try again
 
 
 def server_app(project: Project) -> ServerApp:
@@ -125,20 +127,16 @@ class Driver:
         self.state, note = self.checkpoint.restore(state)
         self.roster = Roster.restore(note.get("roster", []))
         self.names = list(self.state.sent[self.state.t]["vectors"])
-        if self.state.t == 0:
-            self._keep_message(
-                packet(self.algorithm.down, self._vectors(), {}, settings.seed, 0, self.layout)
-                if not self.hidden
-                else None
-            )
+        if self.state.t == 0 and not self.hidden:
+            self._keep_message({})
         self.flying: dict[str, Job] = {}  # message id -> job
         self.online: set[int] = set()
-        self.shunned: set[int] = set()  # nodes that introduced themselves badly
+        self.shunned: dict[int, float] = {}  # nodes that introduced themselves badly, and since when
         self.spare: list[Arrival] = []  # uploads that came while a step was closing, for the next
         self.asked = 0
         self.trouble: list[Record] = []
         self.late = 0
-        self.begun = time.monotonic()
+        self.begun = time.monotonic() - note.get("time", 0.0)
         self.met = 0.0
 
     def __enter__(self) -> Driver:
@@ -189,18 +187,8 @@ class Driver:
         before, sizes = self.state, self.roster.sizes
         task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(sizes)]))
         task.__dict__["layout"] = self.layout
-        self.state, record = advance(self.algorithm, task, Arrivals(got), before, tick, self.settings.seed)  # type: ignore[arg-type]
-        self._keep_message(
-            packet(
-                self.algorithm.down,
-                self._vectors(),
-                before.wire,
-                self.settings.seed,
-                self.state.t,
-                self.layout,
-            ),
-            before.wire.get("log", {}),
-        )
+        self.state, record = advance(self.algorithm, task, Arrivals(got), before, tick, self.settings.seed)
+        self._keep_message(before.wire)
         record |= {
             "versions": [a.job.version for a in got],
             "bytes_down": sum(a.job.down for a in got),
@@ -212,7 +200,7 @@ class Driver:
         self.late = 0
         for a in got:
             self.roster.members[a.job.client].taken = a.job.id
-        self.checkpoint.commit(self.state, [record], {"roster": self.roster.note()})
+        self.checkpoint.commit(self.state, [record], {"roster": self.roster.note(), "time": tick.time})
         self._status("running")
         log.info(
             "fedbraid: step %d of %d, %d uploads, %s", self.state.t, self.schedule.steps, len(got),
@@ -222,15 +210,15 @@ class Driver:
     def _vectors(self) -> dict[str, Tensor]:
         return {"x": self.state.x, **self.algorithm.server.send(self.state.server)}
 
-    def _keep_message(self, message: bytes | None, log: dict[str, Any] | None = None) -> None:
-        """Keep what was broadcast for as long as it may be sent: packets only while they beat the whole state."""
-        if message is None:
-            return
+    def _keep_message(self, before: Tree) -> None:
+        """Keep the newest broadcast while it may be sent: packets only for as long as they beat the whole state."""
+        seed, t = self.settings.seed, self.state.t
+        message = packet(self.algorithm.down, self._vectors(), before, seed, t, self.layout)
         kept = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if not self.hidden:
-            self.state.sent[self.state.t]["message"] = kept
+            self.state.sent[t]["message"] = kept
             return
-        packets = {**(log or {}), str(self.state.t): kept}
+        packets = {**before.get("log", {}), str(t): kept}
         whole = len(whole_state(self.state.wire["hidden"], self.layout))
         while packets and sum(len(p) for p in packets.values()) > whole:
             del packets[min(packets, key=int)]
@@ -256,7 +244,6 @@ class Driver:
             self._meet()
             for arrival in self._pull():
                 if arrival.job.version == t and arrival.job.client in asked:
-                    self._accept(arrival)
                     got[arrival.job.client] = arrival
                 else:
                     self.late += 1
@@ -279,7 +266,11 @@ class Driver:
                 if cohort or over:
                     attempt, until = attempt + 1, time.monotonic() + s.deadline
             time.sleep(s.poll)
-        return [got[c] for c in asked if c in got][:wanted]
+        counted = [got[c] for c in asked if c in got][:wanted]
+        self.late += len(got) - len(counted)
+        for arrival in counted:
+            self._accept(arrival)
+        return counted
 
     def _cohort(self, t: int, attempt: int, got: dict[int, Arrival], patient: bool) -> tuple[list[int], int]:
         """(whom to ask now, how many uploads the round wants)."""
@@ -357,7 +348,8 @@ class Driver:
             return
         self.met = time.monotonic()
         self.online = set(self.grid.get_node_ids())
-        known = {j.node for j in self.flying.values() if j.id == HELLO} | self.shunned
+        self.shunned = {node: at for node, at in self.shunned.items() if self.met - at < SHUN}
+        known = {j.node for j in self.flying.values() if j.id == HELLO} | self.shunned.keys()
         known |= self.roster.at(self.online).keys()
         for node in sorted(self.online - known):
             self._send(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id})
@@ -413,7 +405,7 @@ class Driver:
             except WireError as error:
                 self._note(job.node, job.client, str(error))
                 if job.id == HELLO:
-                    self.shunned.add(job.node)
+                    self.shunned[job.node] = time.monotonic()
                 continue
             if arrival is not None:
                 arrivals.append(arrival)

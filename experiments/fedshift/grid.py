@@ -160,7 +160,9 @@ def overhead() -> str:
         [f["codec"], f"{f['bytes'] / 1024:,.1f}", f["paper_kb"], f"{f['ms']:.0f}", str(f["paper_ms"])]
         for f in found
     ]
-    return markdown(["codec", "whole message, KiB", "paper's weights + tables, KiB", "encode, ms", "paper's, ms"], rows)
+    return markdown(
+        ["codec", "whole message, KiB", "paper's weights + tables, KiB", "encode, ms", "paper's, ms"], rows
+    )
 
 
 def report(done: Done) -> dict[str, str]:

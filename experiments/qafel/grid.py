@@ -84,10 +84,12 @@ def cell(name: str, algorithm: str, steps: int, seed: int) -> Cell:
 def cells() -> list[Cell]:
     found: dict[str, Cell] = {}
     for seed in SEEDS:
-        wanted = [(n, a, 10) for n, a in {**METHODS, **NORMS}.items()]
-        wanted += [("FedBuff", METHODS["FedBuff"], k) for k in LOCAL_STEPS] + [
+        wanted = [(n, a, 10) for n, a in METHODS.items() if not n.endswith("both ways")]
+        wanted += [("l2 norm, 3 bits", NORMS["l2 norm, 3 bits"], 10)] + [
             (n, a, 1) for n, a in METHODS.items()
         ]
+        wanted += [("FedBuff", METHODS["FedBuff"], k) for k in LOCAL_STEPS]
+        wanted += [(n, a, 10) for n, a in {**METHODS, **NORMS}.items() if n != "max norm, 3 bits"]
         for name, algorithm, steps in wanted:
             made = cell(name, algorithm, steps, seed)
             found.setdefault(made.name, made)

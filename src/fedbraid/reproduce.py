@@ -227,7 +227,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     from fedbraid.checkpoint import Folder
     from fedbraid.runs import algorithm_from, simulate
 
-    begun, stopped, judge = time.monotonic(), None, Judge(cell, parent)
+    begun, stopped, judge = time.process_time(), None, Judge(cell, parent)
     try:
         simulate(
             _task(cell.task), algorithm_from(cell.algorithm), cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
@@ -242,7 +242,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     ]  # a run that diverged did not commit all
     line: Line = {"cell": cell.name, **cell.settings(), "steps": len(history)}
     line |= {key: sum(r[key] for r in history) for key in ("bytes_up", "bytes_down", "bytes_broadcast")}
-    line |= {"seconds": round(time.monotonic() - begun, 1), "diverged": stopped}
+    line |= {"seconds": round(time.process_time() - begun, 1), "diverged": stopped}
     judged = [r for r in history if "loss" in r] if stopped is None else history
     line["curve"] = {key: [_short(r.get(key)) for r in judged] for key in ("step", *cell.keep)}
     return line

@@ -32,14 +32,11 @@ def cluster():
         initialize_head=True,
         head_node_args={
             "num_cpus": 0,
-            "node_ip_address": "127.0.0.1",
             "include_dashboard": False,
             "object_store_memory": 2**27,
         },
     )
-    nodes = [
-        made.add_node(num_cpus=1, node_ip_address="127.0.0.1", object_store_memory=2**27) for _ in range(2)
-    ]
+    nodes = [made.add_node(num_cpus=1, object_store_memory=2**27) for _ in range(2)]
     made.workers = nodes
     ray.init(made.address, logging_level="warning", log_to_driver=False)
     yield made

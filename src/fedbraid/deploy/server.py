@@ -29,12 +29,12 @@ from fedbraid.data.batches import step_counts
 from fedbraid.data.task import Task, _pair
 from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
-from fedbraid.engines.client import Reply
+from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import RunError, WireError
 from fedbraid.link import HiddenState, packet, receive, whole_state
 from fedbraid.loop import State, advance
-from fedbraid.runs import judge, parts
+from fedbraid.runs import Options, describe, judge
 from fedbraid.schedule import Buffered, Rounds, Tick
 from fedbraid.server import Tree
 from fedbraid.store import Rows
@@ -148,20 +148,21 @@ class Driver:
 
     def _open(self) -> str:
         """The run's own name, which nodes file their memory under; the folder must hold this run or none."""
-        config = {
-            "run": secrets.token_hex(8), "task": None, "algorithm": self.algorithm.name or None,
-            "parts": parts(self.algorithm), "work": repr(self.work), "schedule": repr(self.schedule),
-            "seed": self.settings.seed, "layout": self.layout.fingerprint.hex(), "engine": "flower",
-        }  # fmt: skip
+        setup = Setup(self.algorithm, self.task, self.work, self.settings.seed)
+        config = describe(setup, self.schedule, self, Options(), "cpu")  # type: ignore[arg-type]
+        config |= {"clients": self.settings.nodes, "run": secrets.token_hex(8)}
         if not self.folder.exists:
             self.folder.create(config)
         known = self.folder.config()
-        for key in ("parts", "work", "schedule", "seed", "layout"):
+        for key in ("data", "parts", "work", "schedule", "seed"):
             if known.get(key) != config[key]:
                 raise RunError(
                     f"{self.folder.path} holds a run whose {key} is {known.get(key)!r}, not {config[key]!r}; choose another out"
                 )
         return str(known["run"])
+
+    def describe(self) -> str:
+        return "flower"
 
     # The run ------------------------------------------------------------------------------------------
 

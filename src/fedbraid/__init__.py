@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedbraid import clock, codecs, deploy, engines, errors, models
+    from fedbraid import callbacks, clock, codecs, compare, deploy, engines, errors, export, models, sweep
     from fedbraid.algorithms.adabest import adabest
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedbraid.server import Gather, Info, Mean, Pipeline, Scale, Staleness, Transform, Uploads, pipeline
 
 _HOMES = {
-    "": "clock codecs deploy engines errors models",
+    "": "callbacks clock codecs compare deploy engines errors export models sweep",
     "data": "partition tasks",
     "data.task": "Task",
     "algorithms": (

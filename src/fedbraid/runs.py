@@ -79,6 +79,7 @@ class Result:
     algorithm: Algorithm = field(repr=False)
     engine: str = ""
     out: Path | None = None
+    work: Work | None = field(default=None, repr=False)
 
     def model(self) -> nn.Module:
         """The torch module with the final weights; FedDyn and AdaBest give the averaged model, which they evaluate."""
@@ -108,6 +109,35 @@ class Result:
             "engine": self.engine,
         }
         return "\n".join(f"{k:>10}  {v}" for k, v in facts.items() if v is not None)
+
+    def _repr_html_(self) -> str:
+        from fedbraid.report import notebook
+
+        return notebook.as_html(self)
+
+    def plot(self, metric: str | None = None, axis: str = "step") -> Any:
+        """A matplotlib figure of a measurement over "step", "bytes", "time" or "flops" (extra `plot`)."""
+        from fedbraid.report import notebook
+
+        return notebook.plot(self, metric, axis)
+
+    def to_pandas(self) -> Any:
+        """The history as a pandas frame, a row a step (extra `frames`)."""
+        from fedbraid.report import notebook
+
+        return notebook.to_pandas(self.history)
+
+    def to_polars(self) -> Any:
+        """The history as a polars frame, a row a step (extra `frames`)."""
+        from fedbraid.report import notebook
+
+        return notebook.to_polars(self.history)
+
+    def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
+        """Write the final model as safetensors, TorchScript or ONNX, by the file's name."""
+        from fedbraid.export import export
+
+        return export(self, path, format)
 
 
 @dataclass
@@ -183,6 +213,7 @@ class Run:
             self.setup.algorithm,
             self.engine.describe(),
             self.folder.path if self.folder else None,
+            self.setup.work,
         )
         if self.folder is not None:
             judged = self.setup.algorithm.server.judged(x, self.state.server)
@@ -321,7 +352,7 @@ def resume(
     config = folder.config()
     try:
         return simulate(
-            task or _task_of(folder, config),
+            task or task_of(folder, config),
             algorithm or _algorithm_of(folder, config),
             evaluate(config["work"], {"Work": Work}, "work"),
             evaluate(config["schedule"], SCHEDULES, "schedule"),
@@ -405,7 +436,7 @@ def _same(folder: Folder, known: Record, config: Record) -> None:
             )
 
 
-def _task_of(folder: Folder, config: Record) -> Task:
+def task_of(folder: Folder, config: Record) -> Task:
     if config["task"] is not None:
         from fedbraid.data import tasks
 

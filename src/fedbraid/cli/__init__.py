@@ -7,14 +7,32 @@ from collections.abc import Sequence
 
 import typer
 
-from fedbraid.cli import catalogue, compare, cost, data, demo, deploy, report, reproduce, resume, run, sweep, watch
+from fedbraid.cli import (
+    catalogue,
+    compare,
+    cost,
+    data,
+    demo,
+    deploy,
+    doctor,
+    export,
+    report,
+    reproduce,
+    resume,
+    run,
+    sweep,
+    watch,
+)
 from fedbraid.cli.show import complain
 from fedbraid.errors import FedbraidError
 
 app = typer.Typer(
     name="fedbraid",
     help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
-    epilog="Start with: fedbraid demo",
+    epilog=(
+        "Start with: fedbraid demo. Exit codes: 0 when all went well, 2 for what you can mend (one sentence on stderr"
+        " says how), 130 after Ctrl-C."
+    ),
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -27,6 +45,8 @@ for command in (
     sweep.sweep,
     report.report,
     watch.watch,
+    export.export,
+    doctor.doctor,
     data.data,
     cost.cost,
     reproduce.reproduce,

@@ -76,3 +76,13 @@ Out = Annotated[
 ]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Run: test the model every this many rounds (1).")]
 Target = Annotated[float | None, typer.Option(help="Run: stop at this test accuracy, e.g. 0.95.")]
+Track = Annotated[
+    str | None,
+    typer.Option(help="Run: also log to 'tensorboard', 'mlflow' or 'wandb' (offline), or several: a,b."),
+]
+Patience = Annotated[
+    int | None, typer.Option(help="Run: stop when the accuracy has not risen for this many evaluations.")
+]
+KeepBest = Annotated[
+    bool, typer.Option("--keep-best", help="Run: also keep the most accurate model, as best.safetensors.")
+]

@@ -63,6 +63,9 @@ def run(
     out: o.Out = None,
     evaluate_every: o.EvaluateEvery = None,
     target: o.Target = None,
+    track: o.Track = None,
+    patience: o.Patience = None,
+    keep_best: o.KeepBest = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -104,9 +107,11 @@ def run(
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
-    plan = cfg.plan(whole)
+    plan, watching = cfg.plan(whole), _watching(track, patience, keep_best)
     with _folder(whole) as place:
-        keep(place, json, quiet, plan.target, lambda callbacks: _simulate(plan, place, callbacks))
+        keep(
+            place, json, quiet, plan.target, lambda callbacks: _simulate(plan, place, [*callbacks, *watching])
+        )
 
 
 def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Config:
@@ -122,6 +127,17 @@ def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Confi
     sections["task"] = {"name": task} | sections["task"]
     sections["algorithm"] = {"name": algorithm} | sections["algorithm"]
     return cfg.merge({}, sections)
+
+
+def _watching(track: str | None, patience: int | None, keep_best: bool) -> list[Any]:
+    """The callbacks that were asked for."""
+    if track is None and patience is None and not keep_best:
+        return []
+    from fedbraid import callbacks as c
+
+    found = [] if track is None else c.trackers(track)
+    found += [] if patience is None else [c.EarlyStopping(patience)]
+    return [*found, c.KeepBest()] if keep_best else found
 
 
 def _simulate(plan: cfg.Plan, place: Path, callbacks: list[Any]) -> Result:

@@ -1,0 +1,195 @@
+"""`fedbraid doctor`: what is here, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedbraid.cli.show import Json, Quiet, give
+from fedbraid.errors import FedbraidError, RunError
+from fedbraid.metrics import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedbraid.data.sources import Home
+
+EXTRAS = {
+    "data": ("pyarrow", "PIL"), "hub": ("datasets",), "plot": ("matplotlib",), "sweep": ("optuna",),
+    "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",), "onnx": ("onnx",),
+    "frames": ("pandas", "polars"), "ray": ("ray",), "flower": ("flwr",), "browser": ("playwright",),
+}  # fmt: skip
+MARKS = {"ok": "✓", "missing": "–", "wrong": "✗"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at; "missing" is optional, "wrong" stops fedbraid from working."""
+
+    what: str
+    state: str
+    says: str
+    do: str = ""
+
+
+def doctor(json: Json = False, quiet: Quiet = False) -> None:
+    """Check the machine, the compiler, the extras and the data, and say what to do.
+
+    Exit code 0 where fedbraid works, whatever optional things are missing, and 2 where it does not.
+
+    \b
+    Examples:
+      fedbraid doctor
+      fedbraid doctor --json
+    """
+    found = [*machine(), *native(), *extras(), *data()]
+    if json:
+        give([asdict(f) for f in found])
+    elif not quiet:
+        wide = max(len(f.what) for f in found)
+        for f in found:
+            print(f"{MARKS[f.state]} {f.what:<{wide}}  {f.says}{f'; {f.do}' if f.do else ''}")
+    if wrong := [f for f in found if f.state == "wrong"]:
+        raise RunError(f"{wrong[0].what}: {wrong[0].says}; {wrong[0].do}")
+
+
+def machine() -> Iterator[Finding]:
+    import torch
+
+    from fedbraid import __version__
+
+    yield Finding(
+        "fedbraid",
+        "ok",
+        f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}",
+    )
+    yield Finding("torch", "ok", f"{torch.__version__}{', CUDA' if torch.cuda.is_available() else ''}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("machine", "ok", f"{cores} cores, {format_bytes(memory)} of memory")
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < 1e9:
+        yield Finding("disk", "missing", f"{format_bytes(free)} free here", "free some, for run folders grow")
+    else:
+        yield Finding("disk", "ok", f"{format_bytes(free)} free here")
+    try:
+        with tempfile.TemporaryFile(dir=Path.cwd()):
+            yield Finding("folder", "ok", "run folders can be made here")
+    except OSError as error:
+        yield Finding(
+            "folder",
+            "missing",
+            f"nothing can be written here ({error.strerror})",
+            "go to another folder, or give --out",
+        )
+
+
+def native() -> Iterator[Finding]:
+    """Whether C++ gradients build and agree with autograd, tried on the digits."""
+    from fedbraid.algorithms import fedavg
+    from fedbraid.data import tasks
+    from fedbraid.engines.native.build import compiler
+    from fedbraid.loop import Work
+    from fedbraid.runs import simulate
+    from fedbraid.schedule import rounds
+
+    command = compiler()
+    if command is None:
+        yield Finding(
+            "compiler", "missing", "no C++ compiler, so gradients are slower", "install g++ or set CXX"
+        )
+    else:
+        yield Finding("compiler", "ok", command[0])
+    task = tasks.load("digits", clients=10)
+
+    def x(backend: str) -> Tensor:
+        engine = f"in_process(backend={backend!r})"
+        return simulate(
+            task, fedavg(), Work(lr=0.1), rounds(1, clients=2), engine=engine, evaluate_every=None
+        ).x
+
+    try:
+        plain = x("loop")
+    except FedbraidError as error:
+        yield Finding("training", "wrong", str(error), "reinstall fedbraid")
+        return
+    yield Finding("training", "ok", "a round on digits runs")
+    if command is None:
+        return
+    try:
+        apart = float((x("native") - plain).abs().max())
+    except FedbraidError as error:
+        yield Finding("native gradients", "missing", str(error), "autograd is used instead")
+        return
+    if apart > 1e-4:
+        yield Finding(
+            "native gradients",
+            "wrong",
+            f"they differ from autograd by {apart:.1e}",
+            "give --engine 'in_process(backend=\"vmap\")' and tell us",
+        )
+    else:
+        yield Finding("native gradients", "ok", f"built, and equal to autograd within {apart:.0e}")
+
+
+def extras() -> Iterator[Finding]:
+    for extra, modules in EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        if missing:
+            yield Finding(
+                f"extra {extra}",
+                "missing",
+                f"no {' and no '.join(missing)}",
+                f"pip install 'fedbraid[{extra}]'",
+            )
+        else:
+            yield Finding(f"extra {extra}", "ok", ", ".join(modules))
+
+
+def data() -> Iterator[Finding]:
+    from fedbraid.data import tasks
+    from fedbraid.data.sources import folder
+
+    place = folder(None)
+    if place is None:
+        yield Finding(
+            "data",
+            "missing",
+            "FEDBRAID_DATA is not set",
+            "set it to a folder of data sets; digits and synthetic need none",
+        )
+        return
+    if not place.is_dir():
+        yield Finding(
+            "data", "missing", f"FEDBRAID_DATA is {place}, which is no folder", "make it, or set another"
+        )
+        return
+    for name in tasks.names():
+        yield _data_set(name)
+
+
+def _data_set(name: str) -> Finding:
+    home = _homes().get(name)
+    if home is None:
+        return Finding(f"data {name}", "ok", "needs no files")
+    if home.find(None, "*", "*/*"):
+        return Finding(f"data {name}", "ok", "files are there")
+    says, _, do = str(home.missing(None)).partition("; ")
+    return Finding(f"data {name}", "missing", says, do)
+
+
+def _homes() -> dict[str, Home]:
+    from fedbraid.data import celeba, cifar, femnist, mnist, mushrooms, sent140, shakespeare
+
+    return {
+        "celeba": celeba.HOME, "cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100, "emnist": mnist.EMNIST,
+        "femnist": femnist.HOME, "fmnist": mnist.FMNIST, "mnist": mnist.MNIST, "mushrooms": mushrooms.HOME,
+        "sent140": sent140.HOME, "shakespeare": shakespeare.HOME, "tinyshakespeare": shakespeare.TINY,
+    }  # fmt: skip

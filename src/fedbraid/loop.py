@@ -25,6 +25,7 @@ from fedbraid.link import (
     broadcast,
     catch_up,
     codec_of,
+    message_overhead,
     open_down,
     residuals,
 )
@@ -419,7 +420,8 @@ class Tally:
         packets = np.array([self.state.sent[int(v)]["packets"] for v in versions], np.int64)
         held = self.state.clients.get(reply.clients.tolist())["held"].numpy().astype(np.int64)
         had = held[:, 0] * 2**20 + held[:, 1]
-        whole_state = len(self.state.wire["hidden"]) * (identity().size(self.layout) or 0)
+        names = tuple(self.state.wire["hidden"])
+        whole_state = len(names) * (identity().size(self.layout) or 0) + message_overhead(names)
         cost = catch_up(np.where(held[:, 0] < 0, -1, packets - had), whole_state)
         self.down["x"] = self.down.get("x", 0) + int(cost.sum())
         now = np.stack([packets // 2**20, packets % 2**20], 1).astype(np.float32)

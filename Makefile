@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# apart, because Flower holds typer back
+ENGINES := .venv-engines
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types bench test-engines clean
@@ -24,9 +26,14 @@ demo: $(READY)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 test: $(READY) lint types  ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-test-engines: $(READY)  ## Ray clusters and Flower fleets on loopback: real processes, killed ones too
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray,flower]'
-	$(BIN)/python -m pytest -m engines tests/test_ray.py tests/test_flower.py
+test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too
+	$(ENGINES)/bin/python -m pytest -m engines tests/test_ray.py tests/test_flower.py
+
+$(ENGINES)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray,flower]'
+	@touch $@
 
 lint: $(READY)  ## ruff, format and rules
 	$(BIN)/ruff format --check .
@@ -39,4 +46,4 @@ bench: $(READY)  ## speed against bare PyTorch, side by side
 	$(BIN)/python benchmarks/speed.py
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .hypothesis build dist

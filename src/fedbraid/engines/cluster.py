@@ -130,7 +130,7 @@ def _connect(address: str | None, workers: int | None) -> None:
     try:
         if known and (host := re.fullmatch(r"([\w.-]+):(\d+)", known)):  # Ray itself would try for minutes
             socket.create_connection((host[1], int(host[2])), 10).close()
-        _ray().init(known, **(quiet if known else {"num_cpus": workers, **quiet}))
+        _ray().init(known or "local", **(quiet if known else {"num_cpus": workers, **quiet}))
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"no Ray cluster answers at {known!r} ({error}); start one with: ray start --head"

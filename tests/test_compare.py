@@ -83,6 +83,14 @@ def row(name, mean, half):
             [row("a", 0.9, None), row("b", 0.8, None)],
             "a came first, but one seed has no interval: no verdict. Run more seeds.",
         ),
+        (
+            [row("best", 0.9, 0.01), *(row(c, 0.1, 0.01) for c in "abcdefg")],
+            "best is best: its 95 % interval lies apart from all others.",
+        ),
+        (
+            [row(c, 0.9, 0.01) for c in "abcdefg"],
+            "No verdict between a, b, c, d and 3 others: their 95 % intervals overlap.",
+        ),
         ([row("a", 0.9, 0.01)], "Nothing to compare: fewer than two have a result."),
     ],
 )
@@ -177,6 +185,22 @@ def test_killed_and_resumed(grid, tmp_path):
     whole = fb.simulate(task, fb.fedavg(), WORK, fb.rounds(150, clients=5), seed=0, evaluate_every=150)
     assert found.groups[0].histories[0][-1]["accuracy"] == whole.history[-1]["accuracy"]
     assert [len(h) for g in found.groups for h in g.histories] == [150] * 4
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    out = tmp_path / "stopped"
+    command = [sys.executable, "-m", "fedbraid", "compare", "digits", "fedavg", *SMALL, "--rounds", "100000"]
+    running = subprocess.Popen(
+        [*command, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(out.rglob("metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert said == f"fedbraid: stopped; what is done is kept. Continue with: fedbraid compare {out}\n"
 
 
 def test_divergence_is_a_result(task, tmp_path):

@@ -195,6 +195,16 @@ def test_still_being_written(single, tmp_path, capsys):
     assert call(capsys, "report", going, "--unfinished", "-q")[0] == 0
 
 
+def test_a_comparison_that_goes_on(grid, tmp_path, capsys):
+    going = tmp_path / "going"
+    shutil.copytree(grid, going)
+    next(going.rglob("model.safetensors")).unlink()
+    refused(call(capsys, "report", going), f"`fedbraid compare {going}`")
+    shutil.rmtree(next(going.rglob("seed-1")))
+    refused(call(capsys, "report", going), "is not finished")
+    assert call(capsys, "report", going, "--unfinished", "-q")[0] == 0
+
+
 def test_two_tasks(single, tmp_path, capsys):
     other = fb.tasks.load("synthetic")
     fb.simulate(other, fb.fedavg(), WORK, fb.rounds(1, clients=2), out=tmp_path / "other")

@@ -218,6 +218,8 @@ def verdict(rows: Sequence[Record]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
+    if len(names) > 5:
+        names = [*names[:4], f"{len(names) - 4} others"]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

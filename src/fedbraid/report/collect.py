@@ -166,8 +166,8 @@ def _cells(path: Path, known: Record, unfinished: bool, failed: dict[str, int]) 
                 if (place / FAILED).exists():
                     failed[contestant["name"]] = failed.get(contestant["name"], 0) + 1
                 elif (place / "run.json").exists():
-                    runs.append(read(place, unfinished, contestant["name"]))
-                elif not unfinished:
+                    runs.append(read(place, True, contestant["name"]))
+                if not unfinished and not any((place / f).exists() for f in (FAILED, "model.safetensors")):
                     raise RunError(
                         f"{path} is not finished; see it with `fedbraid watch {path}`, end it with"
                         f" `fedbraid compare {path}`, or report what there is with --unfinished"

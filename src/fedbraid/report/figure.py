@@ -34,6 +34,8 @@ def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target
         pane.plot(curve["x"][axis], curve["mean"], label=name, **style)
         if curve["half"] is not None:
             low, high = ([m + s * h for m, h in zip(curve["mean"], curve["half"])] for s in (-1, 1))
+            if metric == "accuracy":  # with few seeds an interval may reach beyond what there is
+                low, high = ([min(1.0, max(0.0, v)) for v in ends] for ends in (low, high))
             pane.fill_between(curve["x"][axis], low, high, color=style["color"], alpha=0.16, linewidth=0)
     pane.set(xlabel=AXES[axis], ylabel=TITLES.get(metric, metric))
     if axis in ("bytes", "flops"):

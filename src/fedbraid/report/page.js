@@ -138,8 +138,9 @@
     const guide = svg("line", { class: "guide", y1: top, y2: height - bottom, visibility: "hidden" });
     drawn.append(inside, guide);
     if (metric === "accuracy" && data.target !== null && data.target >= y0 && data.target <= y1) {
+      const under = shown.every((s) => s.curve.mean[s.curve.mean.length - 1] < data.target); // its text keeps clear of where curves end
       drawn.append(svg("line", { class: "goal", x1: left, x2: width - right, y1: Y(data.target), y2: Y(data.target) }));
-      drawn.append(svg("text", { class: "halo", x: left + 6, y: Y(data.target) - 5 }, `target ${+(100 * data.target).toPrecision(4)} %`));
+      drawn.append(svg("text", { class: "halo", x: width - right, y: Y(data.target) + (under ? -6 : 15), "text-anchor": "end" }, `target ${+(100 * data.target).toPrecision(4)} %`));
     }
     drawn.addEventListener("pointermove", (event) => {
       const box = drawn.getBoundingClientRect();
@@ -209,10 +210,21 @@
   }
 
   function results() {
-    const head = ["", data.metric === "accuracy" ? "Accuracy" : METRICS[data.metric] || "Result", "Best", "Loss", "Rank", "Seeds", "Steps", "Up", "Down", "FLOPs", "Time"];
-    const rows = data.rows.map((r, i) => line(r, i, [within(r.final, data.metric), maybe(r.best, (v) => upward("accuracy", v)), maybe(r.loss, (v) => v.toFixed(4)), maybe(r.rank, (v) => v.toFixed(1)),
-      String(r.seeds.length) + (r.failed ? ` (${r.failed} diverged)` : ""), String(r.steps), maybe(r.bytes_up, bytes), maybe(r.bytes_down, bytes), maybe(r.flops, count), maybe(r.time, plain)]));
-    $("results").replaceChildren(html("tr", null, ...head.map((t) => html("th", null, t))), ...rows);
+    const accuracy = data.metric === "accuracy";
+    const columns = [
+      [accuracy ? "Accuracy" : METRICS[data.metric], (r) => within(r.final, data.metric), true],
+      ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
+      ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
+      ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],
+      ["Seeds", (r) => String(r.seeds.length) + (r.failed ? ` (${r.failed} diverged)` : ""), true],
+      ["Steps", (r) => String(r.steps), true],
+      ["Up", (r) => maybe(r.bytes_up, bytes), true],
+      ["Down", (r) => maybe(r.bytes_down, bytes), true],
+      ["FLOPs", (r) => maybe(r.flops, count), data.rows.some((r) => r.flops)],
+      ["Time", (r) => maybe(r.time, plain), true],
+    ].filter((column) => column[2]);
+    $("results").replaceChildren(html("tr", null, html("th", null, ""), ...columns.map(([name]) => html("th", null, name))),
+      ...data.rows.map((r, i) => line(r, i, columns.map(([, cell]) => cell(r)))));
     $("results-note").textContent = "Results are means of the last tenth of the evaluations; bytes, FLOPs and simulated time are means over seeds of the whole run.";
   }
 

@@ -502,7 +502,7 @@ def measure(
         except RuntimeError as error:
             cells[peer] = str(error)
             continue
-        fitting = min(3 * work.rounds, max(3, int(args.seconds / seen["seconds"])))
+        fitting = min(3 * work.rounds, max(2, int(args.seconds / seen["seconds"])))
         rounds[peer] = args.rounds or fitting
         print(
             f"{name} {peer}: checked, {rounds[peer]} rounds a turn {seen['note']}".rstrip(),

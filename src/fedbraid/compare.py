@@ -23,7 +23,7 @@ from fedbraid.checkpoint import Folder, Record
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, EngineError, RunError
 from fedbraid.loop import Algorithm, Work
-from fedbraid.metrics import format_bytes, format_count, format_share
+from fedbraid.metrics import format_bytes, format_count
 from fedbraid.parse import evaluate
 from fedbraid.runs import SCHEDULES, Run, algorithm_from, parts, simulate
 from fedbraid.schedule import Schedule, whole
@@ -378,10 +378,3 @@ def _check(who: Sequence[Contestant], seeds: Sequence[int], target: float | None
     whole("seeds", len(seeds))
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
-
-
-def accuracy_shown(metric: str, value: float | None) -> str:
-    """A measurement for the live table."""
-    if value is None:
-        return "–"
-    return format_share(value) if metric == "accuracy" else f"{value:.4f}"

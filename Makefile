@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 # apart, because Flower holds typer back
 ENGINES := .venv-engines
@@ -12,15 +13,19 @@ ENGINES := .venv-engines
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(READY): $(BASE)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-setup: $(READY)  ## make the virtual environment
+setup: $(READY)  ## make the virtual environment with everything for development
 
-demo: $(READY)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
+demo: $(BASE)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 	$(BIN)/fedbraid demo
 
 test: $(READY) lint types  ## lint, types and all tests

@@ -12,6 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page):
+    """Blocks fenced as `python`; those fenced as `py` are parts of files or need an extra."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 

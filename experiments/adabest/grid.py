@@ -138,7 +138,7 @@ def stability_table(done: Done) -> str:
                 rows.append([
                     f"{partition}, {name}", spread([peak(x) for x in lines]), spread([final(x) for x in lines]),
                     spread([at(x, "norm", 0.1) for x in lines]), spread([at(x, "norm") for x in lines]),
-                    spread([at(x, "norm_h") for x in lines]) if lines[0]["curve"]["norm_h"][-1] is not None else "–", str(len(lines)),
+                    spread([at(x, "norm_h") for x in lines], 2) if lines[0]["curve"]["norm_h"][-1] is not None else "–", str(len(lines)),
                 ])  # fmt: skip
     head = [
         "",

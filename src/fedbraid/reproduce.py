@@ -440,7 +440,10 @@ class Panel:
 
 
 def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
-    """Panels side by side as a PNG, one legend for all."""
+    """Panels side by side as a PNG, one legend for all; those without a curve are left out."""
+    panels = [panel for panel in panels if panel.curves]
+    if not panels:
+        return
     try:
         import matplotlib
     except ImportError as error:

@@ -277,11 +277,7 @@ class Jobs:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if (
-        not tick.live
-        and bool((tick.versions == tick.step).all())
-        and len(set(tick.clients.tolist())) == len(tick.clients)
-    ):
+    if tick.started is tick.clients:  # a round: all started from this version, and nobody twice
         yield tick.step, tick.clients
         return
     run: list[int] = []
@@ -298,7 +294,7 @@ def _join(parts: list[Reply]) -> Reply:
 
 
 def order(state: State, version: int, clients: NDArray[np.int64]) -> Order:
-    memory = {k: v.to(state.x.device) for k, v in state.clients.get(clients.tolist()).items()}
+    memory = {k: v.to(state.x.device) for k, v in state.clients.get(clients).items()}
     return Order(version, clients, state.sent[version]["vectors"], memory)
 
 
@@ -323,7 +319,7 @@ def advance(
         up = Uploads(reply.clients, reply.uploads, n, reply.K, staleness, reply.lr, _starts(state, versions))
         tally.add(up, reply, versions)
         acc = algorithm.gather.add(acc, up, state.gather, x)
-        state.clients.put(reply.clients.tolist(), reply.memory)
+        state.clients.put(reply.clients, reply.memory)
     jobs.closes(tick)
     info = Info(
         state.t, tally.count, task.clients, float(task.offsets[-1]), tally.rates / tally.weight, tally.steps / tally.weight,
@@ -379,7 +375,7 @@ class Tally:
         self.hidden = isinstance(algorithm.down, HiddenState)
         self.state, self.layout = state, layout
         self.clients: list[int] = []
-        self.staleness: list[int] = []
+        self.staleness: list[NDArray[np.int64]] = []
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
         self.count = self.quantised = 0
@@ -390,7 +386,7 @@ class Tally:
         m = len(reply.clients)
         self.count += m
         self.clients += reply.clients.tolist()
-        self.staleness += (self.state.t - versions).tolist()
+        self.staleness.append(self.state.t - versions)
         p = up.weights(self.kind).double()
         self.weight += float(p.sum())
         self.steps += float((p * reply.K).sum())
@@ -441,9 +437,10 @@ class Tally:
         }
         if tick.dropped:
             record["dropped"] = tick.dropped
-        if any(self.staleness) or tick.live:
-            record["staleness"] = sum(self.staleness) / self.count
-            record["staleness_max"] = max(self.staleness)
-            record["staleness_counts"] = np.bincount(self.staleness).tolist()
+        stale = np.concatenate(self.staleness)
+        if tick.live or stale.any():
+            record["staleness"] = float(stale.mean())
+            record["staleness_max"] = int(stale.max())
+            record["staleness_counts"] = np.bincount(stale).tolist()
             record["versions_kept"] = len(self.state.sent)
         return record

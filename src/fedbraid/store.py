@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.errors import RunError
@@ -22,6 +23,9 @@ from fedbraid.rule import Vectors
 if TYPE_CHECKING:
     from fedbraid.codec import Codec
     from fedbraid.layout import Layout
+
+
+Ids = Sequence[int] | NDArray[np.int64]
 
 
 class Rows:
@@ -77,7 +81,7 @@ class Rows:
         stored = set() if self._db is None else set(self._db.ids(self._table))
         return sorted((stored - self._dropped) | self._slot.keys())
 
-    def get(self, clients: Sequence[int]) -> Vectors:
+    def get(self, clients: Ids) -> Vectors:
         """The clients' rows, `[m, width]` per name."""
         if not self.default:
             return {}
@@ -100,7 +104,7 @@ class Rows:
             out[name] = values
         return out
 
-    def put(self, clients: Sequence[int], vectors: Vectors) -> None:
+    def put(self, clients: Ids, vectors: Vectors) -> None:
         """Write the clients' rows; they are committed with the next step."""
         if not self.default:
             return

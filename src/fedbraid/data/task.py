@@ -208,8 +208,13 @@ class Task:
 
     def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
         """Rows of the table for the picked samples `[m, B]` of these clients."""
-        at = torch.from_numpy(self.offsets[clients][:, None] + picked)
-        return self.rows[at.to(self.rows.device)]
+        at = torch.from_numpy(self.offsets[clients][:, None] + picked).to(self.rows.device)
+        return at if self._in_order else self.rows[at]
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether the table itself has the clients' rows one after the other."""
+        return torch.equal(self.rows, torch.arange(len(self.rows), device=self.rows.device))
 
     def labels(self, client: int) -> Tensor:
         """The targets that a client holds."""

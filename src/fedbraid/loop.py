@@ -409,7 +409,10 @@ class Tally:
 
     def _downloads(self, reply: Reply, versions: NDArray[np.int64]) -> None:
         if not self.hidden:
-            for version, times in zip(*np.unique(versions, return_counts=True)):
+            alike = bool((versions == versions[0]).all())
+            for version, times in (
+                ((versions[0], len(versions)),) if alike else zip(*np.unique(versions, return_counts=True))
+            ):
                 for name, size in self.state.sent[int(version)]["sizes"].items():
                     self.down[name] = self.down.get(name, 0) + size * int(times)
             return

@@ -90,7 +90,9 @@ class Rounds(Schedule):
                 f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
             )
         if isinstance(self.clients, tuple) and (self.over, self.timeout, self.bandwidth) != (1, None, None):
-            raise ConfigError("given cohorts are waited for as they are; leave out over, timeout and bandwidth")
+            raise ConfigError(
+                "given cohorts are waited for as they are; leave out over, timeout and bandwidth"
+            )
         if not self.over >= 1:
             raise ConfigError(f"over={self.over} asks fewer clients than are needed; use over >= 1")
         if self.timeout is not None and not self.timeout > 0:
@@ -123,16 +125,14 @@ class Rounds(Schedule):
             asked = rng.generator(seed, "cohort", step, attempt).choice(
                 N, min(N, math.ceil(wanted * self.over)), replace=False
             )
-            if isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1:
-                took = np.full(len(asked), self.durations.value)
-            else:
-                took = self.durations.draw(
-                    rng.uniform(seed, "duration", step, attempt, np.arange(len(asked)))
-                )
-                took = took * [self.durations.factor(int(c)) for c in asked]
-                if self.bandwidth is not None:
-                    took = took + [self.bandwidth.seconds(int(c), *message) for c in asked]
             limit = math.inf if self.timeout is None else self.timeout
+            steady = isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1
+            if steady and self.durations.mean <= limit:  # all at once, and in time
+                return asked, self.durations.mean, 0
+            took = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
+            took = took * [self.durations.factor(int(c)) for c in asked]
+            if self.bandwidth is not None:
+                took = took + [self.bandwidth.seconds(int(c), *message) for c in asked]
             order = np.argsort(took, kind="stable")[:wanted]
             kept = np.sort(order[took[order] <= limit])
             if len(kept):

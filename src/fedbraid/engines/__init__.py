@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedbraid.engines.processes import Pool
     from fedbraid.loop import Work
 
+
 def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:
     """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop"."""
     from fedbraid.engines.blocks import InProcess

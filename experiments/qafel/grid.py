@@ -146,8 +146,10 @@ def report(done: Mapping[str, Line]) -> dict[str, str]:
         methods.append(row)
     for k in LOCAL_STEPS:
         lines = by_name(done, "FedBuff", k)
-        reached = [next((s for s, e in zip(steps(line), excess(line)) if e < 1e-2), STEPS) for line in lines]
-        local.append([str(k), spread(reached, 0), numbers([level(line) for line in lines])])
+        reached = [next((s for s, e in zip(steps(line), excess(line)) if e < 1e-2), None) for line in lines]
+        known = [r for r in reached if r is not None]
+        when = "not reached" if lines and not known else spread(known, 0)
+        local.append([str(k), when, numbers([level(line) for line in lines])])
     for name in NORMS:
         lines = by_name(done, name, 10) or (
             by_name(done, "QAFeL qsgd 3 bits", 10) if name.startswith("max") else []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedbraid")
 
-BLOCK_BYTES = 2**28  # about how much a block's vectors may take
+BLOCK_BYTES = 2**26  # about how much a block's vectors may take
 
 
 @dataclass

@@ -195,3 +195,9 @@ def test_files_threads_and_processes_are_given_back(blobs, tmp_path):
     for k in range(6):
         some(k)
     assert held() == before
+
+
+def test_the_pool_shares_no_more_rows_than_a_cohort_needs(blobs):
+    engine = fb.engines.pool(workers=2, backend="loop")
+    fb.simulate(blobs, fb.fedavg(), fb.Work(lr=0.1), fb.rounds(2, clients=3), engine=engine)
+    assert engine.shared.slots == 3

@@ -310,7 +310,7 @@ def simulate(
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)
-    setup = Setup(algorithm, task, work, seed, cohort * schedule.steps)
+    setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
     with _opened(runner, setup):
         if folder is not None:
             config = describe(setup, schedule, runner, options, device)

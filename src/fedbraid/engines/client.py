@@ -29,7 +29,8 @@ class Setup:
     task: Task
     work: Work
     seed: int
-    visits: int = 0  # about how many clients will train in the whole run, to choose what is worth preparing
+    cohort: int = 1  # about how many clients train at a time
+    visits: int = 0  # and in the whole run, to choose what is worth preparing
 
 
 @dataclass

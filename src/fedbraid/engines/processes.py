@@ -23,7 +23,7 @@ from fedbraid.rule import Gradient, Vectors
 if TYPE_CHECKING:
     from fedbraid.loop import Order
 
-SLOT_BYTES = 2**30  # about how much the shared rows may take
+SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Pool:
         count = self.workers or len(os.sched_getaffinity(0))
         self.setup, self.count = setup, count
         self.grad: Gradient = gradient(setup, self.backend, 1)
-        self.shared = _Shared(setup)
+        self.shared = _Shared(setup, count)
         ctx = mp.get_context("fork")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -144,14 +144,14 @@ class Pool:
 class _Shared:
     """Vectors in memory that all processes see: what is sent down, and one row a client for what comes back."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, workers: int) -> None:
         layout, algorithm = setup.task.layout, setup.algorithm
         x = torch.zeros(layout.size)
         memory = {name: v.numel() for name, v in algorithm.remembers(x, layout).items()}
         down = ["x", *algorithm.server.send(algorithm.server.init(x, layout))]
         self.names = {"uploads": algorithm.uploads(layout), "memory": memory}
         row = 4 * sum(sum(widths.values()) for widths in self.names.values())
-        self.slots = max(1, min(4096, SLOT_BYTES // max(row, 1)))
+        self.slots = max(workers, min(setup.cohort, SLOT_BYTES // max(row, 1)))
         self.down = {name: _shared(layout.size) for name in down}
         self.rows = {
             kind: {name: _shared(self.slots, width) for name, width in widths.items()}

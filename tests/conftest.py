@@ -38,3 +38,15 @@ def blobs() -> fb.Task:
 
     torch.manual_seed(0)
     return fb.Task.from_arrays(torch.nn.Linear(5, 3), [some(n) for n in (7, 12, 20, 33, 8, 40)], some(50))
+
+
+@pytest.fixture(params=["vmap", "native"])
+def backend(request, monkeypatch):
+    """Run what the oracles run on this gradient backend."""
+    import oracles
+
+    from fedbraid.engines.native.build import compiler
+
+    if request.param == "native" and compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(oracles, "ENGINE", fb.engines.in_process(backend=request.param))

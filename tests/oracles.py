@@ -17,7 +17,7 @@ import fedbraid as fb
 SIZES = (3, 5, 8, 4, 7, 6, 9, 2)
 LAYERS = (slice(0, 12), slice(12, 15), slice(15, 24), slice(24, 27))  # two matrices, each with its bias
 MATRICES = (LAYERS[0], LAYERS[2])
-VMAP = fb.engines.in_process(backend="vmap")
+VMAP = ENGINE = fb.engines.in_process(backend="vmap")
 
 
 class Problem:
@@ -121,7 +121,7 @@ class Trial:
     def run(self, algorithm: fb.Algorithm, schedule: Any = None, **options: Any) -> Any:
         """The library's result; rounds in which clients skip and come back, unless told otherwise."""
         schedule = schedule or fb.rounds(self.steps, clients=self.cohort)
-        options = {"engine": VMAP, "evaluate_every": None} | options
+        options = {"engine": ENGINE, "evaluate_every": None} | options
         result = fb.simulate(self.p.task, algorithm, self.work, schedule, seed=self.seed, **options)
         self.cohorts = [record["clients"] for record in result.history]
         return result

@@ -25,6 +25,8 @@ from oracles import (
 
 import fedbraid as fb
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 every_trial = pytest.mark.parametrize("trial", TRIALS, ids=trial_name)
 
 

@@ -12,6 +12,8 @@ from oracles import MEMORY, Recorded, Trial, agree, topk, trial_name
 
 import fedbraid as fb
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 CLOSED = fb.buffered(9, buffer=3, concurrency=5, arrivals="closed")
 OPEN = fb.buffered(9, buffer=2, concurrency=4)
 QUICK = fb.buffered(12, buffer=4, concurrency=3, arrivals="closed", durations=fb.clock.lognormal(0, 2.0))

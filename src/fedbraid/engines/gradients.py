@@ -132,6 +132,3 @@ class Vmap(Torch):
         except Exception:
             return False
         return True
-
-
-BACKENDS = {"loop": Loop, "vmap": Vmap}

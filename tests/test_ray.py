@@ -27,17 +27,17 @@ WORK = fb.Work(lr=0.1, steps=3, batch=4)
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes of one CPU each; the driver's own node has none."""
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 0,
-            "include_dashboard": False,
-            "object_store_memory": 2**27,
-        },
-    )
-    nodes = [made.add_node(num_cpus=1, object_store_memory=2**27) for _ in range(2)]
-    made.workers = nodes
+    """Two nodes of one CPU each; the driver's own node has none.
+
+    Each has its own loopback address. 127.0.0.1 is none of them: Ray takes it for the machine's outer address.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    node = {"object_store_memory": 2**27}
+    head = {"node_ip_address": "127.0.0.2", "num_cpus": 0, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head | node)
+    made.workers = [
+        made.add_node(node_ip_address=address, num_cpus=1, **node) for address in ("127.0.0.3", "127.0.0.4")
+    ]
     ray.init(made.address, logging_level="warning", log_to_driver=False)
     yield made
     ray.shutdown()
@@ -86,6 +86,24 @@ def test_nobody_answers_at_the_address():
     task = fb.Task.from_arrays(slow_model(0), table())
     with pytest.raises(fb.errors.EngineError, match="ray start --head"):
         fb.simulate(task, fb.fedavg(), WORK, fb.rounds(1, clients=2), engine="ray(address='127.0.0.1:1')")
+
+
+ALONE = """
+import fedbraid as fb, ray
+
+class Where:
+    def step(self, record, run):
+        print(*(n["NodeManagerAddress"] for n in ray.nodes()))
+
+task = fb.tasks.load("digits", clients=4)
+fb.simulate(task, fb.fedavg(), fb.Work(steps=2), fb.rounds(1, clients=2), engine="ray(workers=2)", callbacks=[Where()])
+"""
+
+
+def test_a_ray_of_ones_own_stays_on_loopback():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].startswith("127.")
 
 
 def test_two_nodes_give_the_numbers_of_one_process(cluster, blobs):
@@ -162,19 +180,33 @@ def test_what_a_client_raises_comes_back(cluster):
         fb.simulate(task, fb.fedavg(), WORK, fb.rounds(1, clients=2), engine="ray")
 
 
-def test_a_node_that_dies_in_a_round_is_replaced(cluster):
-    task = fb.Task.from_arrays(slow_model(0.15), table())
+def test_a_node_that_dies_in_a_round_is_replaced(cluster, tmp_path):
+    """The second node is killed while it has a block of the second round in its hands."""
+    driver, doomed = os.getpid(), cluster.workers[1].node_id
+    second, struck = tmp_path / "second", tmp_path / "struck"
+
+    def loss(out, y):
+        if os.getpid() != driver and second.exists() and ray.get_runtime_context().get_node_id() == doomed:
+            struck.touch()
+            time.sleep(600)
+        return torch.nn.functional.cross_entropy(out, y, reduction="none")
+
+    def kill():
+        while not struck.exists():
+            time.sleep(0.05)
+        cluster.remove_node(cluster.workers[1], allow_graceful=False)
+
+    class Second:
+        def step(self, record, run):
+            second.touch()
+
+    task = fb.Task.from_arrays(slow_model(0.1), table(), loss=loss)
     plan = (task, fb.scaffold(), WORK, fb.rounds(3, clients=8))
     here = fb.simulate(*plan, seed=1, engine="in_process")
-    killer = threading.Timer(0.5, cluster.remove_node, [cluster.workers[1]], {"allow_graceful": False})
-
-    class Killer:
-        def step(self, record, run):
-            if record["step"] == 1:
-                killer.start()  # and it strikes in the middle of the next round
-
-    there = fb.simulate(*plan, seed=1, engine="ray", callbacks=[Killer()])
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    there = fb.simulate(*plan, seed=1, engine="ray", callbacks=[Second()])
+    assert struck.exists()
     killer.join()
-    assert cluster.workers[1] not in cluster.worker_nodes
     close(here.x, there.x)
     assert [r["clients"] for r in there.history] == [r["clients"] for r in here.history]

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 WAVE_BYTES = 2**30  # about how much may come back at a time
 RETRIES = 20  # lives of a block before its deaths are taken for its own fault
+LOOPBACK = "127.0.0.2"  # of a Ray that is started here; Ray takes 127.0.0.1 for the machine's outer address
 BLOCKS = 4  # pieces per worker where a larger block is not cheaper, so that nobody waits long for the last
 
 
@@ -42,8 +44,9 @@ class Ray:
     """Blocks of clients as Ray tasks of one CPU each.
 
     `address` is a running cluster's ("auto" for the one on this machine); without it, Ray is started here.
-    A process that is already connected to Ray stays so. A round is cut for `workers` at a time, by default the CPUs of the cluster. `data="store"` ships the
-    data once to each node through the object store; "load" has each node load the task from its own disk.
+    A process that is already connected to Ray stays so. A round is cut for `workers` at a time, by default
+    the CPUs of the cluster. `data="store"` ships the data once to each node through the object store; "load"
+    has each node load the task from its own disk.
     """
 
     address: str | None = None
@@ -127,10 +130,12 @@ def _ray() -> Any:
 def _connect(address: str | None, workers: int | None) -> None:
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
     known = address or os.environ.get("RAY_ADDRESS")
+    own = {"num_cpus": workers, **({"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {})}
     try:
         if known and (host := re.fullmatch(r"([\w.-]+):(\d+)", known)):  # Ray itself would try for minutes
             socket.create_connection((host[1], int(host[2])), 10).close()
-        _ray().init(known or "local", **(quiet if known else {"num_cpus": workers, **quiet}))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody unasked
+        _ray().init(known or "local", **quiet, **({} if known else own))
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"no Ray cluster answers at {known!r} ({error}); start one with: ray start --head"

@@ -211,6 +211,45 @@ def test_command(tmp_path, capsys):
     assert "unknown tracker 'paper'" in capsys.readouterr().err
 
 
+def test_resume_remembers_how_the_run_was_watched(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    place = tmp_path / "r"
+    run_ = ["run", "digits", "fedavg", "--rounds", "60", "--per-round", "3", "--out", str(place), "--json"]
+    monkeypatch.setattr(callbacks.EarlyStopping, "step", lambda self, *now: Kill(3).step(*now))
+    assert main([*run_, "--track", "tensorboard", "--patience", "2", "--keep-best"]) == 130
+    monkeypatch.undo()
+    (place / "best.safetensors").unlink()
+    logs = len(list((place / "tensorboard").iterdir()))
+
+    def resumed(*words):
+        capsys.readouterr()
+        assert main(["resume", str(place), "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    ended = resumed()["steps"]
+    assert ended < 60
+    assert (place / "best.safetensors").exists()
+    assert len(list((place / "tensorboard").iterdir())) == logs + 1
+    assert resumed()["steps"] == ended
+    assert len(list((place / "tensorboard").iterdir())) == logs + 1  # nothing happened, so nothing is logged
+    later = resumed("--patience", "4", "--track", "none", "--no-keep-best")["steps"]
+    assert ended < later < 60
+    assert json.loads((place / "watching.json").read_text()) == {
+        "track": None,
+        "patience": 4,
+        "keep_best": False,
+    }
+    assert resumed("--patience", "0")["steps"] == 60
+    assert not (place / "watching.json").exists()
+    for words, said in (
+        (["--track", "paper"], "unknown tracker"),
+        (["--patience", "-1"], "patience"),
+        (["--target", "95"], "0.95"),
+    ):
+        assert main(["resume", str(place), *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 # Export -------------------------------------------------------------------------------------------
 
 

@@ -378,6 +378,7 @@ def test_the_same_command_continues_and_another_is_refused(call: Call, done: Pat
         ("run.json", None, "is no run folder"),
         ("state.db", b"no database, but long enough to look at" * 100, "cannot be read or written"),
         ("target.json", b"{}", "remove it to run to the last step"),
+        ("watching.json", b"[]", "remove it to resume unwatched"),
     ],
 )
 def test_a_broken_folder_is_refused_and_left_alone(

@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
-import json as jsonlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedbraid.cli.run import Target, keep
+from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet
-from fedbraid.errors import RunError
+from fedbraid.errors import ConfigError
+
+Track = Annotated[
+    str | None, typer.Option(help="Log to other trackers than before, or to 'none'; see `fedbraid run`.")
+]
+Patience = Annotated[
+    int | None, typer.Option(help="Stop after another number of evaluations without a rise; 0: do not.")
+]
+Target = Annotated[float | None, typer.Option(help="Stop at another test accuracy, e.g. 0.99.")]
+KeepBest = Annotated[
+    bool | None, typer.Option("--keep-best/--no-keep-best", help="Keep the most accurate model, or not.")
+]
 
 
 def resume(
     run: Annotated[Path, typer.Argument(help="The run's folder, such as runs/mnist-fedavg-1.")],
+    target: Target = None,
+    track: Track = None,
+    patience: Patience = None,
+    keep_best: KeepBest = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Continue a run that was stopped or killed, to the very bits of one that was not.
 
+    The run's --target, --track, --patience and --keep-best are remembered; give them to change them. A run
+    that had ended early goes on when the target or the patience changes.
+
     \b
     Examples:
       fedbraid resume runs/mnist-fedavg-1
-      fedbraid resume runs/mnist-fedavg-1 --json
+      fedbraid resume runs/mnist-fedavg-1 --track none --json
+      fedbraid resume runs/mnist-fedavg-1 --target 0.99
     """
     from fedbraid.checkpoint import Folder
     from fedbraid.runs import resume as resume_run
 
     Folder(run).config()  # a folder that holds no run is refused first
-    keep(run, json, quiet, _target(run), lambda callbacks: resume_run(run, callbacks=callbacks))
+    before = Asked.of(run)
+    asked = _changed(before, target, track, patience, keep_best)
+    over = asked == before and (run / "model.safetensors").exists()
+    watching = [] if over else asked.callbacks()  # trackers need not hear of a run that is only read back
+    keep(run, json, quiet, asked, lambda callbacks: resume_run(run, callbacks=[*callbacks, *watching]))
 
 
-def _target(run: Path) -> float | None:
-    """The accuracy at which the run was to end, where one was given."""
-    path = run / Target.FILE
-    try:
-        return float(jsonlib.loads(path.read_text())["accuracy"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} cannot be read ({error}); remove it to run to the last step") from error
+def _changed(
+    asked: Asked, target: float | None, track: str | None, patience: int | None, keep_best: bool | None
+) -> Asked:
+    """What was asked with what is asked now on top."""
+    if target is not None:
+        if not 0 < target <= 1:
+            raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
+        asked = replace(asked, target=target)
+    if track is not None:
+        asked = replace(asked, track=None if track == "none" else track)
+    if patience is not None:
+        asked = replace(asked, patience=None if patience == 0 else patience)
+    return asked if keep_best is None else replace(asked, keep_best=keep_best)

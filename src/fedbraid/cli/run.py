@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,7 @@ import typer
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, RunError
 from fedbraid.metrics import best, format_bytes, format_seconds, format_share, rounds_to
 
 if TYPE_CHECKING:
@@ -107,11 +109,11 @@ def run(
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
-    plan, watching = cfg.plan(whole), _watching(track, patience, keep_best)
+    plan = cfg.plan(whole)
+    asked = Asked(track, patience, keep_best, plan.target)
+    watching = asked.callbacks()
     with _folder(whole) as place:
-        keep(
-            place, json, quiet, plan.target, lambda callbacks: _simulate(plan, place, [*callbacks, *watching])
-        )
+        keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
 
 
 def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Config:
@@ -127,17 +129,6 @@ def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Confi
     sections["task"] = {"name": task} | sections["task"]
     sections["algorithm"] = {"name": algorithm} | sections["algorithm"]
     return cfg.merge({}, sections)
-
-
-def _watching(track: str | None, patience: int | None, keep_best: bool) -> list[Any]:
-    """The callbacks that were asked for."""
-    if track is None and patience is None and not keep_best:
-        return []
-    from fedbraid import callbacks as c
-
-    found = [] if track is None else c.trackers(track)
-    found += [] if patience is None else [c.EarlyStopping(patience)]
-    return [*found, c.KeepBest()] if keep_best else found
 
 
 def _simulate(plan: cfg.Plan, place: Path, callbacks: list[Any]) -> Result:
@@ -183,19 +174,68 @@ def _new(task: str, algorithm: str) -> Path:
 
 
 class Target:
-    """Ends a run at an accuracy, and notes it in the folder so that a resumed run ends there too."""
-
-    FILE = "target.json"
+    """Ends a run at an accuracy."""
 
     def __init__(self, accuracy: float) -> None:
         self.accuracy = accuracy
 
-    def start(self, run: Run) -> None:
-        if run.folder is not None and not (run.folder.path / self.FILE).exists():
-            run.folder.write_json(self.FILE, {"accuracy": self.accuracy})
-
     def step(self, record: Record, run: Run) -> bool:
         return bool(record.get("accuracy", 0.0) >= self.accuracy)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a run is watched and when it ends; noted in its folder, so that a resumed run does the same."""
+
+    WATCHING = "watching.json"
+    TARGET = "target.json"
+
+    track: str | None = None
+    patience: int | None = None
+    keep_best: bool = False
+    target: float | None = None
+
+    @classmethod
+    def of(cls, place: Path) -> Asked:
+        """What a run's folder says."""
+        said = _noted(
+            place / cls.WATCHING, "remove it to resume unwatched", ("track", "patience", "keep_best")
+        )
+        goal = _noted(place / cls.TARGET, "remove it to run to the last step", ("accuracy",))
+        return cls(**said, target=goal.get("accuracy"))
+
+    def callbacks(self) -> list[Any]:
+        found: list[Any] = [self] if self.target is None else [self, Target(self.target)]
+        if self.track is None and self.patience is None and not self.keep_best:
+            return found
+        from fedbraid import callbacks as c
+
+        found += [] if self.track is None else c.trackers(self.track)
+        found += [] if self.patience is None else [c.EarlyStopping(self.patience)]
+        return [*found, c.KeepBest()] if self.keep_best else found
+
+    def start(self, run: Run) -> None:
+        assert run.folder is not None
+        before = Asked.of(run.folder.path)
+        if (before.patience, before.target) != (self.patience, self.target):
+            run.note.pop("stopped", None)  # it had ended early for a reason that holds no longer
+        said = {"track": self.track, "patience": self.patience, "keep_best": self.keep_best}
+        for name, facts_ in ((self.WATCHING, said), (self.TARGET, {"accuracy": self.target})):
+            if any(facts_.values()):
+                run.folder.write_json(name, facts_)
+            else:
+                (run.folder.path / name).unlink(missing_ok=True)
+
+
+def _noted(path: Path, remedy: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The facts of a small file, none where it is missing."""
+    try:
+        said = jsonlib.loads(path.read_text())
+        return {key: said[key] for key in keys}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} cannot be read ({error}); {remedy}") from error
 
 
 class Steps:
@@ -211,12 +251,10 @@ class Steps:
         self.done = record["step"]
 
 
-def keep(
-    place: Path, json: bool, quiet: bool, target: float | None, go: Callable[[list[Any]], Result]
-) -> None:
+def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[Any]], Result]) -> None:
     """Run, show how it goes and what came of it, or how to continue after Ctrl-C."""
     seen = Steps()
-    callbacks: list[Any] = [seen] if target is None else [seen, Target(target)]
+    callbacks: list[Any] = [seen]
     begun = time.monotonic()
     with ExitStack() as stack:
         if not (json or quiet):
@@ -231,7 +269,7 @@ def keep(
             stack.close()
             complain(_stopped(place, seen.done))
             raise typer.Exit(130) from None
-    _show(result, target, time.monotonic() - begun, json, quiet)
+    _show(result, asked.target, time.monotonic() - begun, json, quiet)
 
 
 def _stopped(place: Path, done: int | None) -> str:

@@ -29,14 +29,19 @@ MEMORIES = {None: 1.0, "fp16": 0.505, "int8": 0.255, "int4": 0.13}
 def overhead(repeats: int = 7) -> None:
     """fedadavr's round over fedavg's on W1, and a stateful rule's on W1 and W2, taking turns."""
     for name, others in {
-        "W1": [fb.fedadavr("adam"), fb.fedadavr("adam", memory="int4"), fb.scaffold(), fb.adabest()],
+        "W1": [
+            fb.fedadavr("adam", lr=1e-4),
+            fb.fedadavr("adam", lr=1e-4, memory="int4"),
+            fb.scaffold(),
+            fb.adabest(),
+        ],
         "W2": [fb.scaffold(), fb.feddyn()],
     }.items():
         work = WORKLOADS[name]
         x, y = work.table()
         offsets = np.arange(0, len(x) + 1, work.samples)
         task = fb.Task.from_table(work.build, x, y, torch.arange(len(x)), offsets)
-        local = fb.Work(lr=LR, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
+        local = fb.Work(lr=LR / 10, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
         contestants = [fb.fedavg(), *others]
         times: dict[str, list[float]] = {a.name: [] for a in contestants}
         for _ in range(repeats):
@@ -46,7 +51,7 @@ def overhead(repeats: int = 7) -> None:
                     task,
                     algorithm,
                     local,
-                    fb.rounds(30, clients=work.cohort),
+                    fb.rounds(600 // work.cohort, clients=work.cohort),
                     evaluate_every=None,
                     callbacks=[stamps],
                 )

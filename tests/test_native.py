@@ -17,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import fedbraid as fb
 from fedbraid.data.batches import Batch, Flip
 from fedbraid.data.task import Task
 from fedbraid.engines import native
+from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build
 from fedbraid.errors import DataError, EngineError
 
@@ -39,7 +41,8 @@ def _cache(tmp_path_factory):
 def make_task(model, shape, loss="cross_entropy", outputs=3, **options) -> Task:
     torch.manual_seed(1)
     x = torch.randn(ROWS, *shape)
-    y = torch.randint(outputs, (ROWS,)) if loss == "cross_entropy" else torch.randn(ROWS, outputs)
+    classes = {"cross_entropy": outputs, "logistic": 2}.get(loss)
+    y = torch.randint(classes, (ROWS,)) if classes else torch.randn(ROWS, outputs)
     return Task.from_table(model, x, y, torch.arange(ROWS), [0, 30, ROWS], loss=loss, **options)
 
 
@@ -143,6 +146,22 @@ def test_random_architectures(seed, monkeypatch):
     weight = torch.rand(3, 19) * (torch.rand(3, 19) < 0.6)
     weight[1] = 0
     assert_equals_autograd(task, grad, 3, 19, weight)
+
+
+@pytest.mark.parametrize("features", [16, 112, 21])
+def test_one_logit(features):
+    """Both classes, scores far on either side of zero, whole and odd widths."""
+    task = make_task(nn.Linear(features, 1), (features,), loss="logistic")
+    grad = Native(task, threads=2, flags=QUICK)
+    for scale in (0.1, 1, 40):
+        y, batch = scale * points(task, 3), make_batch(task, 3, 13)
+        for got, want in zip(grad(y, batch), autograd(task, y, batch)):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    x = points(task, 1)[0]
+    losses, classes = grad.evaluate(x, task.inputs, task.targets)
+    want, said = Loop(task).evaluate(x, task.inputs, task.targets)
+    torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(classes, said) and 0 < classes.sum() < ROWS
 
 
 class Residual(nn.Module):
@@ -276,6 +295,27 @@ def test_bits_do_not_depend_on_threads_or_neighbours(small, m, size):
     assert all(torch.equal(g, results[0][0]) and torch.equal(l, results[0][1]) for g, l in results)
     assert torch.equal(alone[0][0][0], results[0][0][0])
     assert torch.equal(alone[0][1][0], results[0][1][0])
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fb.fedavg(), fb.fedadavr("adam"), fb.fedadavr(memory="int4"), fb.scaffold()]
+)
+def test_a_run_of_a_wide_model_does_not_depend_on_threads(algorithm):
+    """Blocks go to threads of their own there, and are cut by how many there are."""
+    torch.manual_seed(0)
+    x, y = torch.randn(210, 40), torch.randint(3, (210,))
+    model = nn.Sequential(nn.Linear(40, 400), nn.Tanh(), nn.Linear(400, 3))
+    task = Task.from_table(model, x, y, torch.arange(210), range(0, 211, 30), test=(x, y))
+    results = [
+        fb.simulate(
+            task, algorithm, fb.Work(lr=0.05, batch=8, momentum=0.9), fb.rounds(4, clients=5),
+            engine=f"in_process(backend='native', threads={threads})",
+        )
+        for threads in (1, 2, 3)
+    ]  # fmt: skip
+    for other in results[1:]:
+        assert torch.equal(other.x, results[0].x)
+        assert other.history == results[0].history
 
 
 def test_padding_leaves_no_trace(small):

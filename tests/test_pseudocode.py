@@ -200,6 +200,26 @@ def test_adabest(trial):
     agree(trial.p.layout.flatten(result.model()), average, trial)
 
 
+@every_trial
+def test_adabest_with_a_progressive_average_number_of_samples(trial):
+    mu, beta = 0.3, 0.8
+    result = trial.run(fb.adabest(mu=mu, beta=beta, weights="progressive"))
+    x = average = trial.p.x0
+    h_i, last, visits = {}, {}, []
+    for t, cohort in enumerate(trial.cohorts):
+        visits += [trial.p.n[i] for i in cohort]
+        previous, moved = average, np.zeros_like(x)
+        for i in cohort:
+            mine = h_i.get(i, np.zeros_like(x))
+            y = trial.local(x, i, t, lambda g, y: g - mine)  # noqa: B023
+            h_i[i] = (mine / (t - last[i]) if i in last else 0) + mu * (x - y)
+            last[i] = t
+            moved += trial.p.n[i] / np.mean(visits) * (x - y) / len(cohort)
+        average = x - moved
+        x = average - beta * (previous - average)
+    agree(result.x, x, trial)
+
+
 # One optimiser on clients and server -----------------------------------------------------------------------
 
 

@@ -367,6 +367,11 @@ def _unsendable(error: WireError, step: int) -> Diverged:
     )
 
 
+def _plus(total: float, more: Tensor) -> float:
+    """One after the other, so that no bit depends on how a cohort was cut into blocks."""
+    return float(sum(more.reshape(-1).tolist(), total))
+
+
 class Tally:
     """What a step's record says of its uploads and downloads."""
 
@@ -388,11 +393,11 @@ class Tally:
         self.clients += reply.clients.tolist()
         self.staleness.append(self.state.t - versions)
         p = up.weights(self.kind).double()
-        self.weight += float(p.sum())
-        self.steps += float((p * reply.K).sum())
-        self.rates += float((p * reply.lr).sum())
-        self.loss += float(reply.loss.sum())
-        self.drift += float(up.vectors["delta"].norm(dim=1).sum())
+        self.weight = _plus(self.weight, p)
+        self.steps = _plus(self.steps, p * reply.K)
+        self.rates = _plus(self.rates, p * reply.lr)
+        self.loss = _plus(self.loss, reply.loss)
+        self.drift = _plus(self.drift, up.vectors["delta"].norm(dim=1))
         if not math.isfinite(self.drift):
             bad = next(
                 int(c) for c, v in zip(reply.clients, up.vectors["delta"]) if not torch.isfinite(v.norm())

@@ -134,17 +134,17 @@ class Adam(Optimiser):
         return (self.beta1 * s["m"] + (1 - self.beta1) * g) / (s["v"].sqrt() + self.eps)
 
     def track(self, g: Tensor, s: Vectors) -> Vectors:
-        m = self.beta1 * s["m"] + (1 - self.beta1) * g
+        m = g.lerp(s["m"], self.beta1)
         return {"m": m, "v": self.second(s["v"], g, m)}
 
     def second(self, v: Tensor, g: Tensor, m: Tensor) -> Tensor:
-        return self.beta2 * v + (1 - self.beta2) * g * g
+        return torch.addcmul(self.beta2 * v, g, g, value=1 - self.beta2)
 
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
         m, v = s["m"], s["v"]
         if self.corrected:
             m, v = m / (1 - self.beta1**T), v / (1 - self.beta2**T)
-        return m / (v.sqrt() + self.eps)
+        return m / v.sqrt().add_(self.eps)
 
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
         return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)

@@ -64,7 +64,7 @@ class Rule:
         return {}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        """Bend the gradient taken at y. The result may be g itself; g must not be kept."""
+        """Bend the gradient taken at y. g may be overwritten and returned; it must not be kept."""
         return g, s
 
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
@@ -121,14 +121,17 @@ def train(
             g = g + work.weight_decay * y
         v, s_new = rule.step(g, y, s, loc)
         if b is not None:
-            v = b.mul_(work.momentum).add_(v)
+            v = torch.add(v, b, alpha=work.momentum, out=b)
         if even:
             y.add_(v, alpha=-loc.lr)
             s = s_new
         else:
             on = k < loc.K
             y = torch.where(on, y - loc.lr * v, y)
-            s = {name: torch.where(on, value, s[name]) for name, value in s_new.items()}
+            s = {
+                name: value if value is s[name] else torch.where(on, value, s[name])
+                for name, value in s_new.items()
+            }
         if stats is not None:
             y[:, layout.buffers] = stats  # running statistics follow the data, not the gradient
     extra, memory = rule.finish(y, s, loc)

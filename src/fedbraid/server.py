@@ -123,18 +123,32 @@ class Mean(Gather):
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         p = up.weights(self.weights)
         aged = p * self.staleness(up.staleness)
+        one = torch.ones_like(p)
         sums = dict(acc["sum"])
         for name, v in up.vectors.items():
-            if name in self.plain:
-                part = v.sum(0)
-            else:
-                part = torch.mv(v.T, (aged if name == "delta" else p).squeeze(1))
-            sums[name] = part if name not in sums else sums[name] + part
+            weight = one if name in self.plain else aged if name == "delta" else p
+            sums[name] = fold(sums.get(name, torch.zeros_like(v[0])), weight, v)
         return {"sum": sums, "weight": acc["weight"] + float(p.sum()), "count": acc["count"] + len(p)}
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         over = {name: acc["count"] if name in self.plain else acc["weight"] for name in acc["sum"]}
         return {name: v / over[name] for name, v in acc["sum"].items()}, s
+
+
+WIDE = 2**14  # numbers from which a row is worth an operation of its own
+
+
+def fold(total: Tensor, p: Tensor, rows: Tensor) -> Tensor:
+    """total + Σ p_i rows_i in total's precision and place.
+
+    Wide rows are added one after the other, so that no bit depends on how a cohort was cut into blocks.
+    """
+    if rows.shape[1] < WIDE:
+        return total.addmv_(rows.to(total.dtype).T, p.to(total.dtype).squeeze(1))
+    for weight, row in zip(p.squeeze(1).tolist(), rows):
+        if weight:
+            total.add_(row, alpha=weight)
+    return total
 
 
 def check_weights(kind: str) -> None:

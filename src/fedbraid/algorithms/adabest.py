@@ -29,12 +29,12 @@ class AdaptiveBias(Rule):
         return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1.0)}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"], s
+        return g.sub_(loc.memory["h_i"]), s
 
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
         last = loc.memory["last"]
         since = (loc.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
-        h_i = loc.memory["h_i"] / since + self.mu * (loc.x - y)
+        h_i = (loc.memory["h_i"] / since).add_(loc.x - y, alpha=self.mu)
         return {}, {"h_i": h_i, "last": torch.full_like(last, loc.t)}
 
 
@@ -61,7 +61,25 @@ class AdaptiveServer(Transform):
         return average
 
 
+@dataclass(frozen=True)
+class ProgressiveMean(Mean):
+    """Σ_S n_i v_i / (|S|·n̄), n̄ being the mean number of samples over every visit so far (supplement, B).
+
+    An estimate of the population's mean that needs no N and is not normalised by who happens to be there.
+    """
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return {"samples": 0.0, "visits": 0}
+
+    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        seen = {"samples": s["samples"] + acc["weight"], "visits": s["visits"] + acc["count"]}
+        average = seen["samples"] / seen["visits"]
+        u, _ = super().close({**acc, "weight": acc["count"] * average}, {}, info)
+        return u, seen
+
+
 @builder
 def adabest(mu: float = 0.02, beta: float = 0.9, weights: str = "samples") -> Algorithm:
-    """AdaBest: adaptive bias estimates on clients (mu) and server (beta)."""
-    return Algorithm(AdaptiveBias(mu), Mean(weights), pipeline(AdaptiveServer(beta)))
+    """AdaBest: adaptive bias estimates on clients (mu) and server (beta); weights may be "progressive"."""
+    gather = ProgressiveMean() if weights == "progressive" else Mean(weights)
+    return Algorithm(AdaptiveBias(mu), gather, pipeline(AdaptiveServer(beta)))

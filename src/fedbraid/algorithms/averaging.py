@@ -37,7 +37,7 @@ class Proximal(Rule):
             raise ConfigError(f"mu={self.mu} pushes clients away from the model; use mu >= 0")
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g + self.mu * (y - loc.x), s
+        return g.add_(y - loc.x, alpha=self.mu), s
 
 
 @builder

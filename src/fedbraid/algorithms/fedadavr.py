@@ -22,7 +22,7 @@ from fedbraid.loop import Algorithm
 from fedbraid.optim import SERVER, Optimiser, Precondition, TrustRatio, named
 from fedbraid.rule import Vectors
 from fedbraid.schedule import Ints, whole
-from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, pipeline
+from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, fold, pipeline
 from fedbraid.store import Rows
 
 
@@ -50,11 +50,11 @@ class Memory(Gather):
         return {"rows": rows, "sum": torch.zeros_like(x, dtype=torch.float64), "seen": 0.0}
 
     def zero(self, x: Tensor) -> Tree:
-        still = torch.zeros_like(x, dtype=torch.float64)
+        exact = torch.zeros_like(x, dtype=torch.float64)  # products of float32 fit, so what went in comes out
         return {
-            "fresh": torch.zeros_like(x),
+            "moved": exact,
+            "apart": torch.zeros_like(x),
             "weight": 0.0,
-            "moved": still,
             "seen": 0.0,
             "rest": self.rest.zero(x),
         }
@@ -64,28 +64,35 @@ class Memory(Gather):
         clients = up.clients.tolist()
         p = up.weights(self.weights)
         aged = p * self.rest.staleness(up.staleness)
-        g = up.vectors["delta"] / (up.lr.to(x) if self.per_rate else 1.0)
+        g = up.vectors["delta"] / up.lr.to(x) if self.per_rate else up.vectors["delta"]
         old = {k: v.to(x.device) for k, v in rows.get(clients).items()}
+        y, w = old["y"], old["weight"]
         rows.put(clients, {"weight": p, "y": g})
         stored = g if self.codec is None else rows.get(clients)["y"].to(x.device)
-        moved = _weighted(p, stored) - _weighted(old["weight"], old["y"])
+        moved = fold(fold(acc["moved"], p, stored), -w, y)  # Σ p_i Q(g_i) − w_i y_i, by which the sum moves
+        apart = fold(
+            fold(acc["apart"], aged - p, g), w - aged, y
+        )  # of Σ s(τ_i) p_i (g_i − y_i), what did not
+        if stored is not g:
+            apart = fold(apart, p, g - stored)
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return {
-            "fresh": acc["fresh"] + torch.mv((g - old["y"]).T, aged.squeeze(1)),
+            "moved": moved,
+            "apart": apart,
             "weight": acc["weight"] + float(p.sum()),
-            "moved": acc["moved"] + moved,
-            "seen": acc["seen"] + float((p - old["weight"]).sum()),
+            "seen": acc["seen"] + float((p - w).sum()),
             "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),
         }
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         total = info.samples if self.weights == "samples" else float(info.N)
-        after, seen = s["sum"] + acc["moved"], s["seen"] + acc["seen"]
+        fresh = acc["apart"].add_(acc["moved"])
+        after, seen = acc["moved"].add_(s["sum"]), s["seen"] + acc["seen"]
         if self.normalise == "seen":
-            r = (after / seen).to(acc["fresh"].dtype)
+            r = (after / seen).to(fresh.dtype)
         else:
             over = acc["weight"] if self.normalise == "cohort" else total
-            r = acc["fresh"] / over + (s["sum"] / total).to(acc["fresh"].dtype)  # eq. 6, 7
+            r = fresh.div_(over).add_(s["sum"], alpha=1 / total)  # eq. 6, 7
         others, _ = self.rest.close(acc["rest"], {}, info)
         delta = r * info.lr if self.per_rate else r  # eq. 8
         return {**others, "delta": delta}, {"rows": s["rows"], "sum": after, "seen": seen}
@@ -96,11 +103,6 @@ class Memory(Gather):
         w, y = float(row["weight"]), row["y"][0].to(s["sum"].device).double()
         s["rows"].drop(client)
         return {"rows": s["rows"], "sum": s["sum"] - w * y, "seen": s["seen"] - w}
-
-
-def _weighted(p: Tensor, y: Tensor) -> Tensor:
-    """Σ p_i y_i, each product rounded alike going in and coming out, summed in float64."""
-    return (p * y).sum(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,14 @@ class ClusterMemory(Gather):
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         mine = self.of(up.clients)
         p, delta = up.weights(self.weights), up.vectors["delta"]
-        aged = (p * self.rest.staleness(up.staleness)).squeeze(1)
+        aged = p * self.rest.staleness(up.staleness)
         new = dict(acc["new"])
         for i, c in enumerate(mine.tolist()):
             total, count = new.get(c, (0.0, 0))
             new[c] = (total + delta[i], count + 1)
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return {
-            "fresh": acc["fresh"] + torch.mv((delta - s["y"][torch.from_numpy(mine)]).T, aged),
+            "fresh": fold(acc["fresh"], aged, delta - s["y"][torch.from_numpy(mine)]),
             "weight": acc["weight"] + float(p.sum()),
             "new": new,
             "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),

@@ -28,11 +28,14 @@ class DynamicRegulariser(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}
 
+    def start(self, loc: Local) -> Vectors:
+        return {"pull": torch.add(loc.memory["h_i"], loc.x, alpha=self.mu)}
+
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"] - self.mu * (loc.x - y), s
+        return g.sub_(s["pull"]).add_(y, alpha=self.mu), s
 
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        return {}, {"h_i": loc.memory["h_i"] + self.mu * (loc.x - y)}
+        return {}, {"h_i": torch.sub(s["pull"], y, alpha=self.mu)}
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,15 @@ class ControlVariates(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"c_i": torch.zeros_like(x)}
 
+    def start(self, loc: Local) -> Vectors:
+        return {"shift": loc.down["c"] - loc.memory["c_i"]}
+
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["c_i"] + loc.down["c"], s
+        return g.add_(s["shift"]), s
 
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        c_i, c = loc.memory["c_i"], loc.down["c"]
-        c_new = c_i - c + (loc.x - y) / (loc.K * loc.lr)
+        c_i = loc.memory["c_i"]
+        c_new = (loc.x - y).div_(loc.K * loc.lr).sub_(s["shift"])
         return {"dc": c_new - c_i}, {"c_i": c_new}
 
 
@@ -57,11 +60,14 @@ class LocalEstimate(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}
 
+    def start(self, loc: Local) -> Vectors:
+        return {"shift": loc.down["h"] - loc.memory["h_i"]}
+
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"] + loc.down["h"], s
+        return g.add_(s["shift"]), s
 
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        return {}, {"h_i": loc.memory["h_i"] - loc.down["h"] + (loc.x - y) / (loc.K * loc.lr)}
+        return {}, {"h_i": (loc.x - y).div_(loc.K * loc.lr).sub_(s["shift"])}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,12 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.reshape(targets.shape) - targets).square().reshape(len(targets), -1).mean(1)
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
+def logistic(outputs: Tensor, targets: Tensor) -> Tensor:
+    """log(1 + e^∓z) for one output z and class 1 or 0."""
+    return nn.functional.softplus(outputs.reshape(targets.shape) * (1 - 2 * targets))
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "logistic": logistic, "mse": mse}
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +175,13 @@ class Task:
         """Whether targets are class numbers, so that there is an accuracy."""
         return not self.targets.is_floating_point()
 
+    def guess(self, outputs: Tensor) -> Tensor | None:
+        """The classes that the outputs name, where there is one for each sample."""
+        if self.loss == "logistic":
+            return (outputs.reshape(len(outputs)) > 0).long()
+        whole = self.classifies and outputs.ndim == 2 and self.targets.ndim == 1
+        return outputs.argmax(1) if whole else None
+
     @cached_property
     def classes(self) -> int:
         """How many classes the targets name."""
@@ -271,15 +283,17 @@ class Task:
             raise DataError(
                 f"the loss gave {gave} for two samples; it must give one number per example (reduction='none')"
             )
-        if self.loss == "cross_entropy":
+        if self.loss in ("cross_entropy", "logistic"):
+            classes = out.shape[1] if self.loss == "cross_entropy" else 2
             for what, y in (
                 ("training", self.targets),
                 ("test", self.test[1] if self.test else self.targets[:0]),
             ):
-                if y.numel() and (int(y.min()) < 0 or int(y.max()) >= out.shape[1]):
+                if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                     bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
+                    outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"
                     raise DataError(
-                        f"{what} label {bad} is out of range for a model with {out.shape[1]} outputs; use 0 to {out.shape[1] - 1}"
+                        f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
                     )
 
 
@@ -335,10 +349,10 @@ def _pair(pair: Any, what: str, loss: str | Loss) -> tuple[Tensor, Tensor]:
         x = x.to(torch.float32)
         if not _finite(x):
             raise DataError(f"{what} has NaN or infinity in its inputs; clean or fill those values first")
-    if loss == "cross_entropy":
+    if loss in ("cross_entropy", "logistic"):
         if y.is_floating_point():
             raise DataError(
-                f"{what} has {y.dtype} targets; cross_entropy needs whole class numbers (or use loss='mse')"
+                f"{what} has {y.dtype} targets; {loss} needs whole class numbers (or use loss='mse')"
             )
         y = y.long()
     elif y.is_floating_point() or loss == "mse":

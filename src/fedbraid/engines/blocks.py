@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedbraid.engines.auto import WORTH, expected_seconds, guess
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.gradients import Loop, Vmap
+from fedbraid.engines.native import Native
 from fedbraid.errors import ConfigError, EngineError, unknown
 from fedbraid.rule import Gradient
 from fedbraid.schedule import whole
+from fedbraid.server import WIDE
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
     from fedbraid.loop import Order
 
 log = logging.getLogger("fedbraid")
+
+P = TypeVar("P")
+R = TypeVar("R")
 
 BLOCK_BYTES = 2**26  # about how much a block's vectors may take
 
@@ -46,23 +56,80 @@ class InProcess:
             torch.set_num_threads(1)
         width = 4 * setup.task.layout.size * 6
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
+        wide = setup.task.layout.size >= WIDE and setup.cohort > 1
+        self.hands = (
+            Hands(self.grad) if wide and isinstance(self.grad, Native) and self.grad.threads > 1 else None
+        )
 
     def train(self, order: Order) -> Iterator[Reply]:
-        for lo in range(0, len(order.clients), self.size):
-            at = slice(lo, lo + self.size)
-            memory = {name: v[at] for name, v in order.memory.items()}
-            yield visit(
-                self.setup, self.grad, dataclasses.replace(order, clients=order.clients[at], memory=memory)
-            )
+        hands = self.hands.count if self.hands else 1
+        ends = np.cumsum([0, *shares(len(order.clients), hands, self.size)])
+        parts = (_part(order, slice(lo, hi)) for lo, hi in pairwise(ends))
+        if self.hands:
+            return self.hands.map(lambda grad, part: visit(self.setup, grad, part), parts)
+        return (visit(self.setup, self.grad, part) for part in parts)
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.grad.evaluate(x, inputs, targets)
+        if self.hands is None:
+            return self.grad.evaluate(x, inputs, targets)
+        shares = zip(inputs.tensor_split(self.hands.count), targets.tensor_split(self.hands.count))
+        found = list(self.hands.map(lambda grad, share: grad.evaluate(x, *share), shares))
+        classes = [c for _, c in found if c is not None]
+        return torch.cat([losses for losses, _ in found]), torch.cat(classes) if classes else None
 
     def describe(self) -> str:
         return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r})"
 
     def close(self) -> None:
+        if self.hands:
+            self.hands.close()
         torch.set_num_threads(self.torch_threads)
+
+
+def shares(clients: int, hands: int, most: int) -> list[int]:
+    """How many clients each block takes, at most so many; small ones first, to be gathered while the others train.
+
+    >>> shares(5, hands=2, most=1024), shares(10, hands=2, most=3), shares(7, hands=1, most=4)
+    ([2, 3], [2, 2, 3, 3], [3, 4])
+    """
+    blocks = min(clients, hands * -(-clients // (hands * most)))
+    return [(clients + i) // blocks for i in range(blocks)]
+
+
+def _part(order: Order, some: slice) -> Order:
+    memory = {name: v[some] for name, v in order.memory.items()}
+    return dataclasses.replace(order, clients=order.clients[some], memory=memory)
+
+
+class Hands:
+    """Threads that each work with a gradient of their own: native code and torch leave the interpreter to others."""
+
+    def __init__(self, grad: Native) -> None:
+        self.count = grad.threads
+        self._free: SimpleQueue[Native] = SimpleQueue()
+        for _ in range(self.count):
+            self._free.put(grad.alone())
+        self._pool = ThreadPoolExecutor(self.count, "fedbraid")
+
+    def map(self, work: Callable[[Native, P], R], parts: Iterable[P]) -> Iterator[R]:
+        """The results in the order of the parts, at most one part a thread ahead of who takes them."""
+        waiting: deque[Future[R]] = deque()
+        for part in parts:
+            if len(waiting) == self.count:
+                yield waiting.popleft().result()
+            waiting.append(self._pool.submit(self._run, work, part))
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _run(self, work: Callable[[Native, P], R], part: P) -> R:
+        grad = self._free.get()
+        try:
+            return work(grad, part)
+        finally:
+            self._free.put(grad)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def check_counts(**counts: int | None) -> None:
@@ -92,8 +159,6 @@ def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
 
 
 def _native(task: Task, threads: int, required: bool) -> Gradient | None:
-    from fedbraid.engines.native import Native
-
     why = "the task is not on the CPU" if task.inputs.device != torch.device("cpu") else Native.supports(task)
     if why is None:
         try:

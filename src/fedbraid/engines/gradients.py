@@ -22,7 +22,7 @@ class Torch:
     def __init__(self, task: Task) -> None:
         self.layout, self.loss = task.layout, task.per_example
         self.module = task.module().to(task.inputs.device)
-        self.classifies = task.classifies
+        self.guess = task.guess
         self.judge = task.module().to(task.inputs.device).eval()
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
         self.channels_last = convolves and task.inputs.ndim == 4
@@ -36,8 +36,8 @@ class Torch:
             a = inputs[lo : lo + CHUNK]
             out = self.judge(a if a.is_floating_point() else a.long())
             losses.append(self.loss(out, targets[lo : lo + CHUNK]))
-            if self.classifies and out.ndim == 2 and targets.ndim == 1:
-                classes.append(out.argmax(1))
+            if (guessed := self.guess(out)) is not None:
+                classes.append(guessed)
         return torch.cat(losses), torch.cat(classes) if classes else None
 
 

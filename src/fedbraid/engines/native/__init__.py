@@ -6,6 +6,7 @@ call, samples of a batch side by side in the vector lanes, clients on threads.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import sys
@@ -50,7 +51,7 @@ class Native:
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
-        self.size, self.classifies = task.layout.size, task.loss == "cross_entropy"
+        self.size, self.classifies = task.layout.size, task.loss != "mse"
         self.source = generate(graph, str(task.loss), lanes())
         lib = library(self.source, flags)
         self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
@@ -60,6 +61,12 @@ class Native:
         self._buffer = torch.empty(0, self.size)
         use_large_pages(task.inputs)
         self._check(task)
+
+    def alone(self) -> Native:
+        """The same code on one thread, for a thread of the caller's."""
+        other = copy.copy(self)
+        other.threads, other._buffer = 1, torch.empty(0, self.size)
+        return other
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         m, size = batch.rows.shape
@@ -147,6 +154,6 @@ def _graph(task: Task) -> Graph:
     outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()
     if task.loss == "mse" and wanted != outputs:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")
-    if task.loss == "cross_entropy" and task.targets.ndim != 1:
+    if task.loss != "mse" and task.targets.ndim != 1:
         raise Unsupported("a sample has more than one label")
     return graph

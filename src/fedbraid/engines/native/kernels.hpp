@@ -792,6 +792,28 @@ struct CrossEntropy {
 };
 
 template <int O>
+struct Logistic {
+    static_assert(O == 1, "one output says how likely class 1 is");
+    typedef int64_t Target;
+    static constexpr int targets = 1;
+
+    static bool valid(const Target* t) { return *t == 0 || *t == 1; }
+
+    OP void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t* best) {
+        V one;
+        for (int l = 0; l < LANES; l++) one[l] = float(*t[l]);
+        V away = z[0] - 2.f * one * z[0];  // positive where the sign is wrong
+        V size = pick(away > V{}, away, -away), e = exp(-size);
+        V each = (size + away) * 0.5f + log(1.f + e);
+        for (int l = 0; l < LANES; l++) {
+            loss[l] = each[l];
+            if (best) best[l] = z[0][l] > 0;
+        }
+        if (dz) dz[0] = share * (pick(z[0] > V{}, V{} + 1.f, e) / (1.f + e) - one);
+    }
+};
+
+template <int O>
 struct SquaredError {
     typedef float Target;
     static constexpr int targets = O;

@@ -17,10 +17,15 @@ typedef Model::Loss Loss;
 constexpr int CHUNK = Model::blocks * LANES;  // samples that go through the layers together
 enum Status { FINE, BAD_ROW, BAD_TARGET, NO_MEMORY };
 
-V* make_workspace() {
-    void* p = nullptr;
-    if (posix_memalign(&p, 64, sizeof(V) * (size_t)Model::workspace)) throw std::bad_alloc();
-    return (V*)p;
+// Every thread has a workspace of its own, made when it first works.
+V* workspace() {
+    struct Room {
+        void* at = nullptr;
+        ~Room() { std::free(at); }
+    };
+    static thread_local Room room;
+    if (!room.at && posix_memalign(&room.at, 64, sizeof(V) * (size_t)Model::workspace)) throw std::bad_alloc();
+    return (V*)room.at;
 }
 
 // Threads that sleep between calls. Whoever wakes after the work has been done is not waited for. A forked
@@ -29,7 +34,6 @@ struct Crew {
     pid_t owner = getpid();
     std::mutex one_call, mutex;
     std::condition_variable wake, done;
-    std::vector<V*> workspaces;
     int hired = 0, wanted = 0, busy = 0;
     bool open = false;
     uint64_t turn = 0;
@@ -42,10 +46,12 @@ struct Crew {
             wake.wait(lock, [&] { return turn != seen; });
             seen = turn;
             if (!open || id >= wanted) continue;
-            V* mine = workspaces[id];
             busy++;
             lock.unlock();
-            work(job, mine);
+            try {
+                work(job, workspace());
+            } catch (const std::bad_alloc&) {  // fewer hands do the same work
+            }
             lock.lock();
             if (--busy == 0) done.notify_one();
         }
@@ -59,27 +65,25 @@ struct Crew {
             try {
                 std::thread([this, id = hired + 1, now = turn] { member(id, now); }).detach();
             } catch (...) {
-                break;  // fewer hands do the same work
+                break;
             }
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void run(int threads, void (*f)(void*, V*), void* what) {
+        V* mine = workspace();
         std::lock_guard<std::mutex> call(one_call);
-        while ((int)workspaces.size() < threads) workspaces.push_back(make_workspace());
-        if (threads > 1) {
+        {
             std::lock_guard<std::mutex> lock(mutex);
             hire(threads);
             wanted = threads, work = f, job = what, open = true, turn++;
             wake.notify_all();
         }
-        f(what, workspaces[0]);
-        if (threads > 1) {
-            std::unique_lock<std::mutex> lock(mutex);
-            open = false;
-            done.wait(lock, [&] { return busy == 0; });
-        }
+        f(what, mine);
+        std::unique_lock<std::mutex> lock(mutex);
+        open = false;
+        done.wait(lock, [&] { return busy == 0; });
     }
 };
 
@@ -266,7 +270,10 @@ struct Evaluation {
 template <class Job>
 int run(Job& job, int64_t units, int threads) {
     if (units < threads) threads = units > 1 ? int(units) : 1;
-    crew().run(threads, Job::work, &job);
+    if (threads > 1)
+        crew().run(threads, Job::work, &job);
+    else
+        Job::work(&job, workspace());
     return job.status;
 }
 

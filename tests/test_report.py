@@ -15,10 +15,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import fedbraid as fb
-from fedbraid import recipe
+from fedbraid import flops, recipe
 from fedbraid.checkpoint import Folder
 from fedbraid.cli import config as cfg
 from fedbraid.cli import main
@@ -158,7 +160,42 @@ def test_a_task_made_in_python(blobs, tmp_path):
     fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(3, clients=3), out=tmp_path / "own")
     data = page.describe(collect([tmp_path / "own"]))
     assert data["groups"][0]["command"] is None
+    assert np.array(data["partition"]["counts"]).sum(1).tolist() == blobs.sizes.tolist()
+    spent = data["groups"][0]["curves"]["accuracy"]["x"]["flops"]
+    visit = flops.of_clients(blobs, fb.fedavg(), WORK)
+    records = list(Folder(tmp_path / "own").records())
+    assert spent[-1] == pytest.approx(sum(visit[r["clients"]].sum() for r in records))
+
+
+def test_a_task_made_in_python_and_not_described(blobs, tmp_path, capsys):
+    fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(3, clients=3), out=tmp_path / "own")
+    (tmp_path / "own/task.json").write_text("{}")
+    refused(call(capsys, "report", tmp_path / "own"), "remove it to report without the partition")
+    (tmp_path / "own/task.json").unlink()
+    data = page.describe(collect([tmp_path / "own"]))
     assert "made in Python" in data["partition"]["note"]
+    assert "flops" not in data["groups"][0]["curves"]["accuracy"]["x"]
+
+
+class Odd(torch.nn.Module):
+    """A model that torch's counter cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            assert len(x) > 1, "no statistics of one sample"
+        return self.w(x)
+
+
+def test_a_model_that_cannot_be_counted(tmp_path):
+    x, y = torch.randn(30, 8), torch.arange(30) % 3
+    task = fb.Task.from_arrays(Odd(), [(x[:10], y[:10]), (x[10:20], y[10:20])], (x[20:], y[20:]))
+    fb.simulate(task, fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "own")
+    data = page.describe(collect([tmp_path / "own"]))
+    assert data["partition"]["clients"] == 2
     assert "flops" not in data["groups"][0]["curves"]["accuracy"]["x"]
 
 

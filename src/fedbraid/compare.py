@@ -143,6 +143,16 @@ class Comparison:
             ]  # fmt: skip
         return line
 
+    def plot(self, metric: str | None = None, axis: str = "step") -> Any:
+        """A matplotlib figure of the curves and their intervals over "step", "bytes", "time" or "flops" (extra `plot`)."""
+        from fedbraid.report.figure import figure
+
+        key = metric or self.metric
+        curves = {g.name: c for g in self.groups if (c := stats.curve(g, key)) and axis in c["x"]}
+        if not curves:
+            raise RunError(f"the runs have no {key} over {axis} to plot; give another metric, such as 'loss'")
+        return figure(curves, key, axis, self.target)
+
     def __str__(self) -> str:
         head, rows = self.cells()
         wide = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

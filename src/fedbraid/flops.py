@@ -16,12 +16,24 @@ from fedbraid.metrics import Record
 _FORWARD: weakref.WeakKeyDictionary[Task, float] = weakref.WeakKeyDictionary()
 
 
-def of_clients(task: Task, algorithm: Algorithm, work: Work) -> NDArray[np.float64]:
-    """FLOPs of one visit of each client."""
+def forward(task: Task) -> float:
+    """FLOPs of a forward pass of the task's model, per sample."""
     if task not in _FORWARD:
         _FORWARD[task] = forward_flops(task.module(), task.inputs[task.rows[:1]])
-    sizes, which = np.unique(task.sizes, return_inverse=True)
-    each = [client_flops(algorithm, work, _FORWARD[task], task.layout.size, float(n)) for n in sizes]
+    return _FORWARD[task]
+
+
+def of_clients(task: Task, algorithm: Algorithm, work: Work) -> NDArray[np.float64]:
+    """FLOPs of one visit of each client."""
+    return of_sizes(task.sizes, forward(task), task.layout.size, algorithm, work)
+
+
+def of_sizes(
+    sizes: NDArray[np.int64], forward: float, parameters: int, algorithm: Algorithm, work: Work
+) -> NDArray[np.float64]:
+    """FLOPs of one visit of clients that hold this many samples."""
+    kinds, which = np.unique(sizes, return_inverse=True)
+    each = [client_flops(algorithm, work, forward, parameters, float(n)) for n in kinds]
     return np.array(each)[which]
 
 

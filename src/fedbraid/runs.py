@@ -28,6 +28,7 @@ from fedbraid.link import codec_of
 from fedbraid.loop import Algorithm, Jobs, State, Work, advance
 from fedbraid.optim import Momentum, Precondition
 from fedbraid.parse import evaluate
+from fedbraid.report.known import note as note_task
 from fedbraid.rule import Rule
 from fedbraid.schedule import Buffered, Rounds, Schedule, whole
 from fedbraid.server import Mean, Pipeline, Scale
@@ -316,6 +317,7 @@ def simulate(
             config = describe(setup, schedule, runner, options, device)
             if known is None:
                 folder.create(config)
+                note_task(folder, task)
             else:
                 _same(folder, known, config)
         return _go(setup, schedule, runner, options, folder)

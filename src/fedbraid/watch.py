@@ -27,8 +27,8 @@ class Watch:
 
     def look(self) -> dict[str, Any]:
         with self.lock:
-            task, why = (None, "") if self.found is None else (self.found.task, self.found.why)
-            self.found = collect(self.paths, self.target, unfinished=True, task=task)
+            known, why = (None, "") if self.found is None else (self.found.known, self.found.why)
+            self.found = collect(self.paths, self.target, unfinished=True, known=known)
             self.found.why = self.found.why or why
             return page.describe(self.found, live=True)
 

@@ -15,7 +15,7 @@ from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 
 if TYPE_CHECKING:
-    from fedbraid.data.task import Task
+    from fedbraid.report.known import Known
 
 NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
 
@@ -61,8 +61,8 @@ class Collection:
     groups: list[Group]
     target: float | None
     failed: dict[str, int] = field(default_factory=dict)
-    task: Task | None = None
-    why: str = ""  # why there is no task
+    known: Known | None = None
+    why: str = ""  # why nothing is known of the task
 
     @property
     def config(self) -> Record:
@@ -81,22 +81,21 @@ class Collection:
         ]
 
     def _flops(self, group: Group) -> list[list[float] | None]:
-        """FLOPs by step, where the task and the algorithm can be built again."""
-        if self.task is None or group.config["algorithm"] is None:
-            return [None] * len(group.runs)
+        """FLOPs by step, where the task is known and the algorithm can be built again."""
         from fedbraid import flops
         from fedbraid.loop import Work
         from fedbraid.parse import evaluate
         from fedbraid.runs import algorithm_from
 
-        algorithm = algorithm_from(group.config["algorithm"])
-        work = evaluate(group.config["work"], {"Work": Work}, "work")
-        visit = flops.of_clients(self.task, algorithm, work)
-        return [flops.by_step(visit, run.records) for run in group.runs]
+        visit = None
+        if self.known is not None and group.config["algorithm"] is not None:
+            algorithm = algorithm_from(group.config["algorithm"])
+            visit = self.known.visits(algorithm, evaluate(group.config["work"], {"Work": Work}, "work"))
+        return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
 
 
 def collect(
-    paths: Sequence[Path], target: float | None = None, unfinished: bool = False, task: Task | None = None
+    paths: Sequence[Path], target: float | None = None, unfinished: bool = False, known: Known | None = None
 ) -> Collection:
     """The runs in these folders, which may be comparisons; refuses to mix tasks, and unfinished runs unless told."""
     runs: list[Stored] = []
@@ -104,9 +103,9 @@ def collect(
     goal = target
     for path in paths:
         if (path / COMPARE).exists():
-            known = Folder(path).read_json(COMPARE)
-            goal = known.get("target") if goal is None else goal
-            runs += _cells(path, known, unfinished, failed)
+            planned = Folder(path).read_json(COMPARE)
+            goal = planned.get("target") if goal is None else goal
+            runs += _cells(path, planned, unfinished, failed)
         else:
             runs.append(read(path, unfinished))
     if not runs:
@@ -117,9 +116,9 @@ def collect(
             raise RunError(
                 f"{first.path} is of task {_task_name(first)} and {run.path} of {_task_name(run)}; report one task at a time"
             )
-    found = Collection(_grouped(runs), goal, failed, task)
-    if task is None:
-        found.task, found.why = _task(first.config)
+    found = Collection(_grouped(runs), goal, failed, known)
+    if known is None:
+        found.known, found.why = _known(first)
     return found
 
 
@@ -231,13 +230,16 @@ def _task_name(run: Stored) -> str:
     return str(run.config["task"] or run.config.get("task_name"))
 
 
-def _task(config: Record) -> tuple[Task | None, str]:
-    """The task loaded again, or why it cannot be."""
+def _known(run: Stored) -> tuple[Known | None, str]:
+    """What is known of the task, or why nothing is."""
     from fedbraid.data import tasks
+    from fedbraid.report import known
 
-    if config["task"] is None:
-        return None, "The task was made in Python, so who holds what is not known here."
+    if run.config["task"] is None:
+        found = known.noted(Folder(run.path))
+        why = "The task was made in Python and not described in the run's folder, so who holds what is not known."
+        return found, "" if found else why
     try:
-        return tasks.reload(config["task"]), ""
+        return known.of_task(tasks.reload(run.config["task"])), ""
     except FedbraidError as error:
         return None, f"The task's data is not here, so who holds what is not known: {error}."

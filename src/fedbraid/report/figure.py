@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target
         from matplotlib.ticker import EngFormatter, PercentFormatter
     except ImportError as error:
         raise MissingExtra("drawing a figure", "plot") from error
-    drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+    drawn: Any = Figure(figsize=(6.4, 4.0), layout="constrained")
+    drawn._repr_png_ = lambda: png(drawn)  # a notebook shows it, whether or not pyplot was imported
     pane = drawn.subplots()
     for i, (name, curve) in enumerate(curves.items()):
         style: dict[str, Any] = {"color": COLOURS[i % 7], "linestyle": DASHES[i // 7 % 4]}
@@ -51,6 +53,13 @@ def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target
     if curves:
         pane.legend(frameon=False, fontsize="small")
     return drawn
+
+
+def png(drawn: Any) -> bytes:
+    """A figure as a small PNG."""
+    out = io.BytesIO()
+    drawn.savefig(out, format="png", dpi=90)
+    return out.getvalue()
 
 
 def of_groups(data: Record, axis: str = "step", metric: str | None = None) -> Any:

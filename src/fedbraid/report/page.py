@@ -15,7 +15,6 @@ from fedbraid.checkpoint import Folder, Record
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.report.collect import Collection, Group
 
-CLIENTS = 400  # columns of the partition picture
 EVERY = 1500  # milliseconds between two looks at a run that goes on
 
 
@@ -42,7 +41,7 @@ def describe(found: Collection, live: bool = False) -> Record:
         "verdict": _verdict(found, rows),
         "rows": stats.plain(rows),
         "groups": [_group(g, s) for g, s in zip(found.groups, groups)],
-        "partition": _partition(found),
+        "partition": {"counts": None, "note": found.why} if found.known is None else found.known.partition,
         "footer": "Made by " + ", ".join(f"{k} {v}" for k, v in config.get("versions", {}).items()),
         "live": live,
         "finished": found.finished,
@@ -155,19 +154,3 @@ def _target(group: Group) -> float | None:
     """The accuracy at which the run was to end."""
     path = group.runs[0].path / "target.json"
     return Folder(path.parent).read_json("target.json").get("accuracy") if path.exists() else None
-
-
-def _partition(found: Collection) -> Record:
-    from fedbraid.report.picture import label_counts
-
-    if found.task is None:
-        return {"counts": None, "note": found.why}
-    try:
-        counts = label_counts(found.task)
-    except FedbraidError as error:
-        return {"counts": None, "note": f"{error}."}
-    picked = np.linspace(0, len(counts) - 1, min(len(counts), CLIENTS)).round().astype(int)
-    some = "" if len(picked) == len(counts) else f"{len(picked)} of {len(counts)} clients are drawn. "
-    sizes = counts.sum(1)
-    note = f"{some}Clients hold {sizes.min()} to {sizes.max()} samples, {sizes.mean():.1f} on average."
-    return {"counts": counts[picked].tolist(), "clients": len(counts), "note": note}

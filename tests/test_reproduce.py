@@ -88,6 +88,25 @@ def test_lines_hold_what_was_run_and_the_last_window(home: Path) -> None:
     assert line["diverged"] is None
 
 
+def test_a_cell_with_a_target_stops_there_and_totals_add_up(home: Path) -> None:
+    text = (home / "tiny" / "grid.py").read_text()
+    text = text.replace(
+        "last=2)", "last=2, target=0.01, keep=('accuracy', 'loss', 'bytes_up', 'bytes_broadcast', 'flops'))"
+    )
+    (home / "tiny" / "grid.py").write_text(text)
+    go(home, "--quiet", "--cells", "*/FedAvg/seed 0")
+    line = json.loads(results(home).read_text())
+    assert (line["steps"], line["target"], line["curve"]["step"]) == (4, 0.01, [4])
+    assert line["curve"]["bytes_up"] == [line["bytes_up"]]
+    assert line["curve"]["bytes_broadcast"] == [line["bytes_broadcast"]]
+    each = line["curve"]["flops"][0] / 4  # of four clients of equal size
+    (home / "tiny" / "grid.py").write_text(text.replace("target=0.01", "target=2.0"))
+    go(home, "--quiet", "--cells", "*/FedAvg/seed 0")
+    line = r.Book(home / "tiny" / "results").lines()["tiny/FedAvg/seed 0"]
+    assert line["curve"]["step"] == [4, 7, 8]
+    assert line["curve"]["flops"] == pytest.approx([4 * each, 7 * each, 8 * each], rel=0.05)
+
+
 def test_a_changed_cell_is_run_again(home: Path) -> None:
     go(home, "--quiet", "--cells", "*/FedAvg/seed 0")
     (home / "tiny" / "grid.py").write_text(GRID.format(rounds=6))

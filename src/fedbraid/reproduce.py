@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 Line = dict[str, Any]  # what came of a cell
 ENGINE = "in_process(threads=1)"
 DIGITS = 6  # significant digits of what is kept
+TOTALS = ("bytes_up", "bytes_down", "bytes_broadcast", "flops")  # kept as sums since the start
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Cell:
         "accuracy",
         "loss",
     )  # measurements to keep, at the steps where the model was tested
+    target: float | None = None  # stop at the first test of at least this accuracy
 
     @property
     def part(self) -> str:
@@ -77,7 +80,7 @@ class Cell:
         task = self.task if isinstance(self.task, str) else f"{self.task.__name__}()"
         return {
             "task": task, "algorithm": self.algorithm, "work": repr(self.work), "schedule": repr(self.schedule), "seed": self.seed,
-        }  # fmt: skip
+        } | ({} if self.target is None else {"target": self.target})  # fmt: skip
 
 
 class Grid(Protocol):
@@ -197,7 +200,7 @@ class Judge:
         self.cell, self.parent = cell, parent
         self.seen: list[Line] = []
 
-    def step(self, record: Line, run: Run) -> None:
+    def step(self, record: Line, run: Run) -> bool:
         from fedbraid.runs import judge
 
         if self.parent is not None and os.getppid() != self.parent:
@@ -213,6 +216,7 @@ class Judge:
                     None if classes is None else classes.bincount(minlength=task.classes).tolist()
                 )
         self.seen.append(record)
+        return self.cell.target is not None and record.get("accuracy", 0.0) >= self.cell.target
 
 
 @lru_cache(maxsize=1)
@@ -225,12 +229,14 @@ def _task(make: str | Callable[[], Task]) -> Task:
 def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     """Run a cell in its folder, or continue it, and give its line."""
     from fedbraid.checkpoint import Folder
+    from fedbraid.flops import by_step, of_clients
     from fedbraid.runs import algorithm_from, simulate
 
     begun, stopped, judge = time.process_time(), None, Judge(cell, parent)
+    task, algorithm = _task(cell.task), algorithm_from(cell.algorithm)
     try:
         simulate(
-            _task(cell.task), algorithm_from(cell.algorithm), cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
+            task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
             evaluate_every=None, callbacks=[judge], checkpoint_every=max(1, min(50, cell.schedule.steps // 4)),
             layers="moved" in cell.keep,
         )  # fmt: skip
@@ -240,9 +246,15 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     history = kept + [
         r for r in judge.seen if r["step"] > len(kept)
     ]  # a run that diverged did not commit all
+    if "flops" in cell.keep:
+        for record, flops in zip(history, by_step(of_clients(task, algorithm, cell.work), history)):
+            record["flops"] = flops
     line: Line = {"cell": cell.name, **cell.settings(), "steps": len(history)}
     line |= {key: sum(r[key] for r in history) for key in ("bytes_up", "bytes_down", "bytes_broadcast")}
     line |= {"seconds": round(time.process_time() - begun, 1), "diverged": stopped}
+    for key in set(TOTALS) & set(cell.keep):
+        for record, total in zip(history, accumulate(r[key] for r in history)):
+            record[key] = total
     judged = [r for r in history if "loss" in r] if stopped is None else history
     line["curve"] = {key: [_short(r.get(key)) for r in judged] for key in ("step", *cell.keep)}
     return line

@@ -303,8 +303,14 @@ def test_shakespeare_options_matter(root):
     assert len(whole.test[0]) + len(whole.rows) == 1920 + 1420 + 220 + 10
     assert whole.test_offsets is None
     assert tasks.load("shakespeare", root=root, test_clients=2, min_samples=200).clients == whole.clients - 1
+    short = tasks.load("shakespeare", root=root, context=20, max_test_samples=7)
+    full = tasks.load("shakespeare", root=root)
+    assert torch.equal(short.inputs[short.rows], full.inputs[full.rows][:, -20:])
+    assert len(short.test[1]) == int(short.test_offsets[-1]) == 7
     for wrong, message in (
         ({"fraction": 1.5}, "fraction=1.5"),
+        ({"context": 81}, "context=81"),
+        ({"max_test_samples": 0}, "tests nothing"),
         ({"min_samples": 9999}, "leaves no client"),
         ({"test_clients": 5}, "test_clients=5"),
         ({"max_samples_per_client": 0}, "leaves nothing"),

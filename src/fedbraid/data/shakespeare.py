@@ -45,19 +45,43 @@ class Role:
     test: Ints
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What of the roles and windows is kept."""
+
+    min_samples: int
+    max_samples: int | None
+    test_clients: int
+    context: int
+    max_test: int | None
+
+    def __post_init__(self) -> None:
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ConfigError(f"max_samples_per_client={self.max_samples} leaves nothing; use at least 1")
+        if self.max_test is not None and self.max_test < 1:
+            raise ConfigError(f"max_test_samples={self.max_test} tests nothing; use at least 1")
+        if not 1 <= self.context <= WINDOW:
+            raise ConfigError(f"context={self.context} is no part of a window; use 1 to {WINDOW}")
+
+
 def shakespeare(
     root: Root = None,
     fraction: float = 0.9,
     min_samples: int = 1,
     max_samples_per_client: int | None = None,
     test_clients: int = 0,
+    context: int = WINDOW,
+    max_test_samples: int | None = None,
 ) -> DataSet:
     """The 36 plays by role; of a role's windows the first `fraction` train and the last test, as LEAF splits.
 
     Roles left without test windows, or with fewer than `min_samples` to train on, are dropped: 660 of
     1,129 stay by default. `max_samples_per_client` keeps the first so many of both shares.
     `test_clients=225` is FedAdaVR's split instead: so many whole roles, picked once, are the test set.
+    For shorter runs, `context` shows only the last so many characters of a window, and `max_test_samples`
+    tests on so many windows, evenly spread over all.
     """
+    cut = Cut(min_samples, max_samples_per_client, test_clients, context, max_test_samples)
     if found := HOME.find(root, "leaf-clients.parquet"):
         text, roles = _split_roles(parquet(found, ("text",))[0], LEAF_ALPHABET, fraction, test_clients)
     else:
@@ -69,7 +93,7 @@ def shakespeare(
                 f"test_clients={test_clients} needs leaf-clients.parquet; LEAF's files are split already"
             )
         text, roles = _from_leaf(leaf(parts[0]), leaf(parts[1]))
-    return _dataset(text, roles, LEAF_ALPHABET, min_samples, max_samples_per_client, test_clients)
+    return _dataset(text, roles, LEAF_ALPHABET, cut)
 
 
 def tinyshakespeare(
@@ -78,13 +102,16 @@ def tinyshakespeare(
     min_samples: int = 1,
     max_samples_per_client: int | None = None,
     test_clients: int = 0,
+    context: int = WINDOW,
+    max_test_samples: int | None = None,
 ) -> DataSet:
     """Forty thousand lines of Shakespeare by speaker, in the public domain; split like `shakespeare`."""
+    cut = Cut(min_samples, max_samples_per_client, test_clients, context, max_test_samples)
     found = TINY.find(root, "speakers.parquet")
     if not found:
         raise TINY.missing(root)
     text, roles = _split_roles(parquet(found, ("text",))[0], TINY_ALPHABET, fraction, test_clients)
-    return _dataset(text, roles, TINY_ALPHABET, min_samples, max_samples_per_client, test_clients)
+    return _dataset(text, roles, TINY_ALPHABET, cut)
 
 
 def encode(text: str, alphabet: str) -> Bytes:
@@ -153,23 +180,23 @@ def _from_leaf(
     return encode("".join(pieces), LEAF_ALPHABET), roles
 
 
-def _dataset(
-    text: Bytes, roles: list[Role], alphabet: str, least: int, most: int | None, test_clients: int
-) -> DataSet:
-    if most is not None and most < 1:
-        raise ConfigError(f"max_samples_per_client={most} leaves nothing; use at least 1")
-    trains = [len(r.train) >= max(1, least) and (test_clients or len(r.test)) for r in roles]
-    kept = [r for r, stays in zip(roles, trains) if stays or (test_clients and not len(r.train))]
-    kept = [replace(r, train=r.train[:most], test=r.test[:most]) for r in kept]
+def _dataset(text: Bytes, roles: list[Role], alphabet: str, cut: Cut) -> DataSet:
+    held = cut.test_clients
+    trains = [len(r.train) >= max(1, cut.min_samples) and (held or len(r.test)) for r in roles]
+    kept = [r for r, stays in zip(roles, trains) if stays or (held and not len(r.train))]
+    kept = [replace(r, train=r.train[: cut.max_samples], test=r.test[: cut.max_samples]) for r in kept]
     if not any(len(r.train) for r in kept) or not any(len(r.test) for r in kept):
-        raise ConfigError(f"min_samples={least} leaves no client; use a smaller one")
+        raise ConfigError(f"min_samples={cut.min_samples} leaves no client; use a smaller one")
     letters = torch.from_numpy(text)
-    inputs, targets = letters[:-1].unfold(0, WINDOW, 1), letters[WINDOW:].long()
+    inputs, targets = letters[:-1].unfold(0, WINDOW, 1)[:, WINDOW - cut.context :], letters[WINDOW:].long()
     rows, test = (np.concatenate(starts) for starts in ([r.train for r in kept], [r.test for r in kept]))
     groups, test_groups = (
         np.repeat(np.arange(len(kept)), [len(s) for s in starts])
         for starts in ([r.train for r in kept], [r.test for r in kept])
     )
+    if cut.max_test is not None and cut.max_test < len(test):
+        some = np.linspace(0, len(test) - 1, cut.max_test).astype(np.int64)
+        test, test_groups = test[some], test_groups[some]
     picked = torch.from_numpy(test)
     return DataSet(
         inputs,
@@ -178,6 +205,6 @@ def _dataset(
         classes=len(alphabet),
         rows=rows,
         groups=groups,
-        test_groups=None if test_clients else test_groups,
+        test_groups=None if held else test_groups,
         vocab=len(alphabet),
     )

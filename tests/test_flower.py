@@ -10,8 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,11 @@ import torch
 import fedbraid as fb
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.common.config import get_fused_config_from_fab
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree, push_objects
+from flwr.supernode.fleet_http_connection import http_request_response
 from safetensors.torch import load_file
 
 from fedbraid.checkpoint import Folder
@@ -73,17 +81,20 @@ server = apps.server
 
 
 def mischief(message, context):
-    """A client that does what the first line of a file says, and is honest when there is none."""
+    """A client that does what the next line of a file says, and is honest when there is none."""
     place = Path(str(context.node_config["mischief"]))
     lines = place.read_text().splitlines() if place.exists() else []
     if not lines:
         return apps.client(message, context)
     place.write_text("\\n".join(lines[1:]))
-    kind, _, word = lines[0].partition(" ")
+    kind = lines[0]
     if kind == "die":
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    if kind == "sleep":
-        time.sleep(float(word))
+    while kind == "hold":  # until the test lets go
+        if (go := Path(f"{place}-go")).exists():
+            go.unlink()
+            break
+        time.sleep(0.1)
     if kind == "raise":
         raise ValueError("a client's own mistake")
     reply = apps.client(message, context)
@@ -140,7 +151,12 @@ class Fleet:
         self.flower.node(f"node-{i}", config | about)
 
     def misbehave(self, i, *lines):
+        """What node i is to do at its next orders."""
+        (self.scratch / f"mischief-{i}-go").unlink(missing_ok=True)
         (self.scratch / f"mischief-{i}").write_text("\n".join(lines))
+
+    def let_go(self, i):
+        (self.scratch / f"mischief-{i}-go").touch()
 
     def submit(self, out, **config):
         config = {"work": WORK, "nodes": 3, "minimum": 3, "deadline": LONG, "poll": 0.2} | config
@@ -154,17 +170,19 @@ class Fleet:
         self.wait(folder)
         return list(folder.records()), load_file(out / "model.safetensors")
 
-    def wait(self, folder, step=None):
-        """Until the run is done, or has committed this step: its status."""
-        until = time.monotonic() + LONG
-        while time.monotonic() < until:
+    def wait(self, folder, **values):
+        """Until the run is done, or its status has these values: the status."""
+        end = time.monotonic() + LONG
+        while time.monotonic() < end:
             status = read_status(folder)
-            assert status.get("state") != "failed", status
-            if status.get("state") == "done" or (step is not None and status.get("step", 0) >= step):
+            assert status.get("state") in (None, "running", "done"), status
+            if values and all(status.get(k) == v for k, v in values.items()):
                 return status
-            time.sleep(0.2)
+            if not values and status.get("state") == "done":
+                return status
+            time.sleep(0.1)
         log = self.flower.log("superlink").read_text(errors="replace")[-3000:]
-        pytest.fail(f"the run is not done: {read_status(folder)}\n{log}")
+        pytest.fail(f"waited for {values or 'the end'}: {read_status(folder)}\n{log}")
 
 
 @pytest.fixture(scope="module")
@@ -279,50 +297,168 @@ def test_broken_and_hostile_uploads_are_refused_and_the_rounds_go_on(fleet, user
     same(model, simulated(user, fb.fedavg(), schedule)[1])
 
 
+# Faults -----------------------------------------------------------------------------------------------
+
+ALL = [[0, 1, 2]] * 3
+THREE = {"algorithm": "scaffold()", "schedule": f"rounds(3, clients={ALL})"}
+
+
 def test_the_server_is_killed_and_the_run_goes_on(fleet, user, tmp_path):
     out = tmp_path / "run"
-    config = {
-        "algorithm": "scaffold()",
-        "schedule": "rounds(3, clients=[[0, 1, 2], [0, 1, 2], [0, 1, 2]])",
-    }
-    folder = fleet.submit(out, **config)
-    pid = fleet.wait(folder, step=1)["pid"]
-    time.sleep(2)  # until the next round is on its way
+    fleet.misbehave(1, "honest", "hold")
+    folder = fleet.submit(out, **THREE)
+    pid = fleet.wait(folder, step=1, busy=1)["pid"]  # two uploads of the second round are there, one is not
     os.kill(pid, signal.SIGKILL)
     committed = list(folder.records())
-    assert len(committed) >= 1
+    fleet.let_go(1)
     (out / "status.json").unlink()
-    records, model = fleet.run(out, **config)
+    records, model = fleet.run(out, **THREE)
     assert [r["step"] for r in records] == [1, 2, 3]
-    assert records[: len(committed)] == committed
-    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=[[0, 1, 2]] * 3))[1])
+    assert records[:1] == committed
+    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=ALL))[1])
 
 
 def test_nodes_die_or_are_late_and_come_back(fleet, user, tmp_path):
-    fleet.misbehave(1, "sleep 80")  # late for the first round
+    fleet.misbehave(1, "hold")  # until the first round is over
     fleet.misbehave(2, "die")  # in the middle of its task
-    out = tmp_path / "run"
-    cohorts = [[0, 1, 2]] * 3
-    folder = fleet.submit(
-        out, algorithm="scaffold()", schedule=f"rounds(3, clients={cohorts})", minimum=1, deadline=60.0
-    )
+    out, cohorts = tmp_path / "run", [[0, 1, 2]] * 4
+    plan = {"algorithm": "scaffold()", "schedule": f"rounds(4, clients={cohorts})"}
+    folder = fleet.submit(out, **plan, minimum=1, deadline=60.0)
     fleet.wait(folder, step=1)
     assert next(folder.records())["clients"] == [0]
     assert fleet.flower.processes["node-2"].wait(10) == -signal.SIGKILL
     fleet.node(2)  # the same client under another id
+    fleet.let_go(1)
     fleet.wait(folder)
     records = list(folder.records())
-    assert [r["step"] for r in records] == [1, 2, 3]
-    assert set(records[-1]["clients"]) == {0, 1, 2}
-    assert sum(r.get("dropped", 0) for r in records) == 1  # node 1's first answer, which came late
-    cohorts = [r["clients"] for r in records]
-    same(
-        load_file(out / "model.safetensors"), simulated(user, fb.scaffold(), fb.rounds(3, clients=cohorts))[1]
-    )
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert {0, 1, 2} in [set(r["clients"]) for r in records]
+    assert sum(r.get("dropped", 0) for r in records) >= 1  # node 1's first answer, which came late
+    rounds = fb.rounds(4, clients=[r["clients"] for r in records])
+    same(load_file(out / "model.safetensors"), simulated(user, fb.scaffold(), rounds)[1])
 
 
-def test_too_few_answers_can_stop_the_run(fleet, tmp_path):
-    fleet.misbehave(0, "sleep 30")
+def test_a_late_asynchronous_upload_counts_from_the_version_it_downloaded(fleet, user, tmp_path):
+    fleet.misbehave(0, "honest", "hold")
+    fleet.misbehave(1, "hold")
+    fleet.misbehave(2, "honest", "hold")
+    plan = {"algorithm": "fedbuff()", "schedule": "buffered(steps=5, buffer=1, concurrency=3)"}
+    folder = fleet.submit(tmp_path / "run", **plan)
+    fleet.wait(folder, step=2, busy=3)
+    fleet.let_go(1)
+    fleet.wait(folder, step=3)
+    fleet.let_go(0)
+    fleet.let_go(2)
+    fleet.wait(folder)
+    records = list(folder.records())
+    assert sorted(r["clients"][0] for r in records[:2]) == [0, 2]
+    assert (records[2]["clients"], records[2]["versions"], records[2]["staleness"]) == ([1], [0], 2.0)
+    clients, versions = (tuple(tuple(r[k]) for r in records) for k in ("clients", "versions"))
+    _, expected = simulated(user, fb.fedbuff(), Replay(5, clients, versions))
+    same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+
+
+def test_an_asynchronous_job_is_given_up_at_its_deadline(fleet, user, tmp_path):
+    for i in range(3):
+        fleet.misbehave(i, "hold")
+    plan = {"algorithm": "fedbuff()", "schedule": "buffered(steps=2, buffer=1, concurrency=3)"}
+    folder = fleet.submit(tmp_path / "run", **plan, deadline=30.0)
+    fleet.wait(folder, busy=3)
+    while len(read_status(folder)["trouble"]) < 3:
+        time.sleep(0.2)
+    for i in range(3):
+        fleet.let_go(i)  # what they send now was given up; the orders after it count
+    fleet.wait(folder)
+    records = list(folder.records())
+    given_up = [t for r in records for t in r.get("trouble", [])]
+    assert {0, 1, 2} <= {t["client"] for t in given_up}
+    assert all(int(t["node"]) > 0 and "no answer within 30 s" in t["why"] for t in given_up)
+    clients, versions = (tuple(tuple(r[k]) for r in records) for k in ("clients", "versions"))
+    _, expected = simulated(user, fb.fedbuff(), Replay(2, clients, versions))
+    same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+
+
+def test_a_node_joins_and_leaves(fleet, user, tmp_path):
+    fleet.misbehave(0, "honest", "hold", "hold")
+    folder = fleet.submit(tmp_path / "run", schedule="rounds(4, clients=4)")
+    fleet.wait(folder, step=1, busy=1)
+    fleet.node(3)
+    fleet.wait(folder, step=1, busy=1, nodes=4)
+    fleet.let_go(0)
+    fleet.wait(folder, step=2, busy=1, nodes=4)  # the newcomer has answered
+    fleet.flower.end("node-3")
+    fleet.wait(folder, step=2, nodes=3)
+    fleet.let_go(0)
+    fleet.wait(folder)
+    records = list(folder.records())
+    assert [set(r["clients"]) for r in records] == [{0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2}]
+    rounds = fb.rounds(4, clients=[r["clients"] for r in records])
+    _, expected = simulated(user, fb.fedavg(), rounds, clients=4)
+    same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+
+
+@contextmanager
+def node_by_hand(flower, user, about, answers):
+    """A node that sends all that `answers(order, honest reply)` gives: how many messages it has sent."""
+    sent, stop = [], threading.Event()
+
+    def serve():
+        address = f"127.0.0.1:{flower.port}"
+        with http_request_response(address, True) as (
+            node, receive, send, get_run, get_fab, pull, push, confirm,
+        ):  # fmt: skip
+            while not stop.is_set():
+                if (got := receive()) is None:
+                    stop.wait(0.2)
+                    continue
+                run, tree = got[0].metadata.run_id, got[1]
+                order = pull_and_inflate_object_from_tree(
+                    tree, partial(pull, run), partial(confirm, run), return_type=Message
+                )
+                order.metadata.__dict__["_message_id"] = tree.object_id
+                info = get_run(run)
+                config = get_fused_config_from_fab(get_fab(info.fab_hash, run).content, info)
+                context = Context(run, node, about, RecordDict(), config)
+                for reply in answers(order, user["apps"].client(order, context)):
+                    reply.metadata.__dict__["_message_id"] = reply.object_id
+                    wanted, session = send(reply, get_object_tree(reply), 0.0)
+                    push_objects(
+                        get_all_nested_objects(reply), partial(push, run, session), object_ids_to_push=wanted
+                    )
+                    sent.append(reply)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_node_that_answers_twice_counts_once(fleet, user, tmp_path):
+    sent_before = []
+
+    def answers(order, reply):
+        """The honest answer, another to the same order, and that to the order before once more."""
+        content = {**reply.content["fedbraid"], "loss": 0.5} if order.metadata.message_type == "train" else {}
+        other = Message(RecordDict({"fedbraid": ConfigRecord(content)}), reply_to=order)
+        again, sent_before[:] = sent_before[:], [reply]
+        return [reply, other, *again]
+
+    about = {"name": "by hand", "client": 3, "share": 3, "state": str(tmp_path / "nodes")}
+    cohorts = [[0, 3]] * 3
+    plan = {"algorithm": "scaffold()", "schedule": f"rounds(3, clients={cohorts})"}
+    with node_by_hand(fleet.flower, user, about, answers) as sent:
+        records, model = fleet.run(tmp_path / "run", **plan)
+    assert len(sent) > 3 * len(cohorts)  # three a round, and to the server's first question two
+    assert [r["clients"] for r in records] == cohorts
+    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=cohorts), clients=4)[1])
+
+
+@pytest.mark.parametrize("mischief", ["hold", "raise"])
+def test_too_few_answers_can_stop_the_run(mischief, fleet, tmp_path):
+    fleet.misbehave(0, *[mischief] * 50)
     folder = fleet.submit(
         tmp_path / "run", schedule="rounds(2, clients=[[0], [0]])", minimum=1, deadline=10.0, too_few="stop"
     )
@@ -330,6 +466,24 @@ def test_too_few_answers_can_stop_the_run(fleet, tmp_path):
     while read_status(folder).get("state") != "failed" and time.monotonic() < until:
         time.sleep(0.5)
     assert "can be continued" in read_status(folder)["error"]
+    fleet.misbehave(0)
+    fleet.let_go(0)
+
+
+def test_the_superlink_is_killed_and_started_again(fleet, user, tmp_path):
+    out = tmp_path / "run"
+    fleet.misbehave(1, "honest", "hold")
+    folder = fleet.submit(out, **THREE)
+    fleet.wait(folder, step=1, busy=1)
+    fleet.flower.end("superlink", signal.SIGKILL)  # and the server with it
+    fleet.let_go(1)
+    (out / "status.json").unlink()
+    fleet.flower.link()
+    records, model = fleet.run(out, **THREE)
+    assert [r["step"] for r in records] == [1, 2, 3]
+    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=ALL))[1])
+    for i in range(3):
+        fleet.flower.check(f"node-{i}")  # the nodes have lived through it
 
 
 # TLS --------------------------------------------------------------------------------------------------
@@ -419,6 +573,78 @@ def test_trial_of_nothing_says_what_to_do(tmp_path):
     assert "deploy init" in done.stderr
 
 
+def test_trial_says_at_once_what_cannot_be_read(tmp_path):
+    init(tmp_path / "fleet")
+    done = fedbraid("deploy", "trial", str(tmp_path / "fleet"), "-c", "algorithm=fedavgg()")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "fedbraid: unknown algorithm 'fedavgg'; did you mean 'fedavg'?"
+    assert not (tmp_path / "fleet" / "runs").exists()
+
+
+@pytest.mark.parametrize("place", ["\n", "def model():\n"])
+def test_trial_says_why_the_server_does_not_start(tmp_path, place):
+    init(tmp_path / "fleet")
+    file = tmp_path / "fleet" / "fleet.py"
+    indent = "    " if "def" in place else ""
+    file.write_text(
+        file.read_text().replace(place, f"{place}{indent}raise ValueError('no model today')\n", 1)
+    )
+    done = fedbraid("deploy", "trial", str(tmp_path / "fleet"), "--nodes", "1")
+    assert done.returncode == 2
+    assert "no model today" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_trial_shows_what_nodes_complain_of(tmp_path):
+    init(tmp_path / "fleet")
+    file = tmp_path / "fleet" / "fleet.py"
+    load = "def load(node_config):\n"
+    mark = tmp_path / "seen"
+    fail = f"    import pathlib\n    if not pathlib.Path({str(mark)!r}).exists():\n        pathlib.Path({str(mark)!r}).touch()\n        raise ValueError('no data today')\n"
+    file.write_text(file.read_text().replace(load, load + fail))
+    done = fedbraid(
+        "deploy", "trial", str(tmp_path / "fleet"), "--nodes", "1", "-c", "schedule=rounds(1, clients=1)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no data today" in done.stderr
+
+
+def test_objects_of_ones_own_run_unchanged(tmp_path):
+    """The algorithm is the user's own class, which no text names."""
+    folder = tmp_path / "fleet"
+    init(folder)
+    file, config = folder / "fleet.py", folder / "pyproject.toml"
+    keys_ = ("algorithm", "work", "schedule")
+    config.write_text("".join(x for x in config.read_text().splitlines(True) if not x.startswith(keys_)))
+    file.write_text(file.read_text().replace("apps = fb.deploy.apps(model, loss, load, test)\n", OWN))
+    done = fedbraid("deploy", "trial", str(folder), "--nodes", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    made = {}
+    exec(compile(file.read_text(), "fleet.py", "exec"), made)
+    pairs = [made["load"]({"share": i, "shares": 2}) for i in range(2)]
+    task = fb.Task.from_arrays(made["model"], pairs, made["test"]())
+    result = fb.simulate(task, made["algorithm"], made["work"], made["schedule"], engine="in_process")
+    deployed = load_file(Path(json.loads(done.stdout)["run"]) / "model.safetensors")
+    same(deployed, dict(result.model().named_parameters()))
+
+
+OWN = """
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Half(fb.Rule):
+    def step(self, g, y, s, loc):
+        return g / 2, s
+
+
+algorithm = fb.Algorithm(rule=Half())
+work = fb.Work(lr=0.1, epochs=1, batch=20)
+schedule = fb.rounds(2, clients=[[0, 1], [1, 0]])
+apps = fb.deploy.apps(model, loss, load, test, algorithm=algorithm, work=work, schedule=schedule)
+"""
+
+
 # Small parts ------------------------------------------------------------------------------------------
 
 
@@ -436,6 +662,15 @@ def test_trial_of_nothing_says_what_to_do(tmp_path):
 def test_settings_are_checked(config, word):
     with pytest.raises(ConfigError, match=word):
         Settings.read(config)
+
+
+def test_what_the_file_makes_is_not_said_twice():
+    made = {"algorithm": fb.scaffold(), "work": None}
+    assert Settings.read({"seed": 1}, made).what()[0] == fb.scaffold()
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        Settings.read({"algorithm": "fedavg()"}, made)
+    with pytest.raises(ConfigError, match="no algorithm"):
+        Settings.read({}, {"algorithm": fb.scaffold}).what()
 
 
 def test_a_name_belongs_to_one_connected_node():

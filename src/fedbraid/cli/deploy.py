@@ -116,7 +116,7 @@ class View:
     """One line a step: nodes, round, accuracy, bytes."""
 
     def __init__(self, quiet: bool) -> None:
-        self.quiet, self.nodes = quiet, -1
+        self.quiet, self.nodes, self.troubles = quiet, -1, 0
 
     def tell(self, status: Record, records: list[Record]) -> None:
         if self.quiet or not status:
@@ -124,6 +124,9 @@ class View:
         if status["nodes"] != self.nodes:
             self.nodes = status["nodes"]
             typer.echo(f"{self.nodes} nodes connected", err=True)
+        for trouble in status["trouble"][self.troubles :]:
+            typer.echo(f"node {trouble['node']}: {trouble['why']}", err=True)
+        self.troubles = len(status["trouble"])
         for r in records:
             words = [f"step {r['step']}/{status['steps']}", f"{r['nodes']} nodes", f"clients {r['clients']}"]
             words += [format_share(r["accuracy"])] if "accuracy" in r else []

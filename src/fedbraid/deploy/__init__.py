@@ -6,7 +6,7 @@ the server half `loop.advance`: nothing of an algorithm is written twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fedbraid.data.task import Loss
+    from fedbraid.deploy.settings import Settings
+    from fedbraid.loop import Algorithm, Work
+    from fedbraid.schedule import Schedule
 
 Pair = tuple[Any, Any]  # (inputs, targets)
 
@@ -29,6 +32,15 @@ class Project:
     load: Callable[[dict[str, Any]], Pair]
     test: Callable[[], Pair] | None = None
     buffers: str = "refuse"
+    algorithm: Algorithm | None = None  # these three where the configuration does not say them
+    work: Work | None = None
+    schedule: Schedule | None = None
+
+    def settings(self, config: Mapping[str, Any]) -> Settings:
+        """How a run with this configuration goes."""
+        from fedbraid.deploy.settings import Settings
+
+        return Settings.read(config, {k: getattr(self, k) for k in ("algorithm", "work", "schedule")})
 
 
 class Apps(NamedTuple):
@@ -44,12 +56,16 @@ def apps(
     load: Callable[[dict[str, Any]], Pair],
     test: Callable[[], Pair] | None = None,
     *,
+    algorithm: Algorithm | None = None,
+    work: Work | None = None,
+    schedule: Schedule | None = None,
     buffers: str = "refuse",
 ) -> Apps:
     """Server and client for Flower.
 
     `load(node_config)` gives a node's own (inputs, targets); `test()` the server's, where it has any.
-    Algorithm, work and schedule come from the app's configuration.
+    Algorithm, work and schedule are the simulator's objects; those that are left out come from the app's
+    configuration, as text.
     """
     try:
         import flwr  # noqa: F401
@@ -58,5 +74,5 @@ def apps(
     from fedbraid.deploy.node import client_app
     from fedbraid.deploy.server import server_app
 
-    project = Project(model, loss, load, test, buffers)
+    project = Project(model, loss, load, test, buffers, algorithm, work, schedule)
     return Apps(server_app(project), client_app(project))

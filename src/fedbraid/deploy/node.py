@@ -50,7 +50,7 @@ def client_app(project: Project) -> ClientApp:
         order = _config(message)
         place = _place(context, order["run"])
         return _answer(
-            obey(project, order, Settings.read(context.run_config), context.node_config, place), message
+            obey(project, order, project.settings(context.run_config), context.node_config, place), message
         )
 
     app = ClientApp()

@@ -52,8 +52,7 @@ def server_app(project: Project) -> ServerApp:
     """Flower's ServerApp around the driver."""
 
     def main(grid: Grid, context: Context) -> None:
-        settings = Settings.read(context.run_config)
-        with Driver(project, settings, grid) as driver:
+        with Driver(project, project.settings(context.run_config), grid) as driver:
             driver.run()
 
     app = ServerApp()
@@ -263,9 +262,10 @@ class Driver:
                 cohort, wanted = self._cohort(t, attempt, got, patient=not over)
                 for client in cohort:
                     self._ask(self.roster.members[client])
+                if over or (cohort and not asked):  # the deadline counts from the first order
+                    until = time.monotonic() + s.deadline
                 asked += [c for c in cohort if c not in asked]
-                if cohort or over:
-                    attempt, until = attempt + 1, time.monotonic() + s.deadline
+                attempt += bool(cohort or over)
             time.sleep(s.poll)
         counted = [got[c] for c in asked if c in got][:wanted]
         self.late += len(got) - len(counted)
@@ -438,9 +438,10 @@ class Driver:
             raise WireError(f"it trained from version {job.version}, which is no longer kept")
         x = self.state.sent[job.version]["vectors"]["x"][None]
         vectors, sizes = receive(self.algorithm.up, answer["blob"], job.client, x, self.widths, self.layout)
-        norm = float(vectors["delta"].norm())
-        if not math.isfinite(norm) or 0 < self.settings.max_norm < norm:
-            raise WireError(f"its update has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
+        for name, v in vectors.items():
+            norm = float(v.norm())
+            if not math.isfinite(norm) or 0 < self.settings.max_norm < norm:
+                raise WireError(f"its {name} has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
         K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]
         lr = torch.full_like(K, self.work.rate(job.version))
         return Reply(np.array([job.client]), vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr)
@@ -460,7 +461,7 @@ class Driver:
             "status.json",
             {
                 "state": what, "error": error, "step": self.state.t, "steps": self.schedule.steps, "busy": busy,
-                "nodes": len(self.roster.at(self.online)), "pid": os.getpid(),
+                "nodes": len(self.roster.at(self.online)), "trouble": self.trouble, "pid": os.getpid(),
             },
         )  # fmt: skip
 

@@ -17,32 +17,36 @@ if TYPE_CHECKING:
 class Settings:
     """Keys of the configuration, with `-` for `_`."""
 
-    algorithm: str = "fedavg()"
-    work: str = "Work(lr=0.01, epochs=1, batch=20)"
-    schedule: str = "rounds(10, clients=3)"
+    algorithm: str | Algorithm = "fedavg()"
+    work: str | Work = "Work(lr=0.01, epochs=1, batch=20)"
+    schedule: str | Schedule = "rounds(10, clients=3)"
     seed: int = 0
     out: str = "runs/deployed"  # the run's folder, where the server runs
     nodes: int = 1  # how many must be there before the first step
     minimum: int = 1  # uploads without which no round closes
     deadline: float = 600.0  # seconds that a round, or an asynchronous job, may take
     too_few: str = "wait"  # when fewer answer: "wait" asks again, "stop" ends the run (it can be continued)
-    max_norm: float = 0.0  # an update with a larger norm is refused; 0 refuses none
+    max_norm: float = 0.0  # an upload with a vector of a larger norm is refused; 0 refuses none
     evaluate_every: int = 1
     poll: float = 0.5  # seconds between two looks at what has arrived
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Settings:
-        """From Flower's run configuration; keys that nobody knows are refused."""
-        known = {f.name: f for f in fields(cls)}
+    def read(cls, config: Mapping[str, Any], made: Mapping[str, Any] | None = None) -> Settings:
+        """From Flower's run configuration and what the user's file made; keys that nobody knows are refused."""
+        known = {f.name: str(f.type).split(" ")[0] for f in fields(cls)}
         given = {key.replace("-", "_"): value for key, value in config.items()}
-        for key in given:
-            if key not in known:
-                raise unknown("key of [tool.flwr.app.config]", key, known)
         kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
         for key, value in given.items():
-            if not isinstance(value, kinds[str(known[key].type)]) or isinstance(value, bool):
-                raise ConfigError(f"{key}={value!r} should be of type {known[key].type}")
-        return cls(**given)
+            if key not in known:
+                raise unknown("key of [tool.flwr.app.config]", key, known)
+            if not isinstance(value, kinds[known[key]]) or isinstance(value, bool):
+                raise ConfigError(f"{key}={value!r} should be of type {known[key]}")
+        made = {key: value for key, value in (made or {}).items() if value is not None}
+        if twice := made.keys() & given.keys():
+            raise ConfigError(
+                f"{min(twice)} is given to apps(...) and in [tool.flwr.app.config]; remove one of the two"
+            )
+        return cls(**given, **made)
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0)):
@@ -60,20 +64,25 @@ class Settings:
 
     def what(self) -> tuple[Algorithm, Work]:
         """What nodes and server must agree on."""
-        from fedbraid.loop import Work
+        from fedbraid.loop import Algorithm, Work
         from fedbraid.parse import evaluate
         from fedbraid.runs import algorithm_from
 
-        work: Work = evaluate(self.work, {"Work": Work}, "work")
-        return algorithm_from(self.algorithm), work
+        algorithm = algorithm_from(self.algorithm) if isinstance(self.algorithm, str) else self.algorithm
+        work = evaluate(self.work, {"Work": Work}, "work") if isinstance(self.work, str) else self.work
+        if not isinstance(algorithm, Algorithm):
+            raise ConfigError(f"algorithm={algorithm!r} is no algorithm; use one such as fb.fedavg()")
+        if not isinstance(work, Work):
+            raise ConfigError(f"work={self.work!r} is no work; use Work(...)")
+        return algorithm, work
 
     def when(self) -> Schedule:
+        """Rounds, or steps whenever enough uploads are there."""
         from fedbraid.parse import evaluate
         from fedbraid.schedule import Schedule, buffered, immediate, rounds
 
-        made = evaluate(
-            self.schedule, {"rounds": rounds, "buffered": buffered, "immediate": immediate}, "schedule"
-        )
+        names = {"rounds": rounds, "buffered": buffered, "immediate": immediate}
+        made = evaluate(self.schedule, names, "schedule") if isinstance(self.schedule, str) else self.schedule
         if not isinstance(made, Schedule):
             raise ConfigError(
                 f"{self.schedule!r} is no schedule; use rounds(...), buffered(...) or immediate(...)"

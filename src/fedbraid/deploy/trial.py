@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedbraid.checkpoint import Folder, Record
+from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError, EngineError, MissingExtra
 
 PATIENCE = 120.0  # seconds that a process may take to start
@@ -113,6 +115,14 @@ class Flower:
             raise EngineError(f"Flower did not take the app: {answer.strip()[-2000:]}")
         return str(found["run-id"])
 
+    def ended(self, run: str) -> str | None:
+        """Why Flower says that a run is over, None while it is not."""
+        answer = self.flwr("ls", "trial", "--run-id", run, "--format", "json")
+        about = json.loads(answer[answer.index("{") :])["runs"][0]
+        if not about["status"].startswith("finished"):
+            return None
+        return str(about["status-details"] or about["status"])
+
     def flwr(self, *words: str) -> str:
         tool = _tool("flwr")
         assert tool is not None
@@ -193,6 +203,9 @@ def trial(
         raise ConfigError(f"{app} holds no app; make one with: fedbraid deploy init {app}")
     out = Path(settings.get("out") or app / "runs" / f"trial-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     config = {"nodes": nodes, "minimum": nodes, "poll": 0.2, **settings, "out": str(out)}
+    asked = Settings.read(_written(app) | config)
+    asked.what(), asked.when()  # what cannot be read is better said before anything is started
+    (out / "status.json").unlink(missing_ok=True)  # that of the run which this one continues
     scratch = Path(tempfile.mkdtemp(prefix="fedbraid-trial-"))
     try:
         with Flower(scratch) as flower:
@@ -206,16 +219,16 @@ def trial(
                     "state": str(scratch / "nodes"),
                 }
                 flower.node(f"node-{i}", about)
-            flower.submit(app, config)
+            run = flower.submit(app, config)
             folder = Folder(out)
-            for status, records in watch(flower, folder):
+            for status, records in watch(flower, folder, run):
                 tell(status, records)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
-def watch(flower: Flower, folder: Folder) -> Iterator[tuple[Record, list[Record]]]:
+def watch(flower: Flower, folder: Folder, run: str) -> Iterator[tuple[Record, list[Record]]]:
     """What is new in a run's folder, until the run has ended."""
     seen, since = 0, time.monotonic()
     while True:
@@ -229,13 +242,22 @@ def watch(flower: Flower, folder: Folder) -> Iterator[tuple[Record, list[Record]
             raise EngineError(f"the run failed: {status['error']}")
         if status.get("state") == "done":
             return
-        if status and not _alive(int(status["pid"])):
-            raise EngineError(f"the server died; its log ends:\n{_tail(flower.log('superlink'))}")
-        if not status and time.monotonic() - since > PATIENCE:
-            raise EngineError(
-                f"the server app did not start; its log ends:\n{_tail(flower.log('superlink'))}"
-            )
+        why = _death(flower, run, status, since)
+        if why is not None and read_status(folder).get("state") not in ("done", "failed"):
+            raise EngineError(why)
         time.sleep(0.3)
+
+
+def _death(flower: Flower, run: str, status: Record, since: float) -> str | None:
+    """How the server ended without a word in its status file, None while it lives."""
+    if status:
+        alive = _alive(int(status["pid"]))
+        return None if alive else f"the server died; its log ends:\n{_tail(flower.log('superlink'))}"
+    if (why := flower.ended(run)) is not None:
+        return f"the server did not start: {why}"
+    if time.monotonic() - since > PATIENCE:
+        return f"the server did not start in {PATIENCE:g} s; its log ends:\n{_tail(flower.log('superlink'))}"
+    return None
 
 
 def read_status(folder: Folder) -> Record:
@@ -244,6 +266,18 @@ def read_status(folder: Folder) -> Record:
     except (OSError, ValueError):
         return {}
     return status
+
+
+def _written(app: Path) -> dict[str, Any]:
+    """The configuration in an app's pyproject.toml."""
+    try:
+        found = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"].get("config", {})
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{app / 'pyproject.toml'} is no Flower app ({error!r}); compare it with what this makes:"
+            " fedbraid deploy init"
+        ) from error
+    return dict(found)
 
 
 def free_port() -> int:

@@ -1,15 +1,18 @@
 """FedAdaVR: Tables 7 and 8 (MNIST with one local epoch, Fashion-MNIST with three), baselines and ablations.
 
 500 clients, 5 a round, LeNet-5, batch 20, local momentum 0.9; rounds and averaging windows of Table 2.
+CIFAR-10 (LQ-1) and Shakespeare (natural ids) with small networks and few rounds.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+
+from torch import nn
 
 import fedbraid as fb
 from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
@@ -45,6 +48,8 @@ SERVER_RATES = (1.0, 0.1, 0.01)  # FedVARP's
 
 
 def window(dataset: str, partition: str) -> int:
+    if dataset in SHORT:
+        return SHORT[dataset].window
     return WINDOW[dataset][list(PARTITIONS).index(partition)]
 
 
@@ -88,14 +93,18 @@ class Method:
     client_lrs: tuple[float, ...] = (CLIENT_LR,)
 
 
-def ours(optimiser: str, rate: float, memory: str | None = None) -> Method:
+def ours(
+    optimiser: str, rate: float, memory: str | None = None, rates: tuple[float, ...] = (CLIENT_LR,)
+) -> Method:
     kept = "" if memory is None else f", memory={memory!r}"
     name = "FedAdaVR" if memory is None else f"FedAdaVR-{memory}"
-    return Method(f"{name} {optimiser} {rate:g}", f"fedadavr(optimizer={optimiser!r}, lr={rate}{kept})")
+    return Method(
+        f"{name} {optimiser} {rate:g}", f"fedadavr(optimizer={optimiser!r}, lr={rate}{kept})", rates
+    )
 
 
-def fedvarp(rate: float) -> Method:
-    return Method(f"FedVARP {rate:g}", f"fedvarp(lr={rate})")
+def fedvarp(rate: float, rates: tuple[float, ...] = (CLIENT_LR,)) -> Method:
+    return Method(f"FedVARP {rate:g}", f"fedvarp(lr={rate})", rates)
 
 
 def ablation(optimiser: str, rate: float) -> list[Method]:
@@ -143,6 +152,84 @@ ORDER = [
 ]  # fmt: skip
 
 
+# CIFAR-10 and Shakespeare, shortened ------------------------------------------------------------------
+
+
+def strided_net() -> nn.Module:
+    """Two strided GroupNorm convolutions of 16 and 32 channels, 11,082 weights, in place of ResNet-18."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def images(seed: int) -> Callable[[], fb.Task]:
+    def make() -> fb.Task:
+        return fb.tasks.load(
+            "cifar10", clients=250, partition="label_chunks(1)", seed=seed, model=strided_net
+        )
+
+    make.__name__ = f"cifar10_LQ_1_seed_{seed}"
+    return make
+
+
+def text() -> fb.Task:
+    """Natural ids; a GRU of one layer that sees the last 20 characters; tested on 2,000 windows of 225 held-out roles."""
+    return fb.tasks.load(
+        "shakespeare", test_clients=225, max_samples_per_client=256, context=20, max_test_samples=2000,
+        model=partial(fb.models.gru_char, layers=1),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Short:
+    title: str
+    partition: str
+    epochs: int
+    batch: int
+    rounds: int
+    window: int
+    every: int
+    methods: tuple[Method, ...]
+    tried: tuple[Method, ...]  # with the first seed only
+
+
+BOTH, TEXT = (
+    (0.01, 0.001),
+    (0.1, 0.01),
+)  # client rates that the first seed tries; the others take the first of them
+SHORT = {
+    "cifar10": Short("CIFAR-10", "LQ-1", 1, 20, 300, 60, 10,
+        (ours("adam", 0.001, rates=BOTH), fedvarp(1.0, BOTH), *(Method(n, text, BOTH) for n, text in BASELINES.items())),
+        (ours("lamb", 0.001), ours("lamb", 0.005), ours("yogi", 0.001), ours("adagrad", 0.005), ours("adabelief", 0.001)),
+    ),
+    "shakespeare": Short("Shakespeare", "natural", 1, 64, 80, 10, 10,
+        (ours("adagrad", 0.01, rates=TEXT), fedvarp(1.0, TEXT),
+         *(Method(n, BASELINES[n], TEXT) for n in ("FedAvg", "FedAdagrad", "FedYogi", "SCAFFOLD"))),
+        (ours("adam", 0.005), ours("yogi", 0.01)),
+    ),
+}  # fmt: skip
+TASKS = {("cifar10", s): images(s) for s in SEEDS} | {("shakespeare", s): text for s in SEEDS}
+
+
+def short_cell(dataset: str, method: Method, client_lr: float, seed: int) -> Cell:
+    s = SHORT[dataset]
+    return Cell(
+        f"{dataset}/{s.partition}/{method.name}/client {client_lr:g}/seed {seed}", TASKS[dataset, seed], method.algorithm,
+        fb.Work(lr=client_lr, epochs=s.epochs, batch=s.batch, momentum=0.9), fb.rounds(s.rounds, clients=5), seed=seed, every=s.every,
+        last=0,
+    )  # fmt: skip
+
+
+def short_cells(dataset: str, seed: int) -> list[Cell]:
+    """With the first seed all that is tried, with the others the best client rate."""
+    s = SHORT[dataset]
+    if seed == SEEDS[0]:
+        return [short_cell(dataset, m, lr, seed) for m in s.methods + s.tried for lr in m.client_lrs]
+    return [short_cell(dataset, m, m.client_lrs[0], seed) for m in s.methods]
+
+
 def cells() -> list[Cell]:
     found: dict[str, Cell] = {}
     for dataset, tier, seeds in ORDER:
@@ -152,6 +239,9 @@ def cells() -> list[Cell]:
                     for client_lr in m.client_lrs:
                         made = cell(dataset, partition, m.name, m.algorithm, client_lr, seed)
                         found.setdefault(made.name, made)
+    for seed in SEEDS:
+        for dataset in SHORT:
+            found |= {c.name: c for c in short_cells(dataset, seed)}
     return list(found.values())
 
 
@@ -297,6 +387,55 @@ def draw(done: Done, dataset: str, key: str, label: str) -> None:
         picture(HERE / f"{dataset}_{key}.png", panels)
 
 
+def short_table(done: Done, found: Scores, dataset: str, targets: tuple[int, ...]) -> str:
+    """Accuracy, and rounds to targets in the mean over the seeds that reach them."""
+    s = SHORT[dataset]
+    rows = []
+    for m in s.methods + s.tried:
+        for lr in m.client_lrs:
+            values = found.get((dataset, s.partition, m.name, lr), [])
+            lines = [done[n] for seed in SEEDS if (n := short_cell(dataset, m, lr, seed).name) in done]
+            if not values:
+                continue
+            row = [f"{m.name}, η_c {lr:g}", spread(values), str(len(values))]
+            for t in targets:
+                when = [first(line, t / 100) for line in lines]
+                known = [w for w in when if w is not None]
+                row.append(
+                    f"{sum(known) / len(known):.0f}{'' if len(known) == len(lines) else f' ({len(known)} of {len(lines)})'}"
+                    if known
+                    else "x"
+                )
+            rows.append(row)
+    head = [
+        f"{s.title}, {s.partition}",
+        f"accuracy, last {s.window} rounds",
+        "seeds",
+        *(f"rounds to {t} %" for t in targets),
+    ]
+    return markdown(head, rows)
+
+
+def first(line: Line, target: float) -> int | None:
+    """The first round at which the accuracy was seen to be reached."""
+    curve = line["curve"]
+    return next((s for s, a in zip(curve["step"], curve["accuracy"]) if a is not None and a >= target), None)
+
+
+def draw_short(done: Done) -> None:
+    panels = []
+    for dataset, s in SHORT.items():
+        for key, label, limits in (("accuracy", "test accuracy", None), ("loss", "test loss", (0.0, 5.0))):
+            curves = []
+            for m in s.methods:
+                line = done.get(short_cell(dataset, m, m.client_lrs[0], SEEDS[0]).name)
+                if line is not None:
+                    curves.append((m.name.split()[0], line["curve"]["step"], line["curve"][key]))
+            panels.append(Panel(f"{s.title}, {s.partition}", curves, y=label, limits=limits))
+    if any(p.curves for p in panels):
+        picture(HERE / "short.png", panels, columns=2)
+
+
 def state(done: Done) -> str:
     every = cells()
     rows = []
@@ -316,6 +455,16 @@ def state(done: Done) -> str:
                         f"{len(names & set(done))} of {len(names)}",
                     ]
                 )
+    for dataset, s in SHORT.items():
+        for seeds in (SEEDS[:1], SEEDS[1:]):
+            names = {c.name for seed in seeds for c in short_cells(dataset, seed)}
+            rows.append(
+                [
+                    f"{s.title}, shortened",
+                    ", ".join(map(str, seeds)),
+                    f"{len(names & set(done))} of {len(names)}",
+                ]
+            )
     rows.append(["all", "", f"{len(done)} of {len(every)}"])
     return markdown(["cells", "seeds", "done"], rows)
 
@@ -343,4 +492,7 @@ def report(done: Done) -> dict[str, str]:
         draw(done, dataset, "loss", "test loss")
     tables["mnist rounds"] = to_target(done, "mnist", "LQ-1", (30, 40, 50, 60, 70, 75))
     tables["fmnist rounds"] = to_target(done, "fmnist", "LQ-1", (30, 40, 50, 60, 65, 70))
+    tables["cifar10"] = short_table(done, found, "cifar10", (20, 25, 30, 35))
+    tables["shakespeare"] = short_table(done, found, "shakespeare", (20, 30))
+    draw_short(done)
     return tables

@@ -1,13 +1,16 @@
-"""QAFeL, section IV-A: logistic regression on mushrooms (Figures 2, 5 and 6).
+"""QAFeL: logistic regression on mushrooms (section IV-A, Figures 2, 5, 6), and networks (IV-B, Figures 7, 9, Table IV).
 
-100 clients, half-normal delays, buffer 10, client rate 2, server rate 0.1, l2 1/8124, all 8,124 rows.
+Mushrooms: 100 clients, half-normal delays, buffer 10, client rate 2, server rate 0.1, l2 1/8124, all 8,124 rows.
 No client quantisation, as in the paper's figures, except where a name says "both ways".
+Networks: runs to a target accuracy, in a size that two cores can bear.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,9 +62,7 @@ def mushrooms() -> fb.Task:
     """One weight a feature, no bias; judged by the cost over everything."""
     x, y = everything()
     shares = iid()(Table(y.numpy()), 100, 0)
-    return fb.Task.from_table(
-        zeros(), x, y, shares, test=(x, y), loss="logistic", name="mushrooms, all rows"
-    )
+    return fb.Task.from_table(zeros(), x, y, shares, test=(x, y), loss="logistic", name="mushrooms, all rows")
 
 
 def cell(name: str, algorithm: str, steps: int, seed: int) -> Cell:
@@ -77,18 +78,110 @@ def cell(name: str, algorithm: str, steps: int, seed: int) -> Cell:
     )
 
 
+def logistic(seed: int) -> list[Cell]:
+    """Figures 2, 5 and 6."""
+    wanted = [(n, a, 10) for n, a in METHODS.items() if not n.endswith("both ways")]
+    wanted += [("l2 norm, 3 bits", NORMS["l2 norm, 3 bits"], 10)] + [(n, a, 1) for n, a in METHODS.items()]
+    wanted += [("FedBuff", METHODS["FedBuff"], k) for k in LOCAL_STEPS]
+    wanted += [(n, a, 10) for n, a in {**METHODS, **NORMS}.items() if n != "max norm, 3 bits"]
+    return list({(n, k): cell(n, a, k, seed) for n, a, k in wanted}.values())
+
+
+# Networks: Figures 7 and 9, Table IV -----------------------------------------------------------------
+
+FMNIST = "load('fmnist', clients=5000, partition=dirichlet(0.1, balanced=True), seed={seed})"
+
+
+def text() -> fb.Task:
+    """Shakespeare for a GRU of one layer that sees the last 20 characters; tested on 2,000 windows."""
+    return fb.tasks.load(
+        "shakespeare", max_samples_per_client=128, context=20, max_test_samples=2000,
+        model=partial(fb.models.gru_char, layers=1),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the paper's comparisons, on a network."""
+
+    title: str
+    target: float
+    work: fb.Work
+    buffered: str  # the server of FedBuff and QAFeL
+    alone: str  # the server of FedAsync
+    concurrency: tuple[int, ...]
+    uploads: int  # at most
+    every: int  # uploads between two tests
+
+
+SETTINGS = {
+    "fmnist": Setting("Fashion-MNIST", 0.7, fb.Work(lr=0.1, epochs=1, batch=32), "lr=1.0", "lr=0.3", (100, 500, 1000), 30_000, 100),
+    "shakespeare": Setting("Shakespeare", 0.25, fb.Work(lr=1.0, epochs=1, batch=32), "lr=1.0", "lr=0.3", (100,), 2_000, 50),
+}  # fmt: skip
+NETWORKS = {
+    "FedBuff": "fedbuff({buffered})",
+    "QAFeL, 4 bits": "qafel({buffered}, up=qsgd(4), down=qsgd(4))",
+    "FedBuff, direct 4 bits": "with_codecs(fedbuff({buffered}), up=qsgd(4), down=qsgd(4))",
+    "FedAsync": "fedasync({alone})",
+    "FedAsync, direct 4 bits": "with_codecs(fedasync({alone}), up=qsgd(4), down=qsgd(4))",
+}
+SERVER_CODECS = {
+    8: "qsgd(8)",
+    4: "qsgd(4)",
+    2: "qsgd(2, bucket=32)",
+}  # one norm a layer is not contractive at 2 bits
+WIDTHS = [(c, s) for c in (8, 4, 2) for s in (8, 4, 2)]
+DIRECT = [(4, 4), (4, 2), (2, 2)]
+FLAT = "FedBuff, no staleness weights"
+ARRIVALS_100 = 80  # busy clients when 100 arrive per unit of time: 100·√(2/π)
+
+
+def network(part: str, name: str, algorithm: str, concurrency: int, seed: int) -> Cell:
+    """A run to the target accuracy; without a buffer there are ten times as many steps."""
+    s = SETTINGS[part]
+    buffer = 1 if name.startswith("FedAsync") else 10
+    schedule = fb.buffered(
+        s.uploads // buffer,
+        buffer=buffer,
+        concurrency=concurrency,
+        durations=fb.clock.halfnormal(),
+    )
+    return Cell(
+        f"{part}/{name}/concurrency {concurrency}/seed {seed}",
+        FMNIST.format(seed=seed) if part == "fmnist" else text,
+        algorithm.format(buffered=s.buffered, alone=s.alone),
+        s.work, schedule, seed=seed, every=s.every // buffer, keep=("accuracy", "staleness"), target=s.target,
+    )  # fmt: skip
+
+
+def compared(part: str, seed: int) -> list[Cell]:
+    """Figures 7 and 9."""
+    return [
+        network(part, name, text, concurrency, seed)
+        for concurrency in SETTINGS[part].concurrency for name, text in NETWORKS.items()
+    ]  # fmt: skip
+
+
+def widths(seed: int) -> list[Cell]:
+    """Table IV: no staleness weights."""
+    flat = "{buffered}, staleness='constant'"
+    texts = {f"QAFeL {w} bits": f"qafel({flat}, up=qsgd({w[0]}), down={SERVER_CODECS[w[1]]})" for w in WIDTHS}
+    texts[FLAT] = f"fedbuff({flat})"
+    texts |= {
+        f"direct {w} bits": f"with_codecs(fedbuff({flat}), up=qsgd({w[0]}), down=qsgd({w[1]}))"
+        for w in DIRECT
+    }
+    return [network("fmnist", name, text, ARRIVALS_100, seed) for name, text in texts.items()]
+
+
 def cells() -> list[Cell]:
     found: dict[str, Cell] = {}
     for seed in SEEDS:
-        wanted = [(n, a, 10) for n, a in METHODS.items() if not n.endswith("both ways")]
-        wanted += [("l2 norm, 3 bits", NORMS["l2 norm, 3 bits"], 10)] + [
-            (n, a, 1) for n, a in METHODS.items()
-        ]
-        wanted += [("FedBuff", METHODS["FedBuff"], k) for k in LOCAL_STEPS]
-        wanted += [(n, a, 10) for n, a in {**METHODS, **NORMS}.items() if n != "max norm, 3 bits"]
-        for name, algorithm, steps in wanted:
-            made = cell(name, algorithm, steps, seed)
-            found.setdefault(made.name, made)
+        found |= {c.name: c for c in logistic(seed)}
+    for seed in SEEDS:
+        found |= {c.name: c for c in compared("fmnist", seed)}
+    for seed in SEEDS:
+        found |= {c.name: c for c in widths(seed) + compared("shakespeare", seed)}
     return list(found.values())
 
 
@@ -130,6 +223,89 @@ def by_name(done: Mapping[str, Line], name: str, k: int) -> list[Line]:
     return [line for line in lines if line is not None]
 
 
+def of(done: Mapping[str, Line], part: str, name: str, concurrency: int) -> list[Line]:
+    names = [network(part, name, "", concurrency, seed).name for seed in SEEDS]
+    return [done[n] for n in names if n in done]
+
+
+def reached(part: str, lines: list[Line]) -> list[Line]:
+    return [
+        x for x in lines if not x["diverged"] and (x["curve"]["accuracy"] or [0])[-1] >= SETTINGS[part].target
+    ]
+
+
+def uploads(line: Line) -> float:
+    """In thousands."""
+    return line["steps"] * (1 if line["algorithm"].find("fedasync(") >= 0 else 10) / 1e3
+
+
+def mean(lines: list[Line], key: str) -> float:
+    return sum(line[key] for line in lines) / len(lines)
+
+
+def facts(part: str, lines: list[Line], base: list[Line]) -> list[str]:
+    """Uploads, gigabytes up and broadcast to the target, and how many times fewer than the base has."""
+    there, base = reached(part, lines), reached(part, base)
+    row = [f"{len(there)} of {len(lines)}", spread([uploads(x) for x in there], 2)]
+    for key in ("bytes_up", "bytes_broadcast"):
+        row.append(spread([x[key] / 1e9 for x in there], 4))
+    for key in ("bytes_up", "bytes_broadcast"):
+        row.append(f"{mean(base, key) / mean(there, key):.1f}" if there and base else "–")
+    return row
+
+
+HEAD = [
+    "seeds that reach it", "uploads, thousands", "GB up", "GB broadcast", "times fewer GB up than FedBuff", "times fewer GB broadcast",
+]  # fmt: skip
+
+
+def concurrency_table(done: Mapping[str, Line], part: str) -> str:
+    rows = []
+    for concurrency in SETTINGS[part].concurrency:
+        base = of(done, part, "FedBuff", concurrency)
+        for name in NETWORKS:
+            if lines := of(done, part, name, concurrency):
+                rows.append([f"{concurrency}, {name}", *facts(part, lines, base)])
+    return markdown(
+        [
+            f"{SETTINGS[part].title} to {100 * SETTINGS[part].target:.0f} %: concurrency, method",
+            *HEAD,
+        ],
+        rows,
+    )
+
+
+PRINTED = {  # Table IV: uploads in thousands, on CelebA
+    (8, 8): "27.6 ± 4.8", (8, 4): "29.8 ± 2.8", (8, 2): "35.7 ± 14.5", (4, 8): "39.7 ± 3.3", (4, 4): "27.8 ± 10.4", (4, 2): "37.7 ± 9.1",
+    (2, 8): "58.6 ± 7.2", (2, 4): "74.6 ± 35.7", (2, 2): "91.9 ± 34.4",
+}  # fmt: skip
+
+
+def width_table(done: Mapping[str, Line]) -> str:
+    base = of(done, "fmnist", FLAT, ARRIVALS_100)
+    kinds = [("FedBuff", base, "26.1 ± 6.7")]
+    kinds += [(f"QAFeL {w}", of(done, "fmnist", f"QAFeL {w} bits", ARRIVALS_100), PRINTED[w]) for w in WIDTHS]
+    kinds += [(f"direct {w}", of(done, "fmnist", f"direct {w} bits", ARRIVALS_100), "–") for w in DIRECT]
+    rows = []
+    for name, lines, paper in kinds:
+        if lines:
+            steps = sum(line["steps"] for line in lines)
+            up, down = (
+                sum(line[key] for line in lines) / steps / 1e3 for key in ("bytes_up", "bytes_broadcast")
+            )
+            rows.append([name, *facts("fmnist", lines, base), f"{up / 10:.1f}", f"{down:.1f}", paper])
+    return markdown(
+        [
+            "(client, server) bits",
+            *HEAD,
+            "kB an upload",
+            "kB a broadcast",
+            "paper's uploads, thousands (CelebA)",
+        ],
+        rows,
+    )
+
+
 def report(done: Mapping[str, Line]) -> dict[str, str]:
     methods, local, norms = [], [], []
     for name in METHODS:
@@ -162,8 +338,14 @@ def report(done: Mapping[str, Line]) -> dict[str, str]:
         peak = [max(v for v in line["curve"]["norm"] if v is not None) for line in lines]
         norms.append([name, spread(ratio, 2), spread(peak, 1), ", ".join(came) or "–"])
     draw(done)
-    said = next((line["diverged"] for line in done.values() if line["diverged"]), None)
+    bars(done)
+    said = next(
+        (line["diverged"] for n, line in done.items() if n.startswith("mushrooms") and line["diverged"]),
+        None,
+    )
     return {
+        **{part: concurrency_table(done, part) for part in SETTINGS},
+        "widths": width_table(done),
         "methods": markdown(["server to clients", "f − f*, 10 local steps", "f − f*, 1 local step", "bytes a broadcast", "bytes an upload"], methods),
         "local steps": markdown(["local steps", "server steps to f − f* < 0.01", "f − f* at the end"], local),
         "norms": markdown(["server codec", "mean ‖v − Q(v)‖²/‖v‖²", "largest ‖x‖", "f − f* at the end, a seed each"], norms),
@@ -172,7 +354,9 @@ def report(done: Mapping[str, Line]) -> dict[str, str]:
 
 
 def draw(done: Mapping[str, Line]) -> None:
-    def curves(chosen: dict[str, tuple[str, int]]) -> list[tuple[str, list[int], list[float]]]:
+    def curves(
+        chosen: dict[str, tuple[str, int]],
+    ) -> list[tuple[str, list[int], list[float]]]:
         drawn = []
         for label, (name, k) in chosen.items():
             for line in by_name(done, name, k)[:1]:
@@ -200,3 +384,38 @@ def draw(done: Mapping[str, Line]) -> None:
     ]
     if any(p.curves for p in panels):
         picture(HERE / "mushrooms.png", panels)
+
+
+def bars(done: Mapping[str, Line]) -> None:
+    """Figures 7 and 9 as lines over concurrency, and how the accuracy grows with the bytes."""
+    panels = []
+    for key, label in (
+        ("uploads", "uploads, thousands"),
+        ("bytes_up", "GB up"),
+        ("bytes_broadcast", "GB broadcast"),
+    ):
+        curves = []
+        for name in NETWORKS:
+            points = []
+            for c in SETTINGS["fmnist"].concurrency:
+                there = reached("fmnist", of(done, "fmnist", name, c))
+                if there:
+                    points.append(
+                        (
+                            c,
+                            sum(uploads(x) if key == "uploads" else x[key] / 1e9 for x in there) / len(there),
+                        )
+                    )
+            if points:
+                curves.append((name, [p[0] for p in points], [p[1] for p in points]))
+        panels.append(
+            Panel(
+                "Fashion-MNIST",
+                curves,
+                x="concurrency",
+                y=f"{label} to {100 * SETTINGS['fmnist'].target:.0f} %",
+                log=True,
+            )
+        )
+    if any(p.curves for p in panels):
+        picture(HERE / "networks.png", panels)

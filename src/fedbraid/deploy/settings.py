@@ -10,6 +10,7 @@ from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from fedbraid.loop import Algorithm, Work
+    from fedbraid.parse import Names
     from fedbraid.schedule import Schedule
 
 
@@ -81,7 +82,7 @@ class Settings:
         from fedbraid.parse import evaluate
         from fedbraid.schedule import Schedule, buffered, immediate, rounds
 
-        names = {"rounds": rounds, "buffered": buffered, "immediate": immediate}
+        names: Names = {"rounds": rounds, "buffered": buffered, "immediate": immediate}
         made = evaluate(self.schedule, names, "schedule") if isinstance(self.schedule, str) else self.schedule
         if not isinstance(made, Schedule):
             raise ConfigError(

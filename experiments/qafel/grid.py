@@ -116,7 +116,7 @@ class Setting:
 
 SETTINGS = {
     "fmnist": Setting("Fashion-MNIST", 0.7, fb.Work(lr=0.1, epochs=1, batch=32), "lr=1.0", "lr=0.3", (100, 500, 1000), 30_000, 100),
-    "shakespeare": Setting("Shakespeare", 0.25, fb.Work(lr=1.0, epochs=1, batch=32), "lr=1.0", "lr=0.3", (100,), 2_000, 50),
+    "shakespeare": Setting("Shakespeare", 0.27, fb.Work(lr=2.0, epochs=1, batch=32), "lr=1.0", "lr=0.3", (100,), 2_000, 50),
 }  # fmt: skip
 NETWORKS = {
     "FedBuff": "fedbuff({buffered})",

@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 ENGINES := .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench test-engines clean
+.PHONY: help setup demo test lint types bench test-engines docs notebooks clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,21 @@ types: $(READY)  ## mypy, strict on the package
 
 bench: $(READY)  ## speed against bare PyTorch, side by side
 	$(BIN)/python benchmarks/speed.py
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs  ## the site, into build/site/index.html; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+notebooks: $(VENV)/.docs $(ENGINES)/.notebooks  ## run the notebooks again and keep what comes out
+	$(BIN)/python docs/_site/run_notebooks.py notebooks/own-model-and-data.ipynb notebooks/byte-budget.ipynb
+	$(ENGINES)/bin/python docs/_site/run_notebooks.py notebooks/simulation-to-deployment.ipynb
+
+$(ENGINES)/.notebooks: $(ENGINES)/.ready
+	$(ENGINES)/bin/python -m pip install --quiet 'nbclient>=0.10' 'ipykernel>=6.29'
+	@touch $@
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .hypothesis build dist

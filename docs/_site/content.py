@@ -1,0 +1,129 @@
+"""Tables and pictures that are made when the site is built: of the experiments' pages, `fedbraid cost`, the command line."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import commands
+
+ROOT = Path(__file__).parent.parent.parent
+MARK = re.compile(
+    r"^(?P<indent> *)<!-- (?P<kind>cost|costs|table|picture|cli)(?:: (?P<rest>.*?))? -->$", re.M
+)
+
+PICTURES = sorted(ROOT.glob("experiments/*/*.png"))  # once: an experiment may draw while the site is built
+
+MODEL, CLIENTS, PER_ROUND, SAMPLES = "lenet5", 500, 5, 120
+COMMAND = f"fedbraid cost {MODEL} ALGORITHM --clients {CLIENTS} --per-round {PER_ROUND} --samples {SAMPLES}"
+
+
+def fill(markdown: str, uri: str) -> str:
+    """A page with its comments turned to content."""
+
+    def made(match: re.Match[str]) -> str:
+        return textwrap.indent(_made(match["kind"], match["rest"] or "", uri), match["indent"])
+
+    return MARK.sub(made, markdown)
+
+
+def _made(kind: str, rest: str, uri: str) -> str:
+    match kind:
+        case "cost":
+            return cost(_calls(rest))
+        case "costs":
+            return cost(_every())
+        case "table":
+            return table(*(part.strip() for part in rest.split(",", 2)))
+        case "picture":
+            path, _, alt = rest.partition(",")
+            return picture(path.strip(), alt.strip(), uri)
+    return commands.reference()
+
+
+# Experiments --------------------------------------------------------------------------------------
+
+
+def table(experiment: str, name: str, keep: str = "") -> str:
+    """A table of an experiment's page: its measured rows, or that nothing was measured yet."""
+    text = (ROOT / "experiments" / experiment / "README.md").read_text()
+    found = re.search(rf"<!-- table {re.escape(name)} -->\n+(.*?)\n*<!-- end -->", text, re.S)
+    if found is None:
+        raise KeyError(f"experiments/{experiment}/README.md has no table {name!r}")
+    lines = found[1].strip().splitlines()
+    head, rule, rows = lines[0], lines[1], lines[2:]
+    ours = [i for i, title in enumerate(_cells(head)) if i and not title.startswith("paper")]
+    kept = [
+        row
+        for row in rows
+        if re.search(keep, _cells(row)[0]) and any(_measured(_cells(row)[i]) for i in ours)
+    ]
+    if not kept:
+        what = f"{name}, {keep}" if keep else name
+        return f"*Not measured yet: {what.replace('|', ', ')}. `fedbraid reproduce {experiment}` does it.*"
+    return "\n".join([head, rule, *kept])
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def _measured(cell: str) -> bool:
+    return not cell.startswith("–") and cell not in ("", "0")
+
+
+def picture(path: str, alt: str, uri: str) -> str:
+    """A picture of an experiment, nothing where it has not been drawn."""
+    file = ROOT / "experiments" / path
+    if file not in PICTURES:
+        return ""
+    return f"![{alt}]({os.path.relpath(file, (ROOT / 'docs' / uri).parent)})"
+
+
+# Costs --------------------------------------------------------------------------------------------
+
+
+def _calls(text: str) -> list[str]:
+    """Calls separated by commas."""
+    listed = ast.parse(f"[{text}]", mode="eval").body
+    assert isinstance(listed, ast.List)
+    return [ast.unparse(call) for call in listed.elts]
+
+
+def _every() -> list[str]:
+    from fedbraid import algorithms
+
+    needs = {"fedpaq": "int8()", "fedef": "int8()", "cluster_fedvarp": "10"}
+    return [f"{name}({needs.get(name, '')})" for name in algorithms.BUILDERS]
+
+
+def cost(calls: list[str]) -> str:
+    """What a visit of one client costs, and what is kept where."""
+    from fedbraid.metrics import format_bytes, format_count
+
+    lines = [
+        "| | up, a client | down, a client | server keeps | a client keeps | FLOPs, a client |",
+        "| :-- | --: | --: | --: | --: | --: |",
+    ]
+    for call in calls:
+        c = estimated(call)
+        each = (format_bytes(way / PER_ROUND) for way in (c.bytes_up, c.bytes_down))
+        kept = (format_bytes(c.server_state), format_bytes(c.client_state) if c.client_state else "–")
+        lines.append(f"| `{call}` | {' | '.join((*each, *kept))} | {format_count(c.flops)} |")
+    return "\n".join(lines)
+
+
+@functools.cache
+def estimated(call: str) -> Any:
+    """The cost of an algorithm on LeNet-5, 5 of 500 clients a round, 120 samples each."""
+    from fedbraid.cli import config as cfg
+    from fedbraid.cli.cost import _subject
+    from fedbraid.cost import estimate
+
+    module, sample, crowd = _subject(MODEL, {"clients": CLIENTS}, SAMPLES, PER_ROUND)
+    return estimate(module, sample, cfg.algorithm_of({"name": call}), cfg.work_of({}), crowd)

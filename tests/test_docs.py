@@ -1,18 +1,29 @@
-"""Do the examples in README and docs run as they stand?"""
+"""Do the examples in README, docs and notebooks run as they stand, and does the site hold what it promises?"""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from fedbraid import algorithms
+from fedbraid.cli import app
+
 ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").glob("*/README.md")),
 ]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+sys.path.insert(0, str(ROOT / "docs/_site"))
+import books  # noqa: E402
+import commands  # noqa: E402
+import content  # noqa: E402
 
 
 def blocks(page):
@@ -20,7 +31,11 @@ def blocks(page):
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def name_of(page):
+    return f"{page.parent.name}/{page.name}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=name_of)
 def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "example"}
@@ -28,8 +43,106 @@ def test_examples_run(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page.name}, example {i + 1}", "exec", dont_inherit=True), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+# Notebooks ----------------------------------------------------------------------------------------
+
+
+def cells(path, kind="code"):
+    return [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, by torch
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebooks_run(path, tmp_path, monkeypatch):
+    pytest.importorskip("pandas", reason="a notebook makes a frame")
+    pytest.importorskip("matplotlib", reason="a notebook draws")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)  # real clients are test_flower's
+    names: dict[str, object] = {"__name__": "notebook"}
+    for i, cell in enumerate(cells(path)):
+        code = compile("".join(cell["source"]), f"{path.name}, cell {i + 1}", "exec", dont_inherit=True)
+        exec(code, names)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebooks_are_kept_as_they_ran(path):
+    assert path.stat().st_size < 300_000
+    assert [c["execution_count"] for c in cells(path)] == list(range(1, len(cells(path)) + 1))
+    for cell in cells(path):
+        assert all(o["output_type"] != "error" for o in cell["outputs"])
+    for cell in cells(path, "markdown"):
+        for target in re.findall(r"\]\(([^)#]+)\)", "".join(cell["source"])):
+            assert (path.parent / target).exists(), target
+    assert books.page(path).startswith("# ")
+
+
+# The site -----------------------------------------------------------------------------------------
+
+
+def headings(page):
+    return {re.sub(r"\W|_", "", h).lower() for h in re.findall(r"^## (.*)$", page.read_text(), re.M)}
+
+
+def test_every_algorithm_has_a_section_with_its_equation_and_costs():
+    found = set().union(*(headings(p) for p in (ROOT / "docs/algorithms").glob("*.md")))
+    missing = [n for n in {**algorithms.BUILDERS, **algorithms.WRAPPERS} if n.replace("_", "") not in found]
+    assert not missing
+    for page in (ROOT / "docs/algorithms").glob("*.md"):
+        for section in re.split(r"^## ", page.read_text(), flags=re.M)[1:] if page.name != "index.md" else []:
+            name = section.splitlines()[0]
+            assert "<!-- cost: " in section, name
+            assert "$$" in section or name in ("ClusterFedVARP", "with_codecs", "error_feedback"), name
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if content.MARK.search(p.read_text())], ids=name_of)
+def test_tables_can_be_filled(page):
+    filled = content.fill(page.read_text(), page.relative_to(ROOT / "docs").as_posix())
+    assert not content.MARK.search(filled)
+
+
+def test_an_experiments_table():
+    whole = content.table("fedadavr", "mnist baselines")
+    some = content.table("fedadavr", "mnist baselines", "FedAvg|FedYogi")
+    assert "FedNova" in whole
+    assert len(some.splitlines()) == 4
+    assert "Not measured yet" in content.table("fedadavr", "mnist baselines", "no such row")
+    with pytest.raises(KeyError):
+        content.table("fedadavr", "no such table")
+
+
+def test_the_reference_has_every_command_and_option():
+    import typer
+
+    text = commands.reference()
+    found = commands.commands(typer.main.get_command(app))
+    assert {"run", "compare", "deploy trial"} <= {name for name, _ in found}
+    for name, command in found:
+        section = text[text.index(f"## fedbraid {name}\n") :].partition("\n## ")[0]
+        for parameter in command.params:
+            words = [*parameter.opts, *parameter.secondary_opts] if parameter.name != "help" else []
+            assert all(f"`{w}" in section for w in words if w.startswith("-")), (name, words)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of MkDocs and its plugins
+def test_the_site_builds(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    pytest.importorskip("latex2mathml", reason="the extra docs is not installed")
+    import subprocess
+
+    made = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    pages = [p.read_text() for p in (tmp_path / "site").rglob("*.html")]
+    assert not any("arithmatex" in p or "<!-- table:" in p or "<!-- cost:" in p for p in pages)
+    outside = [u for p in pages for u in re.findall(r'(?:src|<link[^>]*href)="(https?://[^"]+)', p)]
+    assert not outside

@@ -265,7 +265,14 @@ def test_nothing_is_overwritten_on_bad_input(single, tmp_path, capsys):
         call(capsys, "report", single, "-o", tmp_path / "r.html", "--axis", "byte"), "unknown axis 'byte'"
     )
     refused(call(capsys, "report", single, "-o", tmp_path / "r.html", "--csv", tmp_path), "is a folder")
+    nowhere = tmp_path / "nowhere/steps.csv"
+    refused(call(capsys, "report", single, "-o", tmp_path / "r.html", "--csv", nowhere), "cannot be written")
     assert (tmp_path / "r.html").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_a_run_is_no_comparison(single, capsys):
+    refused(call(capsys, "compare", single, "fedavg"), "continue it with: fedbraid resume")
 
 
 def test_a_missing_extra(single, tmp_path, capsys, monkeypatch):

@@ -77,6 +77,8 @@ def compare(
         with Stoppable(place, watcher):
             result = comparing.resume(place, jobs=jobs, watcher=watcher)
     else:
+        if (Path(task) / "run.json").exists():
+            raise ConfigError(f"{task} is a run, not a comparison; continue it with: fedbraid resume {task}")
         config = shared.base(task, sections)
         run = config["run"]
         who = [contestant(config, text) for text in contestants or []]

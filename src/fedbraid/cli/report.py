@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,15 +91,20 @@ def drawn(figure: Any, kind: str) -> bytes:
 
 
 def write(made: dict[Path, bytes]) -> None:
-    """All files, each whole or not at all, once everything has been made."""
-    for path in made:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a folder; name a file")
-    for path, content in made.items():
-        part = path.with_name(f".{path.name}.part")
-        try:
-            part.write_bytes(content)
+    """All files or none, once everything has been made."""
+    parts: dict[Path, Path] = {}
+    try:
+        for path, content in made.items():
+            if path.is_dir():
+                raise ConfigError(f"{path} is a folder; name a file")
+            parts[path] = path.with_name(f".{path.name}.part")
+            try:
+                parts[path].write_bytes(content)
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
+        for path, part in parts.items():
             part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
+    finally:
+        for part in parts.values():
+            with suppress(OSError):
+                part.unlink(missing_ok=True)

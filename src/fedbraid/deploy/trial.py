@@ -167,10 +167,11 @@ class Flower:
         return self.scratch / f"{name}.log"
 
     def _environment(self, name: str) -> dict[str, str]:
-        """Flower's home of this process alone, no telemetry, and quick answers."""
+        """Flower's home of this process alone, no telemetry, quick answers, and no colours (notebooks force them)."""
         bin_ = os.path.dirname(sys.executable)
+        kept = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
         return {
-            **os.environ, "FLWR_HOME": str(self.scratch / "home" / name), "FLWR_TELEMETRY_ENABLED": "0",
+            **kept, "FLWR_HOME": str(self.scratch / "home" / name), "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
             "PATH": bin_ + os.pathsep + os.environ.get("PATH", ""),
         }  # fmt: skip

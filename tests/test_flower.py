@@ -38,6 +38,7 @@ from fedbraid.deploy.roster import Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.deploy.trial import Flower, read_status
 from fedbraid.errors import ConfigError, WireError
+from fedbraid.runs import algorithm_from
 
 pytestmark = pytest.mark.engines
 
@@ -81,8 +82,8 @@ server = apps.server
 
 
 def mischief(message, context):
-    """A client that does what the next line of a file says, and is honest when there is none."""
-    place = Path(str(context.node_config["mischief"]))
+    """A client that does what the next line of a file beside the run says, and is honest when there is none."""
+    place = Path(str(context.run_config["out"])).parent / f"mischief-{context.node_config['share']}"
     lines = place.read_text().splitlines() if place.exists() else []
     if not lines:
         return apps.client(message, context)
@@ -141,59 +142,75 @@ def user(app):
 
 @dataclass
 class Fleet:
+    """Flower's processes, and one test's run on them."""
+
     flower: Flower
     app: Path
-    scratch: Path
+    place: Path
 
-    def node(self, i, **about):
-        config = {"name": f"node-{i}", "client": i, "share": i, "state": str(self.scratch / "nodes")}
-        config["mischief"] = str(self.scratch / f"mischief-{i}")
-        self.flower.node(f"node-{i}", config | about)
+    def node(self, i):
+        state = str(self.flower.scratch / "nodes")
+        self.flower.node(f"node-{i}", {"name": f"node-{i}", "client": i, "share": i, "state": state})
 
     def misbehave(self, i, *lines):
         """What node i is to do at its next orders."""
-        (self.scratch / f"mischief-{i}-go").unlink(missing_ok=True)
-        (self.scratch / f"mischief-{i}").write_text("\n".join(lines))
+        (self.place / f"mischief-{i}").write_text("\n".join(lines))
 
     def let_go(self, i):
-        (self.scratch / f"mischief-{i}-go").touch()
+        (self.place / f"mischief-{i}-go").touch()
 
-    def submit(self, out, **config):
+    @property
+    def folder(self):
+        return Folder(self.place / "run")
+
+    @property
+    def model(self):
+        return load_file(self.folder.path / "model.safetensors")
+
+    @property
+    def records(self):
+        return list(self.folder.records())
+
+    def submit(self, **config):
         config = {"work": WORK, "nodes": 3, "minimum": 3, "deadline": LONG, "poll": 0.2} | config
+        (self.folder.path / "status.json").unlink(missing_ok=True)
         run = {key.replace("_", "-"): value for key, value in config.items()}
-        self.flower.submit(self.app, run | {"out": str(out)})
-        return Folder(out)
+        self.flower.submit(self.app, run | {"out": str(self.folder.path)})
 
-    def run(self, out, **config):
-        """A deployed run from start to end: its records and its final model."""
-        folder = self.submit(out, **config)
-        self.wait(folder)
-        return list(folder.records()), load_file(out / "model.safetensors")
+    def run(self, **config):
+        """A deployed run from start to end."""
+        self.submit(**config)
+        self.wait(lambda status: status["state"] == "done")
 
-    def wait(self, folder, **values):
-        """Until the run is done, or its status has these values: the status."""
+    def wait(self, until):
+        """For this of the run's status, which is returned."""
         end = time.monotonic() + LONG
         while time.monotonic() < end:
-            status = read_status(folder)
-            assert status.get("state") in (None, "running", "done"), status
-            if values and all(status.get(k) == v for k, v in values.items()):
+            status = read_status(self.folder)
+            if status and until(status):
                 return status
-            if not values and status.get("state") == "done":
-                return status
+            assert status.get("state") != "failed", status
             time.sleep(0.1)
         log = self.flower.log("superlink").read_text(errors="replace")[-3000:]
-        pytest.fail(f"waited for {values or 'the end'}: {read_status(folder)}\n{log}")
+        pytest.fail(f"waited too long: {read_status(self.folder)}\n{log}")
+
+    def wait_for(self, **values):
+        return self.wait(lambda status: all(status[k] == v for k, v in values.items()))
 
 
 @pytest.fixture(scope="module")
-def fleet(app, tmp_path_factory):
-    scratch = tmp_path_factory.mktemp("flower")
-    with Flower(scratch) as flower:
-        flower.link()
-        made = Fleet(flower, app, scratch)
+def flower(app, tmp_path_factory):
+    """Three nodes for all tests."""
+    with Flower(tmp_path_factory.mktemp("flower")) as made:
+        made.link()
         for i in range(3):
-            made.node(i)
+            Fleet(made, app, made.scratch).node(i)
         yield made
+
+
+@pytest.fixture
+def fleet(flower, app, tmp_path):
+    return Fleet(flower, app, tmp_path)
 
 
 def simulated(user, algorithm, schedule, work=WORK, clients=3):
@@ -220,6 +237,11 @@ class Replay(fb.Schedule):
     clients: tuple = ()
     versions: tuple = ()
 
+    @classmethod
+    def of(cls, records):
+        clients, versions = (tuple(tuple(r[key]) for r in records) for key in ("clients", "versions"))
+        return cls(len(records), clients, versions)
+
     def ticks(self, N, seed, message=(0.0, 0.0)):
         for step in range(self.steps):
             live = {v for later in self.versions[step + 1 :] for v in later if v <= step}
@@ -242,16 +264,13 @@ EQUAL = {
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_three_nodes_give_the_simulators_numbers(name, fleet, user, tmp_path):
-    from fedbraid.runs import algorithm_from
-
-    records, model = fleet.run(tmp_path / "run", algorithm=EQUAL[name], schedule=ROUNDS)
+def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
+    fleet.run(algorithm=EQUAL[name], schedule=ROUNDS)
     result, expected = simulated(user, algorithm_from(EQUAL[name]), TWO)
-    same(model, expected)
-    assert [r["clients"] for r in records] == [r["clients"] for r in result.history]
-    assert [r["bytes_up"] for r in records] == [r["bytes_up"] for r in result.history]
-    assert [r["bytes_down"] for r in records] == [r["bytes_down"] for r in result.history]
-    assert not any("trouble" in r for r in records)
+    same(fleet.model, expected)
+    for key in ("clients", "bytes_up", "bytes_down"):
+        assert [r[key] for r in fleet.records] == [r[key] for r in result.history]
+    assert not any("trouble" in r for r in fleet.records)
 
 
 @pytest.mark.parametrize(
@@ -261,20 +280,13 @@ def test_three_nodes_give_the_simulators_numbers(name, fleet, user, tmp_path):
         ("fedasync()", "immediate(steps=4, concurrency=2)", 4),
     ],
 )
-def test_asynchronous_schedules_give_the_simulators_numbers(
-    algorithm, schedule, steps, fleet, user, tmp_path
-):
-    from fedbraid.runs import algorithm_from
-
-    records, model = fleet.run(tmp_path / "run", algorithm=algorithm, schedule=schedule)
-    clients, versions = (tuple(tuple(r[k]) for r in records) for k in ("clients", "versions"))
-    assert len(records) == steps
-    assert all(len(c) == (2 if "buffered" in schedule else 1) for c in clients)
-    _, expected = simulated(user, algorithm_from(algorithm), Replay(steps, clients, versions))
-    same(model, expected)
+def test_asynchronous_schedules_give_the_simulators_numbers(algorithm, schedule, steps, fleet, user):
+    fleet.run(algorithm=algorithm, schedule=schedule)
+    assert [len(r["clients"]) for r in fleet.records] == [2 if "buffered" in schedule else 1] * steps
+    same(fleet.model, simulated(user, algorithm_from(algorithm), Replay.of(fleet.records))[1])
 
 
-def test_broken_and_hostile_uploads_are_refused_and_the_rounds_go_on(fleet, user, tmp_path):
+def test_broken_and_hostile_uploads_are_refused_and_the_rounds_go_on(fleet, user):
     fleet.misbehave(1, "garbage", "nan", "replay")
     fleet.misbehave(2, "layout", "norm", "loss", "raise")
     said = [
@@ -283,18 +295,15 @@ def test_broken_and_hostile_uploads_are_refused_and_the_rounds_go_on(fleet, user
         {1: "answers job", 2: "no loss"},
         {2: "own mistake"},
     ]
-    cohorts = [[0, 1, 2]] * 4
-    records, model = fleet.run(
-        tmp_path / "run", schedule=f"rounds(4, clients={cohorts})", minimum=1, max_norm=1000.0
-    )
-    assert [r["clients"] for r in records] == [[0], [0], [0], [0, 1]]
-    for record, words in zip(records, said, strict=True):
+    fleet.run(schedule=f"rounds(4, clients={[[0, 1, 2]] * 4})", minimum=1, max_norm=1000.0)
+    counted = [[0], [0], [0], [0, 1]]
+    assert [r["clients"] for r in fleet.records] == counted
+    for record, words in zip(fleet.records, said, strict=True):
         assert {t["client"] for t in record["trouble"]} == words.keys()
         for trouble in record["trouble"]:
             assert int(trouble["node"]) > 0
             assert words[trouble["client"]] in trouble["why"], trouble
-    schedule = fb.rounds(4, clients=[[0], [0], [0], [0, 1]])
-    same(model, simulated(user, fb.fedavg(), schedule)[1])
+    same(fleet.model, simulated(user, fb.fedavg(), fb.rounds(4, clients=counted))[1])
 
 
 # Faults -----------------------------------------------------------------------------------------------
@@ -303,103 +312,90 @@ ALL = [[0, 1, 2]] * 3
 THREE = {"algorithm": "scaffold()", "schedule": f"rounds(3, clients={ALL})"}
 
 
-def test_the_server_is_killed_and_the_run_goes_on(fleet, user, tmp_path):
-    out = tmp_path / "run"
+def test_the_server_is_killed_and_the_run_goes_on(fleet, user):
     fleet.misbehave(1, "honest", "hold")
-    folder = fleet.submit(out, **THREE)
-    pid = fleet.wait(folder, step=1, busy=1)["pid"]  # two uploads of the second round are there, one is not
-    os.kill(pid, signal.SIGKILL)
-    committed = list(folder.records())
+    fleet.submit(**THREE)
+    server = fleet.wait_for(step=1, busy=1)["pid"]  # two uploads of the second round are there, one is not
+    os.kill(server, signal.SIGKILL)
+    committed = fleet.records
     fleet.let_go(1)
-    (out / "status.json").unlink()
-    records, model = fleet.run(out, **THREE)
-    assert [r["step"] for r in records] == [1, 2, 3]
-    assert records[:1] == committed
-    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=ALL))[1])
+    fleet.run(**THREE)
+    assert [r["step"] for r in fleet.records] == [1, 2, 3]
+    assert fleet.records[:1] == committed
+    same(fleet.model, simulated(user, fb.scaffold(), fb.rounds(3, clients=ALL))[1])
 
 
-def test_nodes_die_or_are_late_and_come_back(fleet, user, tmp_path):
+def test_nodes_die_or_are_late_and_come_back(fleet, user):
     fleet.misbehave(1, "hold")  # until the first round is over
     fleet.misbehave(2, "die")  # in the middle of its task
-    out, cohorts = tmp_path / "run", [[0, 1, 2]] * 4
-    plan = {"algorithm": "scaffold()", "schedule": f"rounds(4, clients={cohorts})"}
-    folder = fleet.submit(out, **plan, minimum=1, deadline=60.0)
-    fleet.wait(folder, step=1)
-    assert next(folder.records())["clients"] == [0]
+    schedule = f"rounds(4, clients={[[0, 1, 2]] * 4})"
+    fleet.submit(algorithm="scaffold()", schedule=schedule, minimum=1, deadline=60.0)
+    fleet.wait_for(step=1)
+    assert fleet.records[0]["clients"] == [0]
     assert fleet.flower.processes["node-2"].wait(10) == -signal.SIGKILL
     fleet.node(2)  # the same client under another id
     fleet.let_go(1)
-    fleet.wait(folder)
-    records = list(folder.records())
-    assert [r["step"] for r in records] == [1, 2, 3, 4]
-    assert {0, 1, 2} in [set(r["clients"]) for r in records]
-    assert sum(r.get("dropped", 0) for r in records) >= 1  # node 1's first answer, which came late
-    rounds = fb.rounds(4, clients=[r["clients"] for r in records])
-    same(load_file(out / "model.safetensors"), simulated(user, fb.scaffold(), rounds)[1])
+    fleet.wait_for(state="done")
+    assert [r["step"] for r in fleet.records] == [1, 2, 3, 4]
+    cohorts = [r["clients"] for r in fleet.records]
+    assert {0, 1, 2} in map(set, cohorts)
+    assert sum(r.get("dropped", 0) for r in fleet.records) >= 1  # node 1's first answer, which came late
+    same(fleet.model, simulated(user, fb.scaffold(), fb.rounds(4, clients=cohorts))[1])
 
 
-def test_a_late_asynchronous_upload_counts_from_the_version_it_downloaded(fleet, user, tmp_path):
+def test_a_late_asynchronous_upload_counts_from_the_version_it_downloaded(fleet, user):
     fleet.misbehave(0, "honest", "hold")
     fleet.misbehave(1, "hold")
     fleet.misbehave(2, "honest", "hold")
-    plan = {"algorithm": "fedbuff()", "schedule": "buffered(steps=5, buffer=1, concurrency=3)"}
-    folder = fleet.submit(tmp_path / "run", **plan)
-    fleet.wait(folder, step=2, busy=3)
+    fleet.submit(algorithm="fedbuff()", schedule="buffered(steps=5, buffer=1, concurrency=3)")
+    fleet.wait_for(step=2, busy=3)
     fleet.let_go(1)
-    fleet.wait(folder, step=3)
+    fleet.wait_for(step=3)
     fleet.let_go(0)
     fleet.let_go(2)
-    fleet.wait(folder)
-    records = list(folder.records())
-    assert sorted(r["clients"][0] for r in records[:2]) == [0, 2]
-    assert (records[2]["clients"], records[2]["versions"], records[2]["staleness"]) == ([1], [0], 2.0)
-    clients, versions = (tuple(tuple(r[k]) for r in records) for k in ("clients", "versions"))
-    _, expected = simulated(user, fb.fedbuff(), Replay(5, clients, versions))
-    same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+    fleet.wait_for(state="done")
+    assert sorted(r["clients"][0] for r in fleet.records[:2]) == [0, 2]
+    late = fleet.records[2]
+    assert (late["clients"], late["versions"], late["staleness"]) == ([1], [0], 2.0)
+    same(fleet.model, simulated(user, fb.fedbuff(), Replay.of(fleet.records))[1])
 
 
-def test_an_asynchronous_job_is_given_up_at_its_deadline(fleet, user, tmp_path):
+def test_an_asynchronous_job_past_its_deadline_makes_room_for_another(fleet, user):
     for i in range(3):
         fleet.misbehave(i, "hold")
-    plan = {"algorithm": "fedbuff()", "schedule": "buffered(steps=2, buffer=1, concurrency=3)"}
-    folder = fleet.submit(tmp_path / "run", **plan, deadline=30.0)
-    fleet.wait(folder, busy=3)
-    while len(read_status(folder)["trouble"]) < 3:
-        time.sleep(0.2)
+    fleet.submit(algorithm="fedbuff()", schedule="buffered(steps=3, buffer=1, concurrency=1)", deadline=15.0)
+    fleet.wait(lambda status: len(status["trouble"]) > 0 and status["busy"] > 1)
     for i in range(3):
-        fleet.let_go(i)  # what they send now was given up; the orders after it count
-    fleet.wait(folder)
-    records = list(folder.records())
-    given_up = [t for r in records for t in r.get("trouble", [])]
-    assert {0, 1, 2} <= {t["client"] for t in given_up}
-    assert all(int(t["node"]) > 0 and "no answer within 30 s" in t["why"] for t in given_up)
-    clients, versions = (tuple(tuple(r[k]) for r in records) for k in ("clients", "versions"))
-    _, expected = simulated(user, fb.fedbuff(), Replay(2, clients, versions))
-    same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+        fleet.let_go(i)
+    fleet.wait_for(state="done")
+    slow = fleet.records[0]["trouble"][0]
+    assert int(slow["node"]) > 0
+    assert slow["why"] == "no answer within 15 s"
+    assert slow["client"] in [c for r in fleet.records for c in r["clients"]]  # late, and counted
+    same(fleet.model, simulated(user, fb.fedbuff(), Replay.of(fleet.records))[1])
 
 
-def test_a_node_joins_and_leaves(fleet, user, tmp_path):
+def test_a_node_joins_and_leaves(fleet, user):
     fleet.misbehave(0, "honest", "hold", "hold")
-    folder = fleet.submit(tmp_path / "run", schedule="rounds(4, clients=4)")
-    fleet.wait(folder, step=1, busy=1)
+    fleet.submit(schedule="rounds(4, clients=4)")
+    fleet.wait_for(step=1, busy=1)
     fleet.node(3)
-    fleet.wait(folder, step=1, busy=1, nodes=4)
+    fleet.wait_for(step=1, busy=1, nodes=4)
     fleet.let_go(0)
-    fleet.wait(folder, step=2, busy=1, nodes=4)  # the newcomer has answered
+    fleet.wait_for(step=2, busy=1, nodes=4)  # the newcomer has answered
     fleet.flower.end("node-3")
-    fleet.wait(folder, step=2, nodes=3)
+    fleet.wait_for(step=2, nodes=3)
     fleet.let_go(0)
-    fleet.wait(folder)
-    records = list(folder.records())
-    assert [set(r["clients"]) for r in records] == [{0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2}]
-    rounds = fb.rounds(4, clients=[r["clients"] for r in records])
-    _, expected = simulated(user, fb.fedavg(), rounds, clients=4)
-    same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+    fleet.wait_for(state="done")
+    cohorts = [r["clients"] for r in fleet.records]
+    assert [len(c) for c in cohorts] == [3, 3, 4, 3]
+    assert sorted(cohorts[2]) == [0, 1, 2, 3]
+    same(fleet.model, simulated(user, fb.fedavg(), fb.rounds(4, clients=cohorts), clients=4)[1])
 
 
 @contextmanager
 def node_by_hand(flower, user, about, answers):
-    """A node that sends all that `answers(order, honest reply)` gives: how many messages it has sent."""
+    """A node that sends all that `answers(order, honest reply)` gives: what it has sent."""
     sent, stop = [], threading.Event()
 
     def serve():
@@ -448,40 +444,33 @@ def test_a_node_that_answers_twice_counts_once(fleet, user, tmp_path):
 
     about = {"name": "by hand", "client": 3, "share": 3, "state": str(tmp_path / "nodes")}
     cohorts = [[0, 3]] * 3
-    plan = {"algorithm": "scaffold()", "schedule": f"rounds(3, clients={cohorts})"}
     with node_by_hand(fleet.flower, user, about, answers) as sent:
-        records, model = fleet.run(tmp_path / "run", **plan)
+        fleet.run(algorithm="scaffold()", schedule=f"rounds(3, clients={cohorts})")
     assert len(sent) > 3 * len(cohorts)  # three a round, and to the server's first question two
-    assert [r["clients"] for r in records] == cohorts
-    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=cohorts), clients=4)[1])
+    assert [r["clients"] for r in fleet.records] == cohorts
+    same(fleet.model, simulated(user, fb.scaffold(), fb.rounds(3, clients=cohorts), clients=4)[1])
 
 
 @pytest.mark.parametrize("mischief", ["hold", "raise"])
-def test_too_few_answers_can_stop_the_run(mischief, fleet, tmp_path):
+def test_too_few_answers_can_stop_the_run(mischief, fleet):
     fleet.misbehave(0, *[mischief] * 50)
-    folder = fleet.submit(
-        tmp_path / "run", schedule="rounds(2, clients=[[0], [0]])", minimum=1, deadline=10.0, too_few="stop"
-    )
-    until = time.monotonic() + LONG
-    while read_status(folder).get("state") != "failed" and time.monotonic() < until:
-        time.sleep(0.5)
-    assert "can be continued" in read_status(folder)["error"]
+    fleet.submit(schedule="rounds(2, clients=[[0], [0]])", minimum=1, deadline=10.0, too_few="stop")
+    status = fleet.wait_for(state="failed")
+    assert "can be continued" in status["error"]
     fleet.misbehave(0)
     fleet.let_go(0)
 
 
-def test_the_superlink_is_killed_and_started_again(fleet, user, tmp_path):
-    out = tmp_path / "run"
+def test_the_superlink_is_killed_and_started_again(fleet, user):
     fleet.misbehave(1, "honest", "hold")
-    folder = fleet.submit(out, **THREE)
-    fleet.wait(folder, step=1, busy=1)
+    fleet.submit(**THREE)
+    fleet.wait_for(step=1, busy=1)
     fleet.flower.end("superlink", signal.SIGKILL)  # and the server with it
     fleet.let_go(1)
-    (out / "status.json").unlink()
     fleet.flower.link()
-    records, model = fleet.run(out, **THREE)
-    assert [r["step"] for r in records] == [1, 2, 3]
-    same(model, simulated(user, fb.scaffold(), fb.rounds(3, clients=ALL))[1])
+    fleet.run(**THREE)
+    assert [r["step"] for r in fleet.records] == [1, 2, 3]
+    same(fleet.model, simulated(user, fb.scaffold(), fb.rounds(3, clients=ALL))[1])
     for i in range(3):
         fleet.flower.check(f"node-{i}")  # the nodes have lived through it
 
@@ -490,20 +479,13 @@ def test_the_superlink_is_killed_and_started_again(fleet, user, tmp_path):
 
 
 def test_only_registered_nodes_over_tls_get_in(app, tmp_path):
-    folder = tmp_path / "keys"
+    folder, other = tmp_path / "keys", tmp_path / "other"
     keys.make(folder, ["127.0.0.1"], 2)
-    other = tmp_path / "other"
     keys.make(other, ["127.0.0.1"], 1)
     with Flower(tmp_path / "flower", folder) as flower:
         flower.link()
         flower.register(folder / "node-0.pub")
-        fleet = Fleet(flower, app, tmp_path)
-        about = {
-            "name": "n",
-            "share": 0,
-            "state": str(tmp_path / "nodes"),
-            "mischief": str(tmp_path / "none"),
-        }
+        about = {"name": "n", "share": 0, "state": str(tmp_path / "nodes")}
         flower.node("good", about, folder / "node-0.key")
         flower.node("unregistered", about, folder / "node-1.key")
         flower.node("wrong key", about, other / "node-0.key")
@@ -512,9 +494,9 @@ def test_only_registered_nodes_over_tls_get_in(app, tmp_path):
         flower.node(
             "another CA", about, folder / "node-0.key", ["--root-certificates", str(other / "ca.crt")]
         )
-        records, _ = fleet.run(tmp_path / "run", schedule="rounds(2, clients=1)", nodes=1, minimum=1)
-        assert [r["clients"] for r in records] == [[0], [0]]
-        assert all(r["nodes"] == 1 for r in records)
+        fleet = Fleet(flower, app, tmp_path)
+        fleet.run(schedule="rounds(2, clients=1)", nodes=1, minimum=1)
+        assert [(r["clients"], r["nodes"]) for r in fleet.records] == [([0], 1)] * 2
         listed = json.loads(flower.flwr("supernode", "list", "trial", "--format", "json"))
         online = [n for n in listed["nodes"] if n["status"] == "online"]
         assert len(online) == 1, listed

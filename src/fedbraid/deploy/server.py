@@ -70,6 +70,7 @@ class Job:
     version: int
     down: int = 0  # bytes of the order
     since: float = field(default_factory=time.monotonic)
+    slow: bool = False  # past its deadline
 
 
 @dataclass
@@ -323,7 +324,7 @@ class Driver:
         idle = self._idle()
         if self.state.t == 0 and len(self.roster.at(self.online)) < self.settings.nodes:
             return
-        busy = sum(j.id != HELLO for j in self.flying.values())
+        busy = sum(j.id != HELLO and not j.slow for j in self.flying.values())
         count = min(len(idle), self.schedule.concurrency - busy)
         if count > 0:
             draw = rng.generator(self.settings.seed, "arrival", self.state.t, self.asked)
@@ -331,10 +332,13 @@ class Driver:
                 self._ask(self.roster.members[idle[i]])
 
     def _expire(self) -> None:
-        """Give up asynchronous jobs that take longer than the deadline."""
-        for message, job in list(self.flying.items()):
-            if job.id != HELLO and time.monotonic() - job.since > self.settings.deadline:
-                del self.flying[message]
+        """Give the places of asynchronous jobs past their deadline to others; a late answer counts all the same.
+
+        Who is slow gets no second order on top of the first, or it would never catch up.
+        """
+        for job in self.flying.values():
+            if job.id != HELLO and not job.slow and time.monotonic() - job.since > self.settings.deadline:
+                job.slow = True
                 self._note(job.node, job.client, f"no answer within {self.settings.deadline:g} s")
 
     def _idle(self) -> list[int]:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -29,24 +30,29 @@ PATIENCE = 120.0  # seconds that a process may take to start
 class Flower:
     """Flower's processes on loopback. With `keys`, over TLS and with authenticated nodes.
 
-    A context manager: whatever happens inside, every process that was started is ended.
+    A context manager: whatever happens inside, SIGTERM included, every process that was started is ended.
     """
 
     scratch: Path
     keys: Path | None = None
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     port: int = 0
+    _before: Any = None  # what SIGTERM did
 
     def __enter__(self) -> Flower:
         for tool in ("flower-superlink", "flower-supernode", "flwr"):
             if _tool(tool) is None:
                 raise MissingExtra("deployment", "flower")
         self.scratch.mkdir(parents=True, exist_ok=True)
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, _stop)
         return self
 
     def __exit__(self, *_: object) -> None:
         for name in reversed(list(self.processes)):
             self.end(name)
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
     def link(self) -> None:
         """Start the SuperLink, on the same port as before if there was one."""
@@ -293,6 +299,10 @@ def _tool(name: str) -> str | None:
 
 def _tail(path: Path) -> str:
     return path.read_text(errors="replace").strip()[-1500:]
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _alive(pid: int) -> bool:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -130,19 +137,61 @@ def test_the_reference_has_every_command_and_option():
             assert all(f"`{w}" in section for w in words if w.startswith("-")), (name, words)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of MkDocs and its plugins
-def test_the_site_builds(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built without a warning."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     pytest.importorskip("latex2mathml", reason="the extra docs is not installed")
-    import subprocess
-
+    out = tmp_path_factory.mktemp("docs") / "site"
     made = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True,
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    pages = [p.read_text() for p in (tmp_path / "site").rglob("*.html")]
+    assert (made.returncode, made.stderr.strip()) == (0, "")
+    return out
+
+
+@pytest.mark.slow
+def test_the_site_needs_nothing_from_elsewhere(site):
+    pages = [p.read_text() for p in site.rglob("*.html")]
     assert not any("arithmatex" in p or "<!-- table:" in p or "<!-- cost:" in p for p in pages)
     outside = [u for p in pages for u in re.findall(r'(?:src|<link[^>]*href)="(https?://[^"]+)', p)]
     assert not outside
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_site_in_a_browser(site):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium")
+    wrong: list[object] = []
+    with serving(site) as home, playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((home, "data:")) else None)
+        page.on("response", lambda r: wrong.append((r.status, r.url)) if r.status >= 400 else None)
+        for path in sorted(site.rglob("*.html")):
+            page.goto(home + path.relative_to(site).as_posix(), wait_until="load")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+        page.goto(home + "algorithms/drift.html")
+        assert page.locator("math").count() > 10
+        browser.close()
+    assert not wrong
+
+
+@contextmanager
+def serving(folder):
+    """A folder on localhost."""
+
+    class Silent(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()

@@ -61,7 +61,7 @@ def table(experiment: str, name: str, keep: str = "") -> str:
     kept = [
         row
         for row in rows
-        if re.search(keep, _cells(row)[0]) and any(_measured(_cells(row)[i]) for i in ours)
+        if re.search(keep, _cells(row)[0], re.I) and any(_measured(_cells(row)[i]) for i in ours)
     ]
     if not kept:
         what = f"{name}, {keep}" if keep else name

@@ -1,15 +1,19 @@
-"""What remembering every client costs: time per round, growth with N, bytes on disk, resident memory.
+"""What remembering every client costs: time per round, growth with N, bytes on disk, resident memory; and the peaks
+of native and plain gradients.
 
-python benchmarks/memory.py [overhead] [growth] [disk] [resident]
+python benchmarks/memory.py [overhead] [growth] [disk] [resident] [peak]
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import resource
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +136,34 @@ def resident(clients: int = 100_000) -> None:
         print(f"resident with {clients:,} int4 rows ({size / 1e9:.2f} GB on disk): {rss / 1e9:.2f} GB")
 
 
-PARTS = {f.__name__: f for f in (overhead, growth, disk, resident)}
+def grown(name: str, backend: str) -> float:
+    """By how many MB three rounds raise the peak of a process that holds the cohort's samples."""
+    work = WORKLOADS[name]
+    n = work.cohort * work.samples
+    x, y = torch.zeros(n, *work.shape), torch.zeros(n, dtype=torch.long)
+    task = fb.Task.from_table(work.build, x, y, torch.arange(n), np.arange(0, n + 1, work.samples))
+    local = fb.Work(lr=LR, epochs=1, batch=work.batch, momentum=work.momentum)
+    before = psutil.Process(os.getpid()).memory_info().rss
+    engine = f"in_process(backend={backend!r})"
+    fb.simulate(
+        task, fb.fedavg(), local, fb.rounds(3, clients=work.cohort), evaluate_every=None, engine=engine
+    )
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e6
+
+
+def peak() -> None:
+    """What a run adds to the memory of its process, each in one of its own."""
+    for name in ("W1", "W3", "W4"):
+        seen = {}
+        for backend in ("loop", "native"):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+                seen[backend] = fresh.submit(grown, name, backend).result()
+        print(
+            f"{name}: a run adds {seen['loop']:.0f} MB with backend='loop', {seen['native']:.0f} MB with 'native'"
+        )
+
+
+PARTS = {f.__name__: f for f in (overhead, growth, disk, resident, peak)}
 
 
 def main() -> None:

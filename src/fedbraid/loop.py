@@ -320,6 +320,7 @@ def advance(
         tally.add(up, reply, versions)
         acc = algorithm.gather.add(acc, up, state.gather, x)
         state.clients.put(reply.clients, reply.memory)
+        del reply, up  # before the next block comes
     jobs.closes(tick)
     info = Info(
         state.t, tally.count, task.clients, float(task.offsets[-1]), tally.rates / tally.weight, tally.steps / tally.weight,

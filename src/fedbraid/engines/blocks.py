@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +36,7 @@ log = logging.getLogger("fedbraid")
 P = TypeVar("P")
 R = TypeVar("R")
 
-BLOCK_BYTES = 2**26  # about how much a block's vectors may take
+BLOCK_BYTES = 2**24  # about how much a block's vectors may take
 
 
 @dataclass
@@ -54,12 +56,10 @@ class InProcess:
         self.grad = gradient(setup, self.backend, self.threads or 0)
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
-        width = 4 * setup.task.layout.size * 6
-        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
         wide = setup.task.layout.size >= WIDE and setup.cohort > 1
-        self.hands = (
-            Hands(self.grad) if wide and isinstance(self.grad, Native) and self.grad.threads > 1 else None
-        )
+        self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
+        width = 4 * setup.task.layout.size * 6 * (self.hands.count if self.hands else 1)
+        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
     def train(self, order: Order) -> Iterator[Reply]:
         hands = self.hands.count if self.hands else 1
@@ -101,6 +101,12 @@ def _part(order: Order, some: slice) -> Order:
     return dataclasses.replace(order, clients=order.clients[some], memory=memory)
 
 
+def give_back_large_blocks(size: int = 2**22) -> None:
+    """Tell glibc to return freed blocks of this size to the system: otherwise every thread keeps a few for itself."""
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
+
+
 class Hands:
     """Threads that each work with a gradient of their own: native code and torch leave the interpreter to others."""
 
@@ -110,6 +116,7 @@ class Hands:
         for _ in range(self.count):
             self._free.put(grad.alone())
         self._pool = ThreadPoolExecutor(self.count, "fedbraid")
+        give_back_large_blocks()
 
     def map(self, work: Callable[[Native, P], R], parts: Iterable[P]) -> Iterator[R]:
         """The results in the order of the parts, at most one part a thread ahead of who takes them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from fedbraid.engines.native.trace import Graph, Op
 
 _CHUNK = 64  # samples that go through the layers together,
-_ROOM = 256 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this
+_ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
 _READS_OUTPUT = {"relu", "leaky_relu", "tanh", "sigmoid", "max_pool"}  # on the way back

@@ -19,7 +19,7 @@ def model():
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-loss = "cross_entropy"  # or "mse", or a function (outputs, targets) -> one loss per example
+loss = "cross_entropy"  # or "logistic", "mse", or a function (outputs, targets) -> one loss per example
 
 
 def load(node_config):

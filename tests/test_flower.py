@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -547,6 +548,36 @@ def test_init_and_trial_run_as_they_are(tmp_path):
     assert about["accuracy"] > 0.3
     assert about["trouble"] == 0
     assert len(list(Folder(about["run"]).records())) == 2
+    assert {p.name for p in (Path(about["run"]) / "nodes").iterdir()} == {"node-0", "node-1"}
+
+
+def test_a_trial_that_is_stopped_leaves_no_process_and_goes_on(app, user, tmp_path):
+    out = tmp_path / "run"
+    words = ["deploy", "trial", str(app), "--nodes", "2", "-c", f"out={out}", "-c", f"work={WORK}", "--json"]
+    words += ["-c", "algorithm=scaffold()", "-c", "schedule=rounds(3, clients=[[0, 1], [0, 1], [0, 1]])"]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    at_scratch = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen([sys.executable, "-m", "fedbraid", *words], env=at_scratch) as first:
+        until = time.monotonic() + LONG
+        while read_status(Folder(out)).get("step", 0) < 1 and time.monotonic() < until:
+            time.sleep(0.1)
+        first.terminate()
+    assert first.returncode == 130
+    assert not [p for p in psutil.process_iter() if str(scratch) in " ".join(_words(p))]
+    assert not list(scratch.glob("fedbraid-trial-*"))
+    again = fedbraid(*words)
+    assert again.returncode == 0, again.stderr
+    assert [r["step"] for r in Folder(out).records()] == [1, 2, 3]
+    rounds = fb.rounds(3, clients=[[0, 1]] * 3)
+    same(load_file(out / "model.safetensors"), simulated(user, fb.scaffold(), rounds, clients=2)[1])
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def test_trial_of_nothing_says_what_to_do(tmp_path):

@@ -132,9 +132,16 @@ class Flower:
     def flwr(self, *words: str) -> str:
         tool = _tool("flwr")
         assert tool is not None
-        done = subprocess.run(
-            [tool, *words], env=self._environment("flwr"), capture_output=True, text=True, timeout=PATIENCE
-        )
+        try:
+            done = subprocess.run(
+                [tool, *words],
+                env=self._environment("flwr"),
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(f"flwr {' '.join(words[:2])} took more than {PATIENCE:g} s") from error
         if done.returncode:
             raise EngineError(
                 f"flwr {' '.join(words[:2])} failed:\n{(done.stdout + done.stderr).strip()[-2000:]}"
@@ -223,7 +230,7 @@ def trial(
                     "client": i,
                     "share": i,
                     "shares": nodes,
-                    "state": str(scratch / "nodes"),
+                    "state": str(out / "nodes"),
                 }
                 flower.node(f"node-{i}", about)
             run = flower.submit(app, config)

@@ -370,7 +370,9 @@ def _unsendable(error: WireError, step: int) -> Diverged:
 
 def _plus(total: float, more: Tensor) -> float:
     """One after the other, so that no bit depends on how a cohort was cut into blocks."""
-    return float(sum(more.reshape(-1).tolist(), total))
+    values = more.reshape(-1).to("cpu", torch.float64, copy=True).numpy()
+    values[0] += total
+    return float(values.cumsum()[-1])
 
 
 class Tally:

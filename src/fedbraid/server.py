@@ -123,10 +123,9 @@ class Mean(Gather):
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         p = up.weights(self.weights)
         aged = p * self.staleness(up.staleness)
-        one = torch.ones_like(p)
         sums = dict(acc["sum"])
         for name, v in up.vectors.items():
-            weight = one if name in self.plain else aged if name == "delta" else p
+            weight = torch.ones_like(p) if name in self.plain else aged if name == "delta" else p
             sums[name] = fold(sums.get(name, torch.zeros_like(v[0])), weight, v)
         return {"sum": sums, "weight": acc["weight"] + float(p.sum()), "count": acc["count"] + len(p)}
 

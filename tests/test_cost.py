@@ -68,7 +68,7 @@ def test_operations_of_other_rules_are_counted() -> None:
     assert operations(fb.fedavg(), plain).per_step == 2
     assert operations(fb.fedavg(), fb.Work(momentum=0.9)).per_step == 4
     assert operations(fb.fedprox(0.1), plain).per_step == 5  # y − x, times μ, plus g
-    assert operations(fb.scaffold(), plain).per_step == 4  # − c_i + c
+    assert operations(fb.scaffold(), plain).per_step == 3  # + (c − c_i), which is made once a visit
     assert operations(fb.mimelite("sgdm"), plain).full_gradients == 1
 
 

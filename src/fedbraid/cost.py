@@ -204,7 +204,7 @@ class Operations:
 
 
 class _Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the numbers that elementwise operations write."""
+    """Counts the numbers that elementwise operations write, twice where they scale what they add."""
 
     FREE = re.compile(
         r"aten\.(_?to_copy|_unsafe_view|view|expand|clone|detach|repeat|zeros|ones|full|empty|alias|slice|select)"
@@ -217,7 +217,7 @@ class _Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.is_floating_point() and not self.FREE.match(str(func)):
-            self.count += out.numel()
+            self.count += out.numel() * (1 if (kwargs or {}).get("alpha", 1) == 1 else 2)
         return out
 
 

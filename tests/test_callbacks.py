@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import sys
 
 import numpy as np
@@ -150,13 +151,15 @@ def test_wandb(blobs, tmp_path):
 
     result = run(blobs, callbacks.WandB(folder=tmp_path))
     (path,) = tmp_path.rglob("*.wandb")
-    logged = {}
-    for raw in frames(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(raw)
-        items = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
-        if "accuracy" in items:
-            logged[items["_step"]] = items["accuracy"]
+    logged, deadline = {}, time.monotonic() + 20
+    while len(logged) < len(result.history) and time.monotonic() < deadline:  # another process writes it
+        for raw in frames(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(raw)
+            items = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+            if "accuracy" in items:
+                logged[items["_step"]] = items["accuracy"]
+        time.sleep(0.1)
     assert logged == {r["step"]: r["accuracy"] for r in result.history}
 
 

@@ -191,8 +191,9 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     out = tmp_path / "stopped"
     command = [sys.executable, "-m", "fedbraid", "compare", "digits", "fedavg", *SMALL, "--rounds", "100000"]
     running = subprocess.Popen(
-        [*command, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        [*command, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background has none
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list(out.rglob("metrics.jsonl")):
         assert time.monotonic() < deadline

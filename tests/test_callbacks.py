@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 import sys
+import time
 
 import numpy as np
 import pytest

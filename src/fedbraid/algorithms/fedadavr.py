@@ -70,9 +70,8 @@ class Memory(Gather):
         rows.put(clients, {"weight": p, "y": g})
         stored = g if self.codec is None else rows.get(clients)["y"].to(x.device)
         moved = fold(fold(acc["moved"], p, stored), -w, y)  # Σ p_i Q(g_i) − w_i y_i, by which the sum moves
-        apart = fold(
-            fold(acc["apart"], aged - p, g), w - aged, y
-        )  # of Σ s(τ_i) p_i (g_i − y_i), what did not
+        # What of Σ s(τ_i) p_i (g_i − y_i) did not move the sum: nothing, where weights, ages and g_i are as stored.
+        apart = fold(fold(acc["apart"], aged - p, g), w - aged, y)
         if stored is not g:
             apart = fold(apart, p, g - stored)
         others = {name: v for name, v in up.vectors.items() if name != "delta"}

@@ -71,7 +71,7 @@ nodes = 3                                           # how many must be there bef
 minimum = 2                                         # uploads without which no round closes
 deadline = 600.0                                    # seconds for a round, or for an asynchronous job
 too-few = "wait"                                    # or "stop"
-max-norm = 0.0                                      # an update with a larger norm is refused; 0 refuses none
+max-norm = 0.0                                      # an upload with a vector of a larger norm is refused; 0: none
 evaluate-every = 1
 poll = 0.5                                          # seconds between two looks at what has arrived
 """

@@ -175,15 +175,14 @@ def cifar_table(done: Done) -> str:
     rows = []
     for name in METHODS:
         lines = of(done, "cifar10", "Dirichlet 0.3", name)
-        rows.append(
-            [
-                name,
-                spread([100 * at(x, "accuracy") for x in lines]),
-                spread([peak(x) for x in lines]),
-                str(len(lines)),
-            ]
-        )
-    return markdown(["CIFAR-10, Dirichlet 0.3", f"round {CIFAR_ROUNDS}", "best", "seeds"], rows)
+        ended = [100 * at(x, "accuracy") for x in lines if not x["diverged"]]
+        failed = [f"{x['curve']['step'][-1] + 1}" for x in lines if x["diverged"]]
+        rows.append([
+            name, spread(ended), spread([peak(x) for x in lines]), spread([at(x, "norm") for x in lines]),
+            f"{len(failed)} of {len(lines)}" + (f" (rounds {', '.join(failed)})" if failed else ""),
+        ])  # fmt: skip
+    head = ["CIFAR-10, Dirichlet 0.3", f"round {CIFAR_ROUNDS}", "best", "‖θ‖ at the end", "seeds that diverge"]
+    return markdown(head, rows)
 
 
 def draw(done: Done) -> None:

@@ -141,10 +141,10 @@ class Adam(Optimiser):
         return torch.addcmul(self.beta2 * v, g, g, value=1 - self.beta2)
 
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
-        m, v = s["m"], s["v"]
-        if self.corrected:
-            m, v = m / (1 - self.beta1**T), v / (1 - self.beta2**T)
-        return m / v.sqrt().add_(self.eps)
+        if not self.corrected:
+            return s["m"] / s["v"].sqrt().add_(self.eps)
+        m, v = s["m"] / (1 - self.beta1**T), s["v"] / (1 - self.beta2**T)
+        return m.div_(v.sqrt_().add_(self.eps))
 
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
         return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)

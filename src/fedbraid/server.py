@@ -97,6 +97,10 @@ class Gather:
         """Fold a block of uploads in."""
         raise NotImplementedError
 
+    def ahead(self, acc: Tree, clients: NDArray[np.int64], s: Tree) -> Tree:
+        """Do what can be done before the next clients' uploads come; they come in this order, each once."""
+        return acc
+
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         """(the update, the new state)."""
         raise NotImplementedError

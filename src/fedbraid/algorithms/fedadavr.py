@@ -52,32 +52,46 @@ class Memory(Gather):
     def zero(self, x: Tensor) -> Tree:
         exact = torch.zeros_like(x, dtype=torch.float64)  # products of float32 fit, so what went in comes out
         return {
-            "moved": exact,
+            "came": exact,
+            "went": exact.clone(),
             "apart": torch.zeros_like(x),
+            "old": None,
             "weight": 0.0,
             "seen": 0.0,
             "rest": self.rest.zero(x),
         }
 
+    def ahead(self, acc: Tree, clients: Ints, s: Tree) -> Tree:
+        """Fetch the next clients' y_i, and take them out of the sum, while the clients train."""
+        had: tuple[Tensor, Tensor] | None = acc["old"]
+        more = clients[len(had[0]) if had else 0 :]
+        if not len(more):
+            return acc
+        rows = s["rows"].get(more)
+        w, y = rows["weight"].to(acc["went"].device), rows["y"].to(acc["went"].device)
+        old = (torch.cat((had[0], w)), torch.cat((had[1], y))) if had else (w, y)
+        return {**acc, "went": fold(acc["went"], w, y), "old": old}
+
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         rows: Rows = s["rows"]
-        clients = up.clients.tolist()
+        m = len(up.clients)
         p = up.weights(self.weights)
         aged = p * self.rest.staleness(up.staleness)
         g = up.vectors["delta"] / up.lr.to(x) if self.per_rate else up.vectors["delta"]
-        old = {k: v.to(x.device) for k, v in rows.get(clients).items()}
-        y, w = old["y"], old["weight"]
-        rows.put(clients, {"weight": p, "y": g})
-        stored = g if self.codec is None else rows.get(clients)["y"].to(x.device)
-        moved = fold(fold(acc["moved"], p, stored), -w, y)  # Σ p_i Q(g_i) − w_i y_i, by which the sum moves
+        acc = self.ahead(acc, up.clients, s)
+        (w, y), rest = (v[:m] for v in acc["old"]), tuple(v[m:] for v in acc["old"])
+        rows.put(up.clients, {"weight": p, "y": g})
+        stored = g if self.codec is None else rows.get(up.clients)["y"].to(x.device)
         # What of Σ s(τ_i) p_i (g_i − y_i) did not move the sum: nothing, where weights, ages and g_i are as stored.
         apart = fold(fold(acc["apart"], aged - p, g), w - aged, y)
         if stored is not g:
             apart = fold(apart, p, g - stored)
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return {
-            "moved": moved,
+            "came": fold(acc["came"], p, stored),
+            "went": acc["went"],
             "apart": apart,
+            "old": rest if len(rest[0]) else None,
             "weight": acc["weight"] + float(p.sum()),
             "seen": acc["seen"] + float((p - w).sum()),
             "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),
@@ -85,15 +99,16 @@ class Memory(Gather):
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         total = info.samples if self.weights == "samples" else float(info.N)
-        fresh = acc["apart"].add_(acc["moved"])
-        after, seen = acc["moved"].add_(s["sum"]), s["seen"] + acc["seen"]
+        moved = acc["came"].sub_(acc["went"])  # Σ p_i Q(g_i) − w_i y_i, by which the sum moves
+        fresh = acc["apart"].add_(moved.to(acc["apart"].dtype))
+        after, seen = moved.add_(s["sum"]), s["seen"] + acc["seen"]
         if self.normalise == "seen":
             r = (after / seen).to(fresh.dtype)
         else:
             over = acc["weight"] if self.normalise == "cohort" else total
-            r = fresh.div_(over).add_(s["sum"], alpha=1 / total)  # eq. 6, 7
+            r = fresh.div_(over).add_(s["sum"].to(fresh.dtype), alpha=1 / total)  # eq. 6, 7
         others, _ = self.rest.close(acc["rest"], {}, info)
-        delta = r * info.lr if self.per_rate else r  # eq. 8
+        delta = r.mul_(info.lr) if self.per_rate else r  # eq. 8
         return {**others, "delta": delta}, {"rows": s["rows"], "sum": after, "seen": seen}
 
     def leave(self, s: Tree, client: int) -> Tree:

@@ -277,7 +277,7 @@ class Jobs:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if tick.is_round:
+    if tick.started is tick.clients:  # a round: all started from this version, and nobody twice
         yield tick.step, tick.clients
         return
     run: list[int] = []
@@ -320,10 +320,7 @@ def advance(
         tally.add(up, reply, versions)
         acc = algorithm.gather.add(acc, up, state.gather, x)
         state.clients.put(reply.clients, reply.memory)
-        m = len(reply.clients)
         del reply, up  # before the next block comes
-        if tick.is_round:
-            acc = algorithm.gather.ahead(acc, tick.clients[tally.count : tally.count + m + 1], state.gather)
     jobs.closes(tick)
     info = Info(
         state.t, tally.count, task.clients, float(task.offsets[-1]), tally.rates / tally.weight, tally.steps / tally.weight,

@@ -138,7 +138,7 @@ class Adam(Optimiser):
         return {"m": m, "v": self.second(s["v"], g, m)}
 
     def second(self, v: Tensor, g: Tensor, m: Tensor) -> Tensor:
-        return torch.addcmul(self.beta2 * v, g, g, value=1 - self.beta2)
+        return (self.beta2 * v).addcmul_(g, g, value=1 - self.beta2)
 
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
         if not self.corrected:

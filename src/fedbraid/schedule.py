@@ -33,11 +33,6 @@ class Tick:
     live: frozenset[int]  # versions that jobs still in flight train from
     dropped: int = 0  # clients that were asked but came too late
 
-    @property
-    def is_round(self) -> bool:
-        """All started from this version, and nobody comes twice."""
-        return self.started is self.clients
-
 
 @dataclass(frozen=True)
 class Schedule:

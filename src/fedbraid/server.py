@@ -97,10 +97,6 @@ class Gather:
         """Fold a block of uploads in."""
         raise NotImplementedError
 
-    def ahead(self, acc: Tree, clients: NDArray[np.int64], s: Tree) -> Tree:
-        """Do what can be done before the next clients' uploads come; they come in this order, each once."""
-        return acc
-
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         """(the update, the new state)."""
         raise NotImplementedError
@@ -130,7 +126,7 @@ class Mean(Gather):
         sums = dict(acc["sum"])
         for name, v in up.vectors.items():
             weight = torch.ones_like(p) if name in self.plain else aged if name == "delta" else p
-            sums[name] = fold(sums.get(name, torch.zeros_like(v[0])), weight, v)
+            sums[name] = fold(sums.get(name, torch.zeros_like(v[0])), (weight, v))
         return {"sum": sums, "weight": acc["weight"] + float(p.sum()), "count": acc["count"] + len(p)}
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
@@ -141,16 +137,20 @@ class Mean(Gather):
 WIDE = 2**14  # numbers from which a row is worth an operation of its own
 
 
-def fold(total: Tensor, p: Tensor, rows: Tensor) -> Tensor:
-    """total + Σ p_i rows_i in total's precision and place.
+def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
+    """total + Σ_i Σ p_i rows_i over terms of (p, rows), in total's precision and place.
 
-    Wide rows are added one after the other, so that no bit depends on how a cohort was cut into blocks.
+    Wide rows are added client by client, so that no bit depends on how a cohort was cut into blocks.
     """
-    if rows.shape[1] < WIDE:
-        return total.addmv_(rows.to(total.dtype).T, p.to(total.dtype).squeeze(1))
-    for weight, row in zip(p.squeeze(1).tolist(), rows):
-        if weight:
-            total.add_(row, alpha=weight)
+    if len(total) < WIDE:
+        for p, rows in terms:
+            total.addmv_(rows.to(total.dtype).T, p.to(total.dtype).squeeze(1))
+        return total
+    weighted = [(p.squeeze(1).tolist(), rows) for p, rows in terms]
+    for i in range(len(terms[0][0])):
+        for weights, rows in weighted:
+            if weights[i]:
+                total.add_(rows[i], alpha=weights[i])
     return total
 
 

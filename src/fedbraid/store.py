@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Rows:
             self._spans[name] = (at, at + size, coded)
             at += size
         self.row_bytes = at
-        self._slab = np.empty((0, -(-at // 4)), np.int32)  # whole words move faster than bytes
+        self._slab = Slab(-(-at // 4))
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._dirty: dict[int, None] = {}
@@ -84,13 +84,10 @@ class Rows:
         """The clients' rows, `[m, width]` per name."""
         if not self.default:
             return {}
-        ids = [int(c) for c in clients]
-        self._load(ids)
-        slots = [self._slot.get(c, -1) for c in ids]
-        missing = [i for i, s in enumerate(slots) if s < 0]
-        if len(missing) == len(ids):
-            return {name: v.expand(len(ids), -1).clone() for name, v in self.default.items()}
-        picked = torch.from_numpy(self._slab.take(slots, 0, mode="clip"))
+        slots, missing = self._find(clients)
+        if len(missing) == len(slots):
+            return {name: v.expand(len(slots), -1).clone() for name, v in self.default.items()}
+        picked = torch.from_numpy(self._slab.take(slots))
         out = {}
         for name, (lo, hi, coded) in self._spans.items():
             if coded and self.codec and self.layout:
@@ -103,23 +100,58 @@ class Rows:
             out[name] = values
         return out
 
+    def peek(self, clients: Ids, name: str) -> NDArray[np.float32]:
+        """One name's uncoded vectors, `[m, width]`, without a look at the others."""
+        slots, missing = self._find(clients)
+        lo, hi, _ = self._spans[name]
+        if len(missing) == len(slots):
+            return np.tile(self.default[name].numpy(), (len(slots), 1))
+        values: NDArray[np.float32] = self._slab.take(slots, lo // 4, hi // 4).view(np.float32)
+        if missing:
+            values[missing] = self.default[name]
+        return values
+
+    def _find(self, clients: Ids) -> tuple[list[int], list[int]]:
+        """The clients' slots, and where in the list those are that have none."""
+        ids = [int(c) for c in clients]
+        self._load(ids)
+        slots = [self._slot.get(c, -1) for c in ids]
+        return slots, [i for i, s in enumerate(slots) if s < 0]
+
     def put(self, clients: Ids, vectors: Vectors) -> None:
         """Write the clients' rows; they are committed with the next step."""
         if not self.default:
             return
         ids = [int(c) for c in clients]
         slots = self._slots(ids)
-        for name, (lo, hi, coded) in self._spans.items():
+        for name, (lo, _, coded) in self._spans.items():
             values = vectors[name].detach().to("cpu", torch.float32)
             if coded and self.codec and self.layout:
-                self._slab.view(np.uint8)[slots, lo:hi] = self.codec.to_rows(values, self.layout).numpy()
+                self._slab.write(slots, lo, self.codec.to_rows(values, self.layout).numpy())
             else:
-                self._slab[slots, lo // 4 : hi // 4] = values.numpy().view(np.int32)
+                self._slab.write(slots, lo, values.numpy().view(np.int32))
+        self._changed(ids)
+        if self._crowded():
+            self._spill()
+
+    def lend(self, clients: Ids) -> NDArray[np.int64]:
+        """Addresses of the clients' rows, which the caller writes in full before the next call."""
+        if self._crowded():
+            self._spill()
+        ids = [int(c) for c in clients]
+        self._load(ids)
+        slots = self._slots(ids)
+        self._changed(ids)
+        return np.array([self._slab.address(s) for s in slots], np.int64)
+
+    def _changed(self, ids: list[int]) -> None:
         for c in ids:
             self._dirty[c] = None
             self._dropped.discard(c)
-        if self._alone and self._limit is not None and len(self._dirty) > self._limit:
-            self._spill()
+
+    def _crowded(self) -> bool:
+        """Whether so much has changed that it should go to the file, where nobody else commits."""
+        return self._alone and self._limit is not None and len(self._dirty) > self._limit
 
     def _spill(self) -> None:
         assert self._db is not None
@@ -135,8 +167,6 @@ class Rows:
         self._dirty.pop(client, None)
         self._dropped.add(client)
 
-    # The slab ---------------------------------------------------------------------------------------
-
     def _slots(self, ids: list[int]) -> list[int]:
         """Where the clients' rows lie, with room made for new ones."""
         slots = []
@@ -146,11 +176,7 @@ class Rows:
                 slot = self._free.pop() if self._free else len(self._slot)
                 self._slot[c] = slot
             slots.append(slot)
-        top = max(slots, default=-1) + 1
-        if top > len(self._slab):
-            grown = np.empty((max(top, 2 * len(self._slab), 16), self._slab.shape[1]), np.int32)
-            grown[: len(self._slab)] = self._slab
-            self._slab = grown
+        self._slab.reach(max(slots, default=-1))
         return slots
 
     # The file behind it -------------------------------------------------------------------------------
@@ -171,7 +197,7 @@ class Rows:
             self._db.delete(self._table, self._dropped)
         if self._dirty:
             ids = list(self._dirty)
-            block = self._slab.take([self._slot[c] for c in ids], 0)
+            block = self._slab.take([self._slot[c] for c in ids])
             self._db.write(self._table, ids, block.view(np.uint8)[:, : self.row_bytes])
 
     def committed(self) -> None:
@@ -197,7 +223,51 @@ class Rows:
                 raise RunError(
                     f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is damaged"
                 )
-            self._slab[slot].view(np.uint8)[: self.row_bytes] = np.frombuffer(data, np.uint8)
+            self._slab.write([slot], 0, np.frombuffer(data, np.uint8))
+
+
+class Slab:
+    """Rows of so many words in chunks, so that making room copies nothing; memory is taken when a row is written."""
+
+    CHUNK = 2**24  # words
+
+    def __init__(self, words: int) -> None:
+        self.words, self.each = words, max(16, self.CHUNK // max(words, 1))
+        self.chunks: list[NDArray[np.int32]] = []  # whole words move faster than bytes
+
+    def reach(self, slot: int) -> None:
+        """Make room up to this slot."""
+        while slot >= len(self.chunks) * self.each:
+            self.chunks.append(np.empty((self.each, self.words), np.int32))
+
+    def take(self, slots: list[int], lo: int = 0, hi: int | None = None) -> NDArray[np.int32]:
+        """These rows, or words `lo` to `hi` of them; anything for a slot below 0."""
+        if hi is None and len(self.chunks) == 1:
+            return self.chunks[0].take(slots, 0, mode="clip")
+        out = np.empty((len(slots), (self.words if hi is None else hi) - lo), np.int32)
+        for chunk, mine, at in self._pieces(slots):
+            out[mine] = chunk.take(at, 0) if hi is None else chunk[at, lo:hi]
+        return out
+
+    def write(self, slots: list[int], lo: int, values: NDArray[np.generic]) -> None:
+        """Write `values` into the rows from byte `lo` on."""
+        start = lo // values.itemsize
+        for chunk, mine, at in self._pieces(slots):
+            chunk.view(values.dtype)[at, start : start + values.shape[-1]] = values[mine]
+
+    def address(self, slot: int) -> int:
+        chunk, at = divmod(slot, self.each)
+        return self.chunks[chunk].ctypes.data + at * 4 * self.words
+
+    def _pieces(self, slots: list[int]) -> Iterator[tuple[NDArray[np.int32], Any, Any]]:
+        """(chunk, which of the slots lie in it, where in it)."""
+        if len(self.chunks) == 1:
+            yield self.chunks[0], slice(None), slots
+            return
+        chunk, at = np.divmod(slots, self.each)
+        for k in np.unique(chunk[chunk >= 0]).tolist():
+            mine = chunk == k
+            yield self.chunks[k], mine, at[mine]
 
 
 class Database:

@@ -16,13 +16,14 @@ from torch import Tensor
 from fedbraid import codecs
 from fedbraid.algorithms._build import builder
 from fedbraid.codec import Codec
+from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.layout import Layout
 from fedbraid.loop import Algorithm
 from fedbraid.optim import SERVER, Optimiser, Precondition, TrustRatio, named
 from fedbraid.rule import Vectors
 from fedbraid.schedule import Ints, whole
-from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, fold, pipeline
+from fedbraid.server import WIDE, Gather, Info, Mean, Scale, Tree, Uploads, check_weights, fold, pipeline
 from fedbraid.store import Rows
 
 
@@ -50,65 +51,59 @@ class Memory(Gather):
         return {"rows": rows, "sum": torch.zeros_like(x, dtype=torch.float64), "seen": 0.0}
 
     def zero(self, x: Tensor) -> Tree:
-        exact = torch.zeros_like(x, dtype=torch.float64)  # products of float32 fit, so what went in comes out
-        return {
-            "came": exact,
-            "went": exact.clone(),
-            "apart": torch.zeros_like(x),
-            "old": None,
-            "weight": 0.0,
-            "seen": 0.0,
-            "rest": self.rest.zero(x),
-        }
-
-    def ahead(self, acc: Tree, clients: Ints, s: Tree) -> Tree:
-        """Fetch the next clients' y_i, and take them out of the sum, while the clients train."""
-        had: tuple[Tensor, Tensor] | None = acc["old"]
-        more = clients[len(had[0]) if had else 0 :]
-        if not len(more):
-            return acc
-        rows = s["rows"].get(more)
-        w, y = rows["weight"].to(acc["went"].device), rows["y"].to(acc["went"].device)
-        old = (torch.cat((had[0], w)), torch.cat((had[1], y))) if had else (w, y)
-        return {**acc, "went": fold(acc["went"], w, y), "old": old}
+        return {"weight": 0.0, "seen": 0.0, "apart": None, "rest": self.rest.zero(x)}
 
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
-        rows: Rows = s["rows"]
-        m = len(up.clients)
+        if "moved" not in acc:
+            exact = torch.zeros_like(s["sum"])  # products of float32 fit, so what went in comes out
+            acc = {**acc, "moved": exact, "before": s["sum"].float()}
+        p = up.weights(self.weights).cpu().numpy()
+        w = s["rows"].peek(up.clients, "weight")
+        as_stored = ((w == p) | (w == 0)).all() and not up.staleness.any()  # w is 0 before the first visit
+        if (
+            as_stored
+            and self.codec is None
+            and x.device.type == "cpu"
+            and len(x) >= WIDE
+            and (swap := swapper())
+        ):
+            rate = up.lr.numpy() if self.per_rate else np.ones_like(p)
+            swap(acc["moved"], s["rows"].lend(up.clients), up.vectors["delta"], rate, p, w)
+        else:
+            acc = self._swap(acc, up, s["rows"], x)
+        others = {name: v for name, v in up.vectors.items() if name != "delta"}
+        if others:
+            acc["rest"] = self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x)
+        weight, seen = acc["weight"] + float(p.sum()), acc["seen"] + float((p - w).sum())
+        return {**acc, "weight": weight, "seen": seen}
+
+    def _swap(self, acc: Tree, up: Uploads, rows: Rows, x: Tensor) -> Tree:
+        """Put g_i in the place of y_i; Σ p_i Q(g_i) − w_i y_i is by how much the sum moves."""
         p = up.weights(self.weights)
         aged = p * self.rest.staleness(up.staleness)
         g = up.vectors["delta"] / up.lr.to(x) if self.per_rate else up.vectors["delta"]
-        acc = self.ahead(acc, up.clients, s)
-        (w, y), rest = (v[:m] for v in acc["old"]), tuple(v[m:] for v in acc["old"])
+        old = {k: v.to(x.device) for k, v in rows.get(up.clients).items()}
+        y, w = old["y"], old["weight"]
         rows.put(up.clients, {"weight": p, "y": g})
         stored = g if self.codec is None else rows.get(up.clients)["y"].to(x.device)
-        # What of Σ s(τ_i) p_i (g_i − y_i) did not move the sum: nothing, where weights, ages and g_i are as stored.
-        apart = fold(fold(acc["apart"], aged - p, g), w - aged, y)
-        if stored is not g:
-            apart = fold(apart, p, g - stored)
-        others = {name: v for name, v in up.vectors.items() if name != "delta"}
-        return {
-            "came": fold(acc["came"], p, stored),
-            "went": acc["went"],
-            "apart": apart,
-            "old": rest if len(rest[0]) else None,
-            "weight": acc["weight"] + float(p.sum()),
-            "seen": acc["seen"] + float((p - w).sum()),
-            "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),
-        }
+        moved = fold(acc["moved"], (p, stored), (-w, y))
+        # What of Σ s(τ_i) p_i (g_i − y_i) did not move it: nothing, where weights, ages and g_i are as stored.
+        apart = torch.zeros_like(x) if acc["apart"] is None else acc["apart"]
+        terms = [(aged - p, g), ((w - aged).where(w > 0, 0.0), y)]
+        terms += [] if stored is g else [(p, g - stored)]
+        return {**acc, "moved": moved, "apart": fold(apart, *terms)}
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         total = info.samples if self.weights == "samples" else float(info.N)
-        moved = acc["came"].sub_(acc["went"])  # Σ p_i Q(g_i) − w_i y_i, by which the sum moves
-        fresh = acc["apart"].add_(moved.to(acc["apart"].dtype))
-        after, seen = moved.add_(s["sum"]), s["seen"] + acc["seen"]
+        fresh = acc["moved"].float() if acc["apart"] is None else acc["apart"].add_(acc["moved"].float())
+        after, seen = acc["moved"].add_(s["sum"]), s["seen"] + acc["seen"]
+        lr = info.lr if self.per_rate else 1.0
         if self.normalise == "seen":
-            r = (after / seen).to(fresh.dtype)
+            delta = (after * (lr / seen)).float()
         else:
             over = acc["weight"] if self.normalise == "cohort" else total
-            r = fresh.div_(over).add_(s["sum"].to(fresh.dtype), alpha=1 / total)  # eq. 6, 7
+            delta = fresh.mul_(lr / over).add_(acc["before"], alpha=lr / total)  # eq. 6 to 8
         others, _ = self.rest.close(acc["rest"], {}, info)
-        delta = r.mul_(info.lr) if self.per_rate else r  # eq. 8
         return {**others, "delta": delta}, {"rows": s["rows"], "sum": after, "seen": seen}
 
     def leave(self, s: Tree, client: int) -> Tree:
@@ -165,7 +160,7 @@ class ClusterMemory(Gather):
             new[c] = (total + delta[i], count + 1)
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return {
-            "fresh": fold(acc["fresh"], aged, delta - s["y"][torch.from_numpy(mine)]),
+            "fresh": fold(acc["fresh"], (aged, delta - s["y"][torch.from_numpy(mine)])),
             "weight": acc["weight"] + float(p.sum()),
             "new": new,
             "rest": self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import random
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,9 +26,12 @@ from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build
 from fedbraid.errors import DataError, EngineError
+from fedbraid.server import WIDE, Info, Uploads
+from fedbraid.store import Database, Slab
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 
+memory_module = importlib.import_module("fedbraid.algorithms.fedadavr")  # a builder has its name
 QUICK = tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
 ROWS = 90
 
@@ -410,6 +415,64 @@ def test_sanitizers_find_nothing(tmp_path):
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     ran = subprocess.run([str(program)], capture_output=True, text=True, env=environment, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "0\n"), ran.stderr[-2000:]
+
+
+# The server's memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [fb.fedadavr(), fb.fedvarp(), fb.mifa(weights="uniform")],
+    ids=["fedadavr", "fedvarp", "mifa"],
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_path):
+    """Bit for bit: new clients and known ones, changed weights, late updates, rows that were sent to the file."""
+    monkeypatch.setattr(Slab, "CHUNK", 0)
+    monkeypatch.setattr(Slab, "LEAST", 4)
+    layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1))])
+    x = torch.zeros(layout.size)
+    states = [algorithm.gather.init(x, layout) for _ in range(2)]
+    databases = []
+    if on_disk:
+        for i, state in enumerate(states):
+            databases.append(Database(tmp_path / f"{i}.db"))
+            state["rows"].attach(databases[-1], "rows", 3, alone=True)
+    swaps = [memory_module.swapper, lambda: None]
+    assert swaps[0]() is not None
+    draw = torch.Generator().manual_seed(0)
+    for t in range(12):
+        delta = torch.randn(5, layout.size, generator=draw)
+        clients = torch.randperm(11, generator=draw)[:5].numpy()
+        n = torch.full((5, 1), 20.0) + (torch.arange(5)[:, None] if t == 7 else 0)
+        late = torch.full((5, 1), float(t == 9))
+        lr = torch.full((5, 1), 0.03, dtype=torch.float64)
+        info = Info(t, 5, 11, 220.0, 0.03, 6.0, 0.0, layout, np.full(11, 20))
+        updates = []
+        for i, swap in enumerate(swaps):
+            monkeypatch.setattr(memory_module, "swapper", swap)
+            acc = algorithm.gather.zero(x)
+            for some in (slice(0, 2), slice(2, 5)) if i == 0 else (slice(0, 5),):
+                up = Uploads(
+                    clients[some],
+                    {"delta": delta[some].clone()},
+                    n[some],
+                    n[some],
+                    late[some],
+                    lr[some],
+                    x[None],
+                )
+                acc = algorithm.gather.add(acc, up, states[i], x)
+            update, states[i] = algorithm.gather.close(acc, states[i], info)
+            updates.append(update["delta"])
+        assert torch.equal(*updates)
+    assert torch.equal(states[0]["sum"], states[1]["sum"])
+    rows = [s["rows"].get(range(11)) for s in states]
+    assert all(torch.equal(rows[0][name], rows[1][name]) for name in ("weight", "y"))
+    total = sum(w * y for w, y in zip(rows[0]["weight"].double(), rows[0]["y"].double()))
+    assert torch.allclose(total, states[0]["sum"], rtol=1e-12, atol=1e-9)
+    for database in databases:
+        database.close()
 
 
 # What it needs --------------------------------------------------------------------------------------

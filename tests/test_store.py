@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedbraid as fb
 from fedbraid.errors import RunError
-from fedbraid.store import Database, Rows
+from fedbraid.store import Database, Rows, Slab
 
 LAYOUT = fb.Layout.from_shapes([("w", (3, 2)), ("b", (3,))])
 CODECS = {"None": None, "fp16": fb.codecs.fp16(), "int8": fb.codecs.int8(), "int4": fb.codecs.int4()}
@@ -51,10 +51,11 @@ actions = st.lists(
 
 
 def agree(rows, model, ids):
-    got = rows.get(ids)
+    got, counts = rows.get(ids), torch.from_numpy(rows.peek(ids, "count"))
     for i, client in enumerate(ids):
         want = model.now.get(client, DEFAULT)
         assert torch.equal(got["count"][i], want["count"])
+        assert torch.equal(counts[i], want["count"])
         assert torch.equal(got["h"][i], want["h"])
 
 
@@ -67,8 +68,18 @@ def put(rows, model, ids, seed):
         model.now[client] = {"count": count[i], "h": model.stored(h[i])}
 
 
+@pytest.fixture(params=[None, 3], ids=["one chunk", "chunks of 3 rows"])
+def chunks(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(Slab, "CHUNK", 0)
+            patch.setattr(Slab, "LEAST", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("codec", CODECS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=actions)
 def test_in_memory_rows_are_a_dict(codec, actions):
     rows, model = fresh(CODECS[codec]), Model(CODECS[codec])
@@ -91,9 +102,10 @@ def failing(db, rows):
         raise ZeroDivisionError
 
 
+@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=actions, limit=st.sampled_from([1, 3, None]))
 def test_rows_on_disk_are_a_dict(codec, alone, actions, limit):
     with tempfile.TemporaryDirectory() as folder:

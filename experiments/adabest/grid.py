@@ -7,6 +7,7 @@ bootstrapping, weight decay 1e-4; the fully connected network of FedDyn's EMNIST
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -53,15 +54,23 @@ WORK = fb.Work(lr=0.1, lr_decay=0.998, epochs=1, batch=45, weight_decay=1e-4, la
 KEEP = ("accuracy", "loss", "norm", "norm_h", "drift", "train_loss")
 
 
-def cell(part: str, name: str, algorithm: str, rounds: int, per: int, partition: str, seed: int) -> Cell:
+def cell(
+    part: str, name: str, algorithm: str, rounds: int, per: int, partition: str, seed: int, epochs: int = 1
+) -> Cell:
     return Cell(
-        f"{part}/{partition}/{name}/seed {seed}", LETTERS[partition, seed], algorithm, WORK, fb.rounds(rounds, clients=per),
+        f"{part}/{partition}/{name}/seed {seed}", LETTERS[partition, seed], algorithm, replace(WORK, epochs=epochs),
+        fb.rounds(rounds, clients=per),
         seed=seed, every=25 if rounds == LONG else 20, last=5, keep=KEEP,
     )  # fmt: skip
 
 
 def stability(partition: str, seed: int) -> list[Cell]:
     return [cell("stability", n, a, LONG, 5, partition, seed) for n, a in METHODS.items()]
+
+
+def more_work(seed: int) -> list[Cell]:
+    """Stability again with five local epochs, for the two that keep an h."""
+    return [cell("work", n, METHODS[n], LONG, 5, "IID", seed, epochs=5) for n in ("FedDyn", "AdaBest")]
 
 
 def mus(seed: int) -> list[Cell]:
@@ -98,7 +107,7 @@ def cells() -> list[Cell]:
     for seed in SEEDS[1:]:
         found += stability("Dirichlet 0.3", seed) + mus(seed)
     for seed in SEEDS:
-        found += cifar(seed)
+        found += cifar(seed) + more_work(seed)
     for seed in SEEDS[1:]:
         found += betas(seed)
     return found
@@ -131,12 +140,13 @@ def peak(line: Line) -> float:
 
 def stability_table(done: Done) -> str:
     rows = []
-    for partition in PARTITIONS:
-        for name in METHODS:
-            lines = of(done, "stability", partition, name)
-            if lines:
-                rows.append([
-                    f"{partition}, {name}", spread([peak(x) for x in lines]), spread([final(x) for x in lines]),
+    kinds = [("stability", p, n, "") for p in PARTITIONS for n in METHODS]
+    kinds += [("work", "IID", n, ", 5 epochs") for n in ("FedDyn", "AdaBest")]
+    for part, partition, name, note in kinds:
+        lines = of(done, part, partition, name)
+        if lines:
+            rows.append([
+                    f"{partition}, {name}{note}", spread([peak(x) for x in lines]), spread([final(x) for x in lines]),
                     spread([at(x, "norm", 0.1) for x in lines]), spread([at(x, "norm") for x in lines]),
                     spread([at(x, "norm_h") for x in lines], 2) if lines[0]["curve"]["norm_h"][-1] is not None else "–", str(len(lines)),
                 ])  # fmt: skip
@@ -181,20 +191,28 @@ def cifar_table(done: Done) -> str:
             name, spread(ended), spread([peak(x) for x in lines]), spread([at(x, "norm") for x in lines]),
             f"{len(failed)} of {len(lines)}" + (f" (rounds {', '.join(failed)})" if failed else ""),
         ])  # fmt: skip
-    head = ["CIFAR-10, Dirichlet 0.3", f"round {CIFAR_ROUNDS}", "best", "‖θ‖ at the end", "seeds that diverge"]
+    head = [
+        "CIFAR-10, Dirichlet 0.3",
+        f"round {CIFAR_ROUNDS}",
+        "best",
+        "‖θ‖ at the end",
+        "seeds that diverge",
+    ]
     return markdown(head, rows)
 
 
 def draw(done: Done) -> None:
     panels = []
-    for partition in PARTITIONS:
+    for part, partition, title in (
+        ("stability", "IID", "IID"), ("stability", "Dirichlet 0.3", "Dirichlet 0.3"), ("work", "IID", "IID, 5 local epochs"),
+    ):  # fmt: skip
         for key, label in (("accuracy", "test accuracy"), ("norm", "‖θ‖")):
             curves = []
             for name in METHODS:
-                for line in of(done, "stability", partition, name)[:1]:
+                for line in of(done, part, partition, name)[:1]:
                     curves.append((name, line["curve"]["step"], line["curve"][key]))
             limits = (0.6, 0.9) if key == "accuracy" else None
-            panels.append(Panel(f"letters, {partition}", curves, y=label, limits=limits))
+            panels.append(Panel(f"letters, {title}", curves, y=label, limits=limits))
     if any(p.curves for p in panels):
         picture(HERE / "stability.png", panels, columns=2)
     panels = []

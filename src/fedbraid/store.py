@@ -223,16 +223,16 @@ class Rows:
                 raise RunError(
                     f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is damaged"
                 )
-            self._slab.write([slot], 0, np.frombuffer(data, np.uint8))
+            self._slab.write([slot], 0, np.frombuffer(data, np.uint8)[None])
 
 
 class Slab:
     """Rows of so many words in chunks, so that making room copies nothing; memory is taken when a row is written."""
 
-    CHUNK = 2**24  # words
+    CHUNK, LEAST = 2**24, 16  # words and rows
 
     def __init__(self, words: int) -> None:
-        self.words, self.each = words, max(16, self.CHUNK // max(words, 1))
+        self.words, self.each = words, max(self.LEAST, self.CHUNK // max(words, 1))
         self.chunks: list[NDArray[np.int32]] = []  # whole words move faster than bytes
 
     def reach(self, slot: int) -> None:
@@ -241,7 +241,7 @@ class Slab:
             self.chunks.append(np.empty((self.each, self.words), np.int32))
 
     def take(self, slots: list[int], lo: int = 0, hi: int | None = None) -> NDArray[np.int32]:
-        """These rows, or words `lo` to `hi` of them; anything for a slot below 0."""
+        """These rows, or words `lo` to `hi` of them; some row for a slot below 0."""
         if hi is None and len(self.chunks) == 1:
             return self.chunks[0].take(slots, 0, mode="clip")
         out = np.empty((len(slots), (self.words if hi is None else hi) - lo), np.int32)
@@ -264,8 +264,8 @@ class Slab:
         if len(self.chunks) == 1:
             yield self.chunks[0], slice(None), slots
             return
-        chunk, at = np.divmod(slots, self.each)
-        for k in np.unique(chunk[chunk >= 0]).tolist():
+        chunk, at = np.divmod(np.maximum(slots, 0), self.each)
+        for k in np.unique(chunk).tolist():
             mine = chunk == k
             yield self.chunks[k], mine, at[mine]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from fedbraid.codec import F32
 from fedbraid.codecs._bits import Codes
@@ -35,10 +36,10 @@ class Fp16(LayerCodec):
         top = max(w.max(), -w.min())
         if top >= 65520:  # rounds to infinity
             raise WireError(f"{top:g} is beyond fp16's 65504; use int8() or identity()")
-        return w.astype("<f2").view("<u2")
+        return torch.from_numpy(w).half().numpy().view(np.uint16)  # faster than NumPy's cast
 
     def _to_values(self, codes: Codes, side: F32) -> F32:
-        return np.ascontiguousarray(codes).view("<f2").astype(np.float32)
+        return torch.from_numpy(np.ascontiguousarray(codes).view(np.float16)).float().numpy()
 
     def _check(self, side: F32, codes: Codes) -> None:
         if ((codes & _INFINITE) == _INFINITE).any():

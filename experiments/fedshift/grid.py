@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 
 import fedbraid as fb
@@ -64,6 +65,16 @@ def algorithm(method: str, quantiser: str, bits: int, shift: bool) -> str:
     return f"fedshift({text})" if shift else text
 
 
+@cache
+def cohorts(seed: int) -> tuple[tuple[int, ...], ...]:
+    """Five clients with even labels and five with odd ones in every round."""
+    draw = np.random.default_rng(seed)
+    halves = [np.setdiff1d(np.arange(100), INFERIOR), np.array(INFERIOR)]
+    return tuple(
+        tuple(int(c) for half in halves for c in draw.choice(half, 5, replace=False)) for _ in range(ROUNDS)
+    )
+
+
 def cell(part: str, partition: str, quantiser: str, method: str, bits: int, shift: bool, seed: int) -> Cell:
     shifted = " shifted" if shift else ""
     return Cell(
@@ -71,7 +82,7 @@ def cell(part: str, partition: str, quantiser: str, method: str, bits: int, shif
         TASKS[partition, seed],
         algorithm(method, quantiser, bits, shift),
         WORK,
-        fb.rounds(ROUNDS, clients=10),
+        fb.rounds(ROUNDS, clients=cohorts(seed) if part == "table1" else 10),
         seed=seed,
         every=20,
         last=LAST,
@@ -150,13 +161,21 @@ def shown(done: Done, label: str, seed: int) -> Line | None:
     return done.get(cell("table1", "parity shards", "kmeans", "FedPAQ", *SHOWN[label], seed).name)
 
 
+def labels(done: Done, label: str) -> list[list[float]]:
+    """By seed, the share of test samples that each label is given, over the last rounds."""
+    found = []
+    for line in [line for s in SEEDS if (line := shown(done, label, s)) is not None and not line["diverged"]]:
+        counts = np.sum([c for c in line["curve"]["predicted"] if c is not None], axis=0)
+        found.append((counts / counts.sum()).tolist())
+    return found
+
+
 def bias(done: Done) -> str:
     """Figure 8: the share of test samples that is given an odd label, which the quantised clients hold; 50 % is right."""
     rows = []
     for label in SHOWN:
-        lines = [line for s in SEEDS if (line := shown(done, label, s)) is not None]
-        counts = [line["curve"]["predicted"][-1] for line in lines if not line["diverged"]]
-        rows.append([label, spread([100 * sum(c[1::2]) / sum(c) for c in counts]), str(len(counts))])
+        shares = labels(done, label)
+        rows.append([label, spread([100 * sum(s[1::2]) for s in shares]), str(len(shares))])
     return markdown(["FedPAQ, parity shards", "odd labels predicted, %", "seeds"], rows)
 
 
@@ -173,6 +192,12 @@ def draw(done: Done) -> None:
         moved = [(n, x["curve"]["step"], [m[layer] for m in x["curve"]["moved"]]) for n, x in curves]
         panels.append(Panel(f"layer {layer}", moved, y="‖x(t) − x(t−1)‖"))
     picture(HERE / "layers.png", panels)
+    shares = [
+        (label, list(range(10)), np.mean(found, axis=0).tolist())
+        for label in SHOWN
+        if (found := labels(done, label))
+    ]
+    picture(HERE / "bias.png", [Panel("predicted labels", shares, x="label", y="share of the test set")])
 
 
 def overhead() -> str:

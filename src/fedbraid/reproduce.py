@@ -209,7 +209,7 @@ class Judge:
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
             x = run.setup.algorithm.server.judged(run.state.x, run.state.server)
             record.update(judge(run.engine, run.setup.task, x))
-            if t == end and "predicted" in self.cell.keep:
+            if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
                 task = run.setup.task
                 _, classes = run.engine.evaluate(x, *task.test)  # type: ignore[misc]
                 record["predicted"] = (

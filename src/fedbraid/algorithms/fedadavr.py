@@ -27,6 +27,11 @@ from fedbraid.server import WIDE, Gather, Info, Mean, Scale, Tree, Uploads, chec
 from fedbraid.store import Rows
 
 
+def native(x: Tensor) -> bool:
+    """Whether rows as wide as x are worth compiled code, and of a kind that it knows."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and len(x) >= WIDE
+
+
 @dataclass(frozen=True)
 class Memory(Gather):
     """r = Σ_S p_i (g_i − y_i) + Σ_N p_j y_j, then y_i ← g_i for i ∈ S (eq. 4 to 7).
@@ -60,22 +65,16 @@ class Memory(Gather):
         p = up.weights(self.weights).cpu().numpy()
         w = s["rows"].peek(up.clients, "weight")
         as_stored = ((w == p) | (w == 0)).all() and not up.staleness.any()  # w is 0 before the first visit
-        if (
-            as_stored
-            and self.codec is None
-            and x.device.type == "cpu"
-            and len(x) >= WIDE
-            and (swap := swapper())
-        ):
+        if as_stored and self.codec is None and native(x) and (swap := swapper()):
             rate = up.lr.numpy() if self.per_rate else np.ones_like(p)
             swap(acc["moved"], s["rows"].lend(up.clients), up.vectors["delta"], rate, p, w)
         else:
             acc = self._swap(acc, up, s["rows"], x)
-        others = {name: v for name, v in up.vectors.items() if name != "delta"}
+        rest, others = acc["rest"], {name: v for name, v in up.vectors.items() if name != "delta"}
         if others:
-            acc["rest"] = self.rest.add(acc["rest"], Uploads(**{**vars(up), "vectors": others}), {}, x)
+            rest = self.rest.add(rest, Uploads(**{**vars(up), "vectors": others}), {}, x)
         weight, seen = acc["weight"] + float(p.sum()), acc["seen"] + float((p - w).sum())
-        return {**acc, "weight": weight, "seen": seen}
+        return {**acc, "weight": weight, "seen": seen, "rest": rest}
 
     def _swap(self, acc: Tree, up: Uploads, rows: Rows, x: Tensor) -> Tree:
         """Put g_i in the place of y_i; Σ p_i Q(g_i) − w_i y_i is by how much the sum moves."""

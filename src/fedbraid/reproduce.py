@@ -482,7 +482,6 @@ def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
         axis.grid(alpha=0.3)
     for axis in list(axes)[len(panels) :]:
         axis.set_visible(False)
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, len(handles) or 1)
-    )
+    wide = min(2 * columns, 5, len(handles) or 1)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=wide)
     figure.savefig(path, format="png", dpi=90)

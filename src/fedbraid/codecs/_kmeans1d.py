@@ -25,7 +25,7 @@ _PLACES = 16  # candidates on either side of a border
 _DYNAMIC = 1024  # up to so many clusters, the dynamic programme is worth its time
 _REACH = 16
 _CAPS = 20
-_ROUNDS, _LLOYD, _GAIN = 50, 20, 1e-4
+_ROUNDS, _LLOYD, _GAIN = 50, 20, 1e-3
 
 
 def centroids(w: F32, k: int) -> F32:
@@ -148,7 +148,7 @@ def _fit(line: _Line, k: int) -> tuple[F32, float]:
         moved = line.lloyd(line.dynamic(borders, reach))
         better = error - (line.square - line.gain(moved))
         borders = moved if better > 0 else borders
-        reach = reach if better > _GAIN * error else 4 * reach
+        reach = reach if better > _GAIN * error else _REACH * reach
         if reach > _REACH:
             break
     return (line.centres(borders) + line.mean).astype(np.float32), line.square - line.gain(borders)

@@ -45,6 +45,13 @@ BASELINES = {
     "MIFA": "mifa()",
 }
 SERVER_RATES = (1.0, 0.1, 0.01)  # FedVARP's
+AT_BOTH_RATES = (
+    ("adam", 0.005),
+    ("adam", 0.01),
+    ("yogi", 0.005),
+    ("yogi", 0.01),
+    ("adabelief", 0.005),
+)  # η_c 0.1
 
 
 def window(dataset: str, partition: str) -> int:
@@ -134,6 +141,8 @@ def methods_of_tier(tier: str, dataset: str, partition: str) -> list[Method]:
             return [Method(n, text, rates) for n, text in BASELINES.items()] + [
                 fedvarp(r) for r in SERVER_RATES
             ]
+        case "client":
+            return [ours(o, r, rates=(0.1, CLIENT_LR)) for o, r in AT_BOTH_RATES]
         case "ablation":
             return ablation(optimiser, rate)
         case "quant":
@@ -145,7 +154,8 @@ def methods_of_tier(tier: str, dataset: str, partition: str) -> list[Method]:
 
 ORDER = [
     ("mnist", "first", SEEDS[:1]), ("mnist", "core", SEEDS[1:]), ("fmnist", "core", SEEDS[:1]), ("mnist", "grid", SEEDS[:1]),
-    ("mnist", "ablation", SEEDS[:1]), ("mnist", "bits", SEEDS[:1]), ("mnist", "tuned", SEEDS[:1]), ("fmnist", "first", SEEDS[:1]),
+    ("mnist", "ablation", SEEDS[:1]), ("mnist", "bits", SEEDS[:1]), ("mnist", "tuned", SEEDS[:1]), ("mnist", "client", SEEDS),
+    ("fmnist", "first", SEEDS[:1]), ("fmnist", "client", SEEDS[:1]),
     ("fmnist", "core", SEEDS[1:]), ("mnist", "first", SEEDS[1:]), ("fmnist", "grid", SEEDS[:1]), ("fmnist", "ablation", SEEDS[:1]),
     ("fmnist", "first", SEEDS[1:]), ("fmnist", "tuned", SEEDS[:1]), ("mnist", "quant", SEEDS[:1]), ("fmnist", "bits", SEEDS[:1]),
     ("fmnist", "quant", SEEDS[:1]), ("mnist", "ablation", SEEDS[1:]), ("mnist", "bits", SEEDS[1:]), ("mnist", "tuned", SEEDS[1:]),
@@ -256,7 +266,10 @@ def scores(done: Done) -> Scores:
     for name, line in done.items():
         dataset, partition, method, client, _ = name.split("/")
         key = (dataset, partition, method, float(client.removeprefix("client ")))
-        found.setdefault(key, []).append(100 * tail(line, window(dataset, partition)))
+        if line["diverged"] is None:
+            found.setdefault(key, []).append(100 * tail(line, window(dataset, partition)))
+        else:
+            found.setdefault(key, [])
     return found
 
 
@@ -267,7 +280,7 @@ def best_of(
     mine = [
         (v[0], m, c, v)
         for (d, p, m, c), v in found.items()
-        if (d, p) == (dataset, partition) and m.startswith(start) and len(v) >= least
+        if (d, p) == (dataset, partition) and m.startswith(start) and v and len(v) >= least
     ]
     if not mine:
         return None
@@ -280,7 +293,7 @@ def headline(found: Scores, dataset: str) -> str:
     for partition in PARTITIONS:
         paper, po, pr = best_printed(dataset, partition, ("fedadavr", "fedadavr-quant"))
         varp = best_printed(dataset, partition, ("fedvarp",))[0]
-        mine = best_of(found, dataset, partition, "FedAdaVR")
+        mine = best_of(found, dataset, partition, "FedAdaVR ")
         same = found.get((dataset, partition, f"FedAdaVR {po} {pr:g}", CLIENT_LR), [])
         v = best_of(found, dataset, partition, "FedVARP")
         base = max(
@@ -289,7 +302,7 @@ def headline(found: Scores, dataset: str) -> str:
             default=None,
         )
         rows.append([
-            partition, f"{paper:.1f} ({po} {pr:g})", f"{spread(same)}", f"{spread(mine[2])} ({mine[0][8:].strip()})" if mine else "–",
+            partition, f"{paper:.1f} ({po} {pr:g})", f"{spread(same)}", f"{spread(mine[2])} ({mine[0][8:].strip()}, η_c {mine[1]:g})" if mine else "–",
             f"{varp:.1f}", spread(v[2]) if v else "–", f"{spread(base[2])} ({base[0]}, η_c {base[1]:g})" if base else "–",
         ])  # fmt: skip
     head = [
@@ -310,6 +323,10 @@ def full_grid(found: Scores, dataset: str) -> str:
                     mine = found.get((dataset, partition, f"{memory} {optimiser} {rate:g}", CLIENT_LR), [])
                     row.append(f"{spread(mine)} / {paper:.1f}")
                 rows.append(row)
+    for optimiser, rate in AT_BOTH_RATES:
+        mine = [found.get((dataset, p, f"FedAdaVR {optimiser} {rate:g}", 0.1), []) for p in PARTITIONS]
+        if any(mine):
+            rows.append([f"FedAdaVR {optimiser} {rate:g}, η_c 0.1", *map(spread, mine)])
     for rate in SERVER_RATES:
         row = [f"FedVARP {rate:g}"]
         for partition in PARTITIONS:
@@ -323,9 +340,10 @@ def baselines(found: Scores, dataset: str) -> str:
     rows = []
     for name in BASELINES:
         for client_lr in CLIENT_RATES:
-            mine = [found.get((dataset, p, name, client_lr), []) for p in PARTITIONS]
+            mine = [found.get((dataset, p, name, client_lr)) for p in PARTITIONS]
             if any(mine):
-                rows.append([f"{name}, η_c {client_lr:g}", *map(spread, mine)])
+                values = ["–" if v is None else spread(v) if v else "diverges" for v in mine]
+                rows.append([f"{name}, η_c {client_lr:g}", *values])
     return markdown(["baseline", *PARTITIONS], rows)
 
 
@@ -438,8 +456,8 @@ def state(done: Done) -> str:
     every = cells()
     rows = []
     for dataset in EPOCHS:
-        for tier in ("first", "core", "grid", "tuned", "ablation", "bits", "quant"):
-            for seeds in (SEEDS[:1], SEEDS[1:]):
+        for tier in ("first", "core", "grid", "client", "tuned", "ablation", "bits", "quant"):
+            for seeds in (SEEDS[:1], SEEDS[1:], SEEDS):
                 if (dataset, tier, seeds) not in ORDER:
                     continue
                 names = {
@@ -471,6 +489,7 @@ TIERS = {
     "first": "the paper's best FedAdaVR cell, FedVARP at 1 and every baseline at η_c 0.01",
     "core": "the paper's best FedAdaVR cell, FedVARP at 1, FedYogi at η_c 0.01",
     "grid": "FedAdaVR, 5 optimisers × 3 rates",
+    "client": "FedAdaVR with its five best server rules, η_c 0.1 and 0.01",
     "tuned": "baselines at η_c 0.1 and 0.001, FedVARP at three rates",
     "ablation": "NoVR, NoOPT",
     "bits": "memory in fp16, int8, int4",

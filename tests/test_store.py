@@ -68,12 +68,14 @@ def put(rows, model, ids, seed):
         model.now[client] = {"count": count[i], "h": model.stored(h[i])}
 
 
-@pytest.fixture(params=[None, 3], ids=["one chunk", "chunks of 3 rows"])
+@pytest.fixture(params=["one chunk", "chunks of 3 rows", "long rows"])
 def chunks(request):
     with pytest.MonkeyPatch.context() as patch:
-        if request.param:
+        if request.param != "one chunk":
             patch.setattr(Slab, "CHUNK", 0)
-            patch.setattr(Slab, "LEAST", request.param)
+            patch.setattr(Slab, "LEAST", 3)
+        if request.param == "long rows":
+            patch.setattr(Slab, "LONG", 1)
         yield
 
 

@@ -229,7 +229,7 @@ class Rows:
 class Slab:
     """Rows of so many words in chunks, so that making room copies nothing; memory is taken when a row is written."""
 
-    CHUNK, LEAST = 2**24, 16  # words and rows
+    CHUNK, LEAST, LONG = 2**24, 16, 1024  # words, rows, words
 
     def __init__(self, words: int) -> None:
         self.words, self.each = words, max(self.LEAST, self.CHUNK // max(words, 1))
@@ -246,7 +246,7 @@ class Slab:
             return self.chunks[0].take(slots, 0, mode="clip")
         out = np.empty((len(slots), (self.words if hi is None else hi) - lo), np.int32)
         for chunk, mine, at in self._pieces(slots):
-            out[mine] = chunk.take(at, 0) if hi is None else chunk[at, lo:hi]
+            out[mine] = chunk[at, lo:hi]
         return out
 
     def write(self, slots: list[int], lo: int, values: NDArray[np.generic]) -> None:
@@ -260,14 +260,18 @@ class Slab:
         return self.chunks[chunk].ctypes.data + at * 4 * self.words
 
     def _pieces(self, slots: list[int]) -> Iterator[tuple[NDArray[np.int32], Any, Any]]:
-        """(chunk, which of the slots lie in it, where in it)."""
-        if len(self.chunks) == 1:
+        """(chunk, which of the slots lie in it, where in it); long rows one by one, which copies them once."""
+        if self.words >= self.LONG:
+            for i, slot in enumerate(slots):
+                chunk, at = divmod(max(slot, 0), self.each)
+                yield self.chunks[chunk], i, at
+        elif len(self.chunks) == 1:
             yield self.chunks[0], slice(None), slots
-            return
-        chunk, at = np.divmod(np.maximum(slots, 0), self.each)
-        for k in np.unique(chunk).tolist():
-            mine = chunk == k
-            yield self.chunks[k], mine, at[mine]
+        else:
+            which, where = np.divmod(np.maximum(slots, 0), self.each)
+            for k in np.unique(which).tolist():
+                mine = which == k
+                yield self.chunks[k], mine, where[mine]
 
 
 class Database:

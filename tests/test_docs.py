@@ -118,7 +118,7 @@ def test_an_experiments_table():
     whole = content.table("fedadavr", "mnist baselines")
     some = content.table("fedadavr", "mnist baselines", "FedAvg|FedYogi")
     assert "FedNova" in whole
-    assert len(some.splitlines()) == 4
+    assert {line.split(",")[0] for line in some.splitlines()[2:]} == {"| FedAvg", "| FedYogi"}
     assert "Not measured yet" in content.table("fedadavr", "mnist baselines", "no such row")
     with pytest.raises(KeyError):
         content.table("fedadavr", "no such table")

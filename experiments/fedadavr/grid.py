@@ -340,7 +340,7 @@ def baselines(found: Scores, dataset: str) -> str:
     for name in BASELINES:
         for client_lr in CLIENT_RATES:
             mine = [found.get((dataset, p, name, client_lr)) for p in PARTITIONS]
-            if any(mine):
+            if any(v is not None for v in mine):
                 values = ["–" if v is None else spread(v) if v else "diverges" for v in mine]
                 rows.append([f"{name}, η_c {client_lr:g}", *values])
     return markdown(["baseline", *PARTITIONS], rows)

@@ -377,8 +377,7 @@ def to_target(done: Done, dataset: str, partition: str, targets: tuple[int, ...]
         line = done.get(f"{dataset}/{partition}/{name}/client {CLIENT_LR:g}/seed {SEEDS[0]}")
         if line is None:
             continue
-        curve = list(zip(line["curve"]["step"], line["curve"]["accuracy"]))
-        rows.append([name, *(str(next((s for s, a in curve if 100 * a >= t), "x")) for t in targets)])
+        rows.append([name, *(str(first(line, t / 100) or "x") for t in targets)])
     return markdown([f"{TITLES[dataset]} {partition}", *(f"{t} %" for t in targets)], rows)
 
 

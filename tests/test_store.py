@@ -51,7 +51,7 @@ actions = st.lists(
 
 
 def agree(rows, model, ids):
-    got, counts = rows.get(ids), torch.from_numpy(rows.peek(ids, "count"))
+    got, counts = rows.get(ids), torch.tensor(rows.peek(ids, "count"))[:, None]
     for i, client in enumerate(ids):
         want = model.now.get(client, DEFAULT)
         assert torch.equal(got["count"][i], want["count"])
@@ -63,6 +63,7 @@ def put(rows, model, ids, seed):
     draw = np.random.default_rng(seed)
     h = torch.from_numpy(draw.normal(size=(len(ids), 9)).astype(np.float32))
     count = torch.from_numpy(draw.integers(0, 99, (len(ids), 1)).astype(np.float32))
+    rows.expect()  # touches nobody's row
     rows.put(ids, {"count": count, "h": h})
     for i, client in enumerate(ids):
         model.now[client] = {"count": count[i], "h": model.stored(h[i])}

@@ -7,6 +7,7 @@ point downhill against x, without the learning rate: the caller does x ← x −
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -143,8 +144,8 @@ class Adam(Optimiser):
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
         if not self.corrected:
             return s["m"] / s["v"].sqrt().add_(self.eps)
-        m, v = s["m"] / (1 - self.beta1**T), s["v"] / (1 - self.beta2**T)
-        return m.div_(v.sqrt_().add_(self.eps))
+        first, second = 1 - self.beta1**T, math.sqrt(1 - self.beta2**T)  # taken out of m̂ and √v̂: a pass less
+        return torch.div(s["m"], s["v"].sqrt().add_(self.eps * second)).mul_(second / first)
 
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
         return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)

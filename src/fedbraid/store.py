@@ -100,16 +100,13 @@ class Rows:
             out[name] = values
         return out
 
-    def peek(self, clients: Ids, name: str) -> NDArray[np.float32]:
-        """One name's uncoded vectors, `[m, width]`, without a look at the others."""
-        slots, missing = self._find(clients)
-        lo, hi, _ = self._spans[name]
-        if len(missing) == len(slots):
-            return np.tile(self.default[name].numpy(), (len(slots), 1))
-        values: NDArray[np.float32] = self._slab.take(slots, lo // 4, hi // 4).view(np.float32)
-        if missing:
-            values[missing] = self.default[name]
-        return values
+    def peek(self, clients: Ids, name: str) -> list[float]:
+        """The clients' values of a name of one number, without a look at their rows."""
+        ids = [int(c) for c in clients]
+        self._load(ids)
+        word, default = self._spans[name][0] // 4, float(self.default[name])
+        slots = map(self._slot.get, ids)
+        return [default if slot is None else self._slab.number(slot, word) for slot in slots]
 
     def _find(self, clients: Ids) -> tuple[list[int], list[int]]:
         """The clients' slots, and where in the list those are that have none."""
@@ -134,7 +131,7 @@ class Rows:
         if self._crowded():
             self._spill()
 
-    def lend(self, clients: Ids) -> NDArray[np.int64]:
+    def lend(self, clients: Ids) -> list[int]:
         """Addresses of the clients' rows, which the caller writes in full before the next call."""
         if self._crowded():
             self._spill()
@@ -142,7 +139,11 @@ class Rows:
         self._load(ids)
         slots = self._slots(ids)
         self._changed(ids)
-        return np.array([self._slab.address(s) for s in slots], np.int64)
+        return [self._slab.address(s) for s in slots]
+
+    def expect(self) -> None:
+        """New clients will come: have memory for some at hand, while there is nothing else to do."""
+        self._slab.touch(len(self._slot) + len(self._free))
 
     def _changed(self, ids: list[int]) -> None:
         for c in ids:
@@ -229,25 +230,33 @@ class Rows:
 class Slab:
     """Rows of so many words in chunks, so that making room copies nothing; memory is taken when a row is written."""
 
-    CHUNK, LEAST, LONG = 2**24, 16, 1024  # words, rows, words
+    CHUNK, AHEAD, PAGE, LONG = 2**19, 2**19, 2**10, 2**10  # words
+    LEAST = 16  # rows
 
     def __init__(self, words: int) -> None:
         self.words, self.each = words, max(self.LEAST, self.CHUNK // max(words, 1))
         self.chunks: list[NDArray[np.int32]] = []  # whole words move faster than bytes
+        self.addresses: list[int] = []
 
     def reach(self, slot: int) -> None:
         """Make room up to this slot."""
         while slot >= len(self.chunks) * self.each:
             self.chunks.append(np.empty((self.each, self.words), np.int32))
+            self.addresses.append(self.chunks[-1].ctypes.data)
 
-    def take(self, slots: list[int], lo: int = 0, hi: int | None = None) -> NDArray[np.int32]:
-        """These rows, or words `lo` to `hi` of them; some row for a slot below 0."""
-        if hi is None and len(self.chunks) == 1:
+    def take(self, slots: list[int]) -> NDArray[np.int32]:
+        """These rows; some row for a slot below 0."""
+        if len(self.chunks) == 1:
             return self.chunks[0].take(slots, 0, mode="clip")
-        out = np.empty((len(slots), (self.words if hi is None else hi) - lo), np.int32)
+        out = np.empty((len(slots), self.words), np.int32)
         for chunk, mine, at in self._pieces(slots):
-            out[mine] = chunk[at, lo:hi]
+            out[mine] = chunk[at]
         return out
+
+    def number(self, slot: int, word: int) -> float:
+        """One word of a row, as a float32."""
+        chunk, at = divmod(slot, self.each)
+        return float(self.chunks[chunk].view(np.float32)[at, word])
 
     def write(self, slots: list[int], lo: int, values: NDArray[np.generic]) -> None:
         """Write `values` into the rows from byte `lo` on."""
@@ -255,9 +264,16 @@ class Slab:
         for chunk, mine, at in self._pieces(slots):
             chunk.view(values.dtype)[at, start : start + values.shape[-1]] = values[mine]
 
+    def touch(self, slot: int) -> None:
+        """Have the system clear pages from this slot on, which it does when they are first written."""
+        self.reach(slot)
+        chunk, at = divmod(slot, self.each)
+        start = at * self.words
+        self.chunks[chunk].reshape(-1)[start : start + self.AHEAD : self.PAGE] = 0
+
     def address(self, slot: int) -> int:
         chunk, at = divmod(slot, self.each)
-        return self.chunks[chunk].ctypes.data + at * 4 * self.words
+        return self.addresses[chunk] + at * 4 * self.words
 
     def _pieces(self, slots: list[int]) -> Iterator[tuple[NDArray[np.int32], Any, Any]]:
         """(chunk, which of the slots lie in it, where in it); long rows one by one, which copies them once."""

@@ -59,21 +59,22 @@ class Memory(Gather):
         return {"weight": 0.0, "seen": 0.0, "apart": None, "rest": self.rest.zero(x)}
 
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
-        if "moved" not in acc:
+        if "moved" not in acc:  # the first block; the others may still be training
             exact = torch.zeros_like(s["sum"])  # products of float32 fit, so what went in comes out
             acc = {**acc, "moved": exact, "before": s["sum"].float()}
-        p = up.weights(self.weights).cpu().numpy()
+            s["rows"].expect()
+        p = up.weights(self.weights).squeeze(1).tolist()
         w = s["rows"].peek(up.clients, "weight")
-        as_stored = ((w == p) | (w == 0)).all() and not up.staleness.any()  # w is 0 before the first visit
-        if as_stored and self.codec is None and native(x) and (swap := swapper()):
-            rate = up.lr.numpy() if self.per_rate else np.ones_like(p)
+        known = all(old in (0, new) for old, new in zip(w, p))  # 0 before the first visit
+        if known and not up.staleness.any() and self.codec is None and native(x) and (swap := swapper()):
+            rate = up.lr.squeeze(1).tolist() if self.per_rate else [1.0] * len(p)
             swap(acc["moved"], s["rows"].lend(up.clients), up.vectors["delta"], rate, p, w)
         else:
             acc = self._swap(acc, up, s["rows"], x)
         rest, others = acc["rest"], {name: v for name, v in up.vectors.items() if name != "delta"}
         if others:
             rest = self.rest.add(rest, Uploads(**{**vars(up), "vectors": others}), {}, x)
-        weight, seen = acc["weight"] + float(p.sum()), acc["seen"] + float((p - w).sum())
+        weight, seen = sum(p, acc["weight"]), sum(p, acc["seen"]) - sum(w)
         return {**acc, "weight": weight, "seen": seen, "rest": rest}
 
     def _swap(self, acc: Tree, up: Uploads, rows: Rows, x: Tensor) -> Tree:

@@ -6,8 +6,6 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.engines.native.build import NativeUnavailable, library
@@ -46,11 +44,11 @@ extern "C" void fedbraid_swap(double* moved, float* const* rows, const float* fr
 }
 """
 
-Array = NDArray[np.float32]
+Swap = Callable[[Tensor, list[int], Tensor, list[float], list[float], list[float]], None]
 
 
 @lru_cache(maxsize=1)
-def swapper() -> Callable[[Tensor, NDArray[np.int64], Tensor, Array, Array, Array], None] | None:
+def swapper() -> Swap | None:
     """`swap(moved, addresses of rows, fresh, rates, p, w)`, or None where there is no compiler."""
     try:
         call = library(SOURCE).fedbraid_swap
@@ -58,10 +56,13 @@ def swapper() -> Callable[[Tensor, NDArray[np.int64], Tensor, Array, Array, Arra
         return None
     call.argtypes, call.restype = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 2, None
 
-    def swap(moved: Tensor, rows: NDArray[np.int64], fresh: Tensor, rate: Array, p: Array, w: Array) -> None:
-        fresh, rate, p, w = fresh.contiguous(), *(np.ascontiguousarray(a, np.float32) for a in (rate, p, w))
+    def swap(
+        moved: Tensor, rows: list[int], fresh: Tensor, rate: list[float], p: list[float], w: list[float]
+    ) -> None:
+        fresh, numbers = fresh.contiguous(), ctypes.c_float * len(p)
+        places = (ctypes.c_void_p * len(rows))(*rows)
         call(
-            moved.data_ptr(), rows.ctypes.data, fresh.data_ptr(), rate.ctypes.data, p.ctypes.data, w.ctypes.data, *fresh.shape
-        )  # fmt: skip
+            moved.data_ptr(), places, fresh.data_ptr(), numbers(*rate), numbers(*p), numbers(*w), *fresh.shape
+        )
 
     return swap

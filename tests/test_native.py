@@ -25,7 +25,7 @@ from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build
-from fedbraid.errors import DataError, EngineError
+from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.server import WIDE, Info, Uploads
 from fedbraid.store import Database, Slab
 
@@ -422,15 +422,16 @@ def test_sanitizers_find_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [fb.fedadavr(), fb.fedvarp(), fb.mifa(weights="uniform")],
-    ids=["fedadavr", "fedvarp", "mifa"],
+    [fb.fedadavr(), fb.fedvarp(), fb.mifa(weights="uniform")]
+    + [fb.fedadavr(memory=memory) for memory in ("fp16", "int8", "int4")],
+    ids=["fedadavr", "fedvarp", "mifa", "fp16", "int8", "int4"],
 )
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_path):
     """Bit for bit: new clients and known ones, changed weights, late updates, rows that were sent to the file."""
     monkeypatch.setattr(Slab, "CHUNK", 0)
     monkeypatch.setattr(Slab, "LEAST", 4)
-    layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1))])
+    layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1)), ("one", (1,)), ("still", (6,)), ("b", (1501,))])
     x = torch.zeros(layout.size)
     states = [algorithm.gather.init(x, layout) for _ in range(2)]
     databases = []
@@ -438,11 +439,12 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         for i, state in enumerate(states):
             databases.append(Database(tmp_path / f"{i}.db"))
             state["rows"].attach(databases[-1], "rows", 3, alone=True)
-    swaps = [memory_module.swapper, lambda: None]
-    assert swaps[0]() is not None
+    swaps = [memory_module.swapper, lambda codec, layout: None]
+    assert swaps[0](algorithm.gather.codec, layout) is not None
     draw = torch.Generator().manual_seed(0)
     for t in range(12):
         delta = torch.randn(5, layout.size, generator=draw)
+        delta[:, WIDE + 6 : WIDE + 12] = 0  # a layer that stands still
         clients = torch.randperm(11, generator=draw)[:5].numpy()
         n = torch.full((5, 1), 20.0) + (torch.arange(5)[:, None] if t == 7 else 0)
         late = torch.full((5, 1), float(t == 9))
@@ -593,3 +595,18 @@ def test_hook_that_tracing_cannot_see_is_noticed():
 
     with pytest.raises(NativeUnavailable, match="gives losses"):
         Native(make_task(hooked, (7,)), flags=QUICK)
+
+
+@pytest.mark.parametrize(("memory", "much"), [("fp16", 2000.0), ("int8", 1e38), ("int4", 1e38)])
+def test_what_a_code_cannot_hold_changes_no_row(memory, much):
+    gather = fb.fedadavr(memory=memory).gather
+    layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1))])
+    x = torch.zeros(layout.size)
+    state = gather.init(x, layout)
+    one = torch.ones(2, 1)
+    delta = torch.ones(2, layout.size)
+    delta[1, 7] = much  # over a rate of 0.03 it is beyond the codes
+    up = Uploads(np.arange(2), {"delta": delta}, one, one, 0 * one, 0.03 * one.double(), x[None])
+    with pytest.raises(WireError):
+        gather.add(gather.zero(x), up, state, x)
+    assert len(state["rows"]) == 0

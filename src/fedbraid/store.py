@@ -119,14 +119,16 @@ class Rows:
         """Write the clients' rows; they are committed with the next step."""
         if not self.default:
             return
-        ids = [int(c) for c in clients]
-        slots = self._slots(ids)
+        ids, parts = [int(c) for c in clients], []
         for name, (lo, _, coded) in self._spans.items():
             values = vectors[name].detach().to("cpu", torch.float32)
-            if coded and self.codec and self.layout:
-                self._slab.write(slots, lo, self.codec.to_rows(values, self.layout).numpy())
+            if coded and self.codec and self.layout:  # which may refuse them: nothing has changed yet
+                parts.append((lo, self.codec.to_rows(values, self.layout).numpy()))
             else:
-                self._slab.write(slots, lo, values.numpy().view(np.int32))
+                parts.append((lo, values.numpy().view(np.int32)))
+        slots = self._slots(ids)
+        for lo, words in parts:
+            self._slab.write(slots, lo, words)
         self._changed(ids)
         if self._crowded():
             self._spill()

@@ -61,21 +61,29 @@ class Memory(Gather):
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         if "moved" not in acc:  # the first block; the others may still be training
             exact = torch.zeros_like(s["sum"])  # products of float32 fit, so what went in comes out
-            acc = {**acc, "moved": exact, "before": s["sum"].float()}
+            apart = None if self.codec is None else torch.zeros_like(exact)
+            acc = {**acc, "moved": exact, "apart": apart, "before": s["sum"].float()}
             s["rows"].expect()
         p = up.weights(self.weights).squeeze(1).tolist()
         w = s["rows"].peek(up.clients, "weight")
-        known = all(old in (0, new) for old, new in zip(w, p))  # 0 before the first visit
-        if known and not up.staleness.any() and self.codec is None and native(x) and (swap := swapper()):
-            rate = up.lr.squeeze(1).tolist() if self.per_rate else [1.0] * len(p)
-            swap(acc["moved"], s["rows"].lend(up.clients), up.vectors["delta"], rate, p, w)
-        else:
+        if not self._swap_natively(acc, up, s["rows"], p, w):
             acc = self._swap(acc, up, s["rows"], x)
         rest, others = acc["rest"], {name: v for name, v in up.vectors.items() if name != "delta"}
         if others:
             rest = self.rest.add(rest, Uploads(**{**vars(up), "vectors": others}), {}, x)
         weight, seen = sum(p, acc["weight"]), sum(p, acc["seen"]) - sum(w)
         return {**acc, "weight": weight, "seen": seen, "rest": rest}
+
+    def _swap_natively(self, acc: Tree, up: Uploads, rows: Rows, p: list[float], w: list[float]) -> bool:
+        """The same as `_swap` in one pass, where it is worth it and everybody comes as stored; whether it did."""
+        known = all(old in (0, new) for old, new in zip(w, p))  # 0 before the first visit
+        if not known or up.staleness.any() or not native(acc["before"]) or rows.layout is None:
+            return False
+        swap = swapper(self.codec, rows.layout)
+        rate = up.lr.squeeze(1).tolist() if self.per_rate else [1.0] * len(p)
+        return swap is not None and swap(
+            rows, up.clients, acc["moved"], acc["apart"], up.vectors["delta"], rate, p, w
+        )
 
     def _swap(self, acc: Tree, up: Uploads, rows: Rows, x: Tensor) -> Tree:
         """Put g_i in the place of y_i; Σ p_i Q(g_i) − w_i y_i is by how much the sum moves."""
@@ -88,14 +96,14 @@ class Memory(Gather):
         stored = g if self.codec is None else rows.get(up.clients)["y"].to(x.device)
         moved = fold(acc["moved"], (p, stored), (-w, y))
         # What of Σ s(τ_i) p_i (g_i − y_i) did not move it: nothing, where weights, ages and g_i are as stored.
-        apart = torch.zeros_like(x) if acc["apart"] is None else acc["apart"]
+        apart = torch.zeros_like(moved) if acc["apart"] is None else acc["apart"]
         terms = [(aged - p, g), ((w - aged).where(w > 0, 0.0), y)]
         terms += [] if stored is g else [(p, g - stored)]
         return {**acc, "moved": moved, "apart": fold(apart, *terms)}
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         total = info.samples if self.weights == "samples" else float(info.N)
-        fresh = acc["moved"].float() if acc["apart"] is None else acc["apart"].add_(acc["moved"].float())
+        fresh = (acc["moved"] if acc["apart"] is None else acc["apart"].add_(acc["moved"])).float()
         after, seen = acc["moved"].add_(s["sum"]), s["seen"] + acc["seen"]
         lr = info.lr if self.per_rate else 1.0
         if self.normalise == "seen":

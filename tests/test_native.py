@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedbraid as fb
+from fedbraid import optim
 from fedbraid.data.batches import Batch, Flip
 from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build
+from fedbraid.engines.native.moments import moments
 from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.server import WIDE, Info, Uploads
 from fedbraid.store import Database, Slab
@@ -610,3 +612,22 @@ def test_what_a_code_cannot_hold_changes_no_row(memory, much):
     with pytest.raises(WireError):
         gather.add(gather.zero(x), up, state, x)
     assert len(state["rows"]) == 0
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("kind", optim.FUSED)
+def test_moments_in_one_pass_are_those_of_torch(kind, corrected, monkeypatch):
+    optimiser = kind(beta1=0.9, beta2=0.99, eps=1e-3, corrected=corrected)
+    draw = torch.Generator().manual_seed(0)
+    found = [(optimiser.init(torch.zeros(WIDE + 3)), None) for _ in range(2)]
+    assert optim.moments() is not None
+    for T in range(1, 9):
+        g = torch.randn(WIDE + 3, generator=draw)
+        g[7] = 0
+        for i, run in enumerate([moments, lambda: None]):
+            monkeypatch.setattr(optim, "moments", run)
+            direction, stats = optimiser.follow(g, found[i][0], T)
+            found[i] = stats, direction
+        for name in ("m", "v"):
+            torch.testing.assert_close(found[0][0][name], found[1][0][name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)

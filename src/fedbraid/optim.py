@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedbraid.engines.native.moments import moments
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.layout import Layout
 from fedbraid.rule import Vectors
-from fedbraid.server import Info, Transform, Tree
+from fedbraid.server import Info, Transform, Tree, native
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Optimiser:
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
         """The direction with statistics that already follow g; T counts steps from 1."""
         return g
+
+    def follow(self, g: Tensor, s: Vectors, T: int) -> tuple[Tensor, Vectors]:
+        """Track g, then step with what was tracked."""
+        s = self.track(g, s)
+        return self.step(g, s, T), s
 
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
         """I: the mean gradient behind `move` = (x_t − x_{t+1})/(ηK), made with statistics s."""
@@ -142,10 +148,24 @@ class Adam(Optimiser):
         return (self.beta2 * v).addcmul_(g, g, value=1 - self.beta2)
 
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        root, scale = self._corrections(T)
+        return torch.div(s["m"], s["v"].sqrt().add_(self.eps * root)).mul_(scale)
+
+    def _corrections(self, T: int) -> tuple[float, float]:
+        """(r, c) for m̂/(√v̂ + ε) = c·m/(√v + rε)."""
         if not self.corrected:
-            return s["m"] / s["v"].sqrt().add_(self.eps)
-        first, second = 1 - self.beta1**T, math.sqrt(1 - self.beta2**T)  # taken out of m̂ and √v̂: a pass less
-        return torch.div(s["m"], s["v"].sqrt().add_(self.eps * second)).mul_(second / first)
+            return 1.0, 1.0
+        root = math.sqrt(1 - self.beta2**T)
+        return root, root / (1 - self.beta1**T)
+
+    def follow(self, g: Tensor, s: Vectors, T: int) -> tuple[Tensor, Vectors]:
+        run = moments() if native(g) and type(self) in FUSED else None
+        if run is None:
+            return super().follow(g, s, T)
+        root, scale = self._corrections(T)
+        kind = FUSED.index(type(self))
+        m, v, direction = run(kind, g, s["m"], s["v"], self.beta1, self.beta2, self.eps * root, scale)
+        return direction, {"m": m, "v": v}
 
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
         return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)
@@ -179,6 +199,9 @@ class Adagrad(Adam):
         return v + g * g
 
 
+FUSED = (Adam, AdaBelief, Yogi, Adagrad)  # in the order of native/moments.py
+
+
 @dataclass(frozen=True)
 class Precondition(Transform):
     """The server's optimiser: track the pseudo-gradient, replace it by the direction."""
@@ -196,8 +219,8 @@ class Precondition(Transform):
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
         g = u["delta"] if not self.weight_decay else u["delta"] + self.weight_decay * x
         T, stats = s["T"] + 1, {k: v for k, v in s.items() if k != "T"}
-        stats = self.optimiser.track(g, stats)
-        return {**u, "delta": self.optimiser.step(g, stats, T)}, {**stats, "T": T}
+        direction, stats = self.optimiser.follow(g, stats, T)
+        return {**u, "delta": direction}, {**stats, "T": T}
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,11 @@ class Mean(Gather):
 WIDE = 2**14  # numbers from which a row is worth an operation of its own
 
 
+def native(x: Tensor) -> bool:
+    """Whether vectors like x are worth compiled code, and of a kind that it knows."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and len(x) >= WIDE
+
+
 def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
     """total + Σ_i Σ p_i rows_i over terms of (p, rows), in total's precision and place.
 

@@ -23,13 +23,8 @@ from fedbraid.loop import Algorithm
 from fedbraid.optim import SERVER, Optimiser, Precondition, TrustRatio, named
 from fedbraid.rule import Vectors
 from fedbraid.schedule import Ints, whole
-from fedbraid.server import WIDE, Gather, Info, Mean, Scale, Tree, Uploads, check_weights, fold, pipeline
+from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, fold, native, pipeline
 from fedbraid.store import Rows
-
-
-def native(x: Tensor) -> bool:
-    """Whether rows as wide as x are worth compiled code, and of a kind that it knows."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and len(x) >= WIDE
 
 
 @dataclass(frozen=True)

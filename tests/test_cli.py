@@ -130,7 +130,7 @@ def test_options_reach_the_run(call: Call) -> None:
         "--momentum", "0.5", "--weight-decay", "0.001", "--clip", "5", "--lr-decay", "0.99", "--last", "drop",
         "--rounds", "3", "--per-round", "0.25", "--over", "1.5", "--timeout", "9", "--durations", "halfnormal(2)",
         "--bandwidth", "bandwidth(up=1e6, down=1e6)", "--seed", "5", "--engine", "in_process(block=2)", "--evaluate-every", "2",
-        "--out", "here", "-q",
+        "--store", "disk", "--out", "here", "-q",
     )  # fmt: skip
     said = json.loads(Path("here/run.json").read_text())
     assert (
@@ -145,6 +145,7 @@ def test_options_reach_the_run(call: Call) -> None:
     assert said["schedule"] == repr(fb.rounds(3, 0.25, over=1.5, timeout=9.0, **times))
     assert said["seed"] == 5
     assert "block=2" in said["engine"]
+    assert said["options"]["store"] == "disk"
     records = [json.loads(line) for line in Path("here/metrics.jsonl").read_text().splitlines()]
     assert ["accuracy" in r for r in records] == [False, True, True]
 

@@ -71,6 +71,12 @@ Address = Annotated[
     str | None, typer.Option(help="Run: the Ray cluster of --engine ray, e.g. 10.0.0.1:6379 or auto.")
 ]
 Device = Annotated[str | None, typer.Option(help="Run: torch device (cpu).")]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        help="Run: what is remembered of clients is kept in 'memory', on 'disk', or 'auto', by size (auto)."
+    ),
+]
 Out = Annotated[
     str | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-ALGORITHM-n, a new one).")
 ]

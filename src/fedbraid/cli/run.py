@@ -62,6 +62,7 @@ def run(
     engine: o.Engine = None,
     address: o.Address = None,
     device: o.Device = None,
+    store: o.Store = None,
     out: o.Out = None,
     evaluate_every: o.EvaluateEvery = None,
     target: o.Target = None,
@@ -105,7 +106,8 @@ def run(
             arrivals=arrivals, durations=durations, bandwidth=bandwidth,
         ),
         "run": cfg.given(
-            seed=seed, engine=cfg.engine_at(engine, address), device=device, out=out, evaluate_every=evaluate_every, target=target,
+            seed=seed, engine=cfg.engine_at(engine, address), device=device, store=store, out=out,
+            evaluate_every=evaluate_every, target=target,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)

@@ -7,6 +7,7 @@ CIFAR-10 (LQ-1) and Shakespeare (natural ids) with small networks and few rounds
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -262,7 +263,7 @@ def cells() -> list[Cell]:
 Done = Mapping[str, Line]
 Scores = dict[
     tuple[str, str, str, float], list[float]
-]  # (dataset, partition, method, client rate) -> by seed
+]  # (dataset, partition, method, client rate) -> by seed, not a number where it diverged
 
 
 def scores(done: Done) -> Scores:
@@ -270,11 +271,20 @@ def scores(done: Done) -> Scores:
     for name, line in done.items():
         dataset, partition, method, client, _ = name.split("/")
         key = (dataset, partition, method, float(client.removeprefix("client ")))
-        if line["diverged"] is None:
-            found.setdefault(key, []).append(100 * tail(line, window(dataset, partition)))
-        else:
-            found.setdefault(key, [])
+        reached = math.nan if line["diverged"] else 100 * tail(line, window(dataset, partition))
+        found.setdefault(key, []).append(reached)
     return found
+
+
+def shown(values: list[float] | None) -> str:
+    """Accuracies over seeds; runs that did not stay finite are counted, not averaged."""
+    if not values:
+        return "–"
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return "diverges"
+    lost = len(values) - len(finite)
+    return spread(finite) + (f" ({lost} of {len(values)} diverge)" if lost else "")
 
 
 def best_of(found: Scores, dataset: str, partition: str, start: str) -> tuple[str, float, list[float]] | None:
@@ -282,7 +292,7 @@ def best_of(found: Scores, dataset: str, partition: str, start: str) -> tuple[st
     mine = [
         (m, c, v)
         for (d, p, m, c), v in found.items()
-        if (d, p) == (dataset, partition) and m.startswith(start) and v
+        if (d, p) == (dataset, partition) and m.startswith(start) and all(map(math.isfinite, v))
     ]
     if not mine:
         return None
@@ -304,7 +314,7 @@ def headline(found: Scores, dataset: str) -> str:
             default=None,
         )
         rows.append([
-            partition, f"{paper:.1f} ({po} {pr:g})", f"{spread(same)}", f"{spread(mine[2])} ({mine[0][8:].strip()}, η_c {mine[1]:g})" if mine else "–",
+            partition, f"{paper:.1f} ({po} {pr:g})", shown(same), f"{spread(mine[2])} ({mine[0][8:].strip()}, η_c {mine[1]:g})" if mine else "–",
             f"{varp:.1f}", spread(v[2]) if v else "–", f"{spread(base[2])} ({base[0]}, η_c {base[1]:g})" if base else "–",
         ])  # fmt: skip
     head = [
@@ -323,24 +333,19 @@ def full_grid(found: Scores, dataset: str) -> str:
                 for partition in PARTITIONS:
                     paper = printed()[dataset, partition, kind, optimiser, rate]
                     mine = found.get((dataset, partition, f"{memory} {optimiser} {rate:g}", CLIENT_LR), [])
-                    row.append(f"{spread(mine)} / {paper:.1f}")
+                    row.append(f"{shown(mine)} / {paper:.1f}")
                 rows.append(row)
     for optimiser, rate in AT_BOTH_RATES:
         mine = [found.get((dataset, p, f"FedAdaVR {optimiser} {rate:g}", 0.1)) for p in PARTITIONS]
         if any(mine):
-            rows.append([f"FedAdaVR {optimiser} {rate:g}, η_c 0.1", *map(or_diverged, mine)])
+            rows.append([f"FedAdaVR {optimiser} {rate:g}, η_c 0.1", *map(shown, mine)])
     for rate in SERVER_RATES:
         row = [f"FedVARP {rate:g}"]
         for partition in PARTITIONS:
             mine = found.get((dataset, partition, f"FedVARP {rate:g}", CLIENT_LR), [])
-            row.append(f"{spread(mine)} / {printed()[dataset, partition, 'fedvarp', '', rate]:.1f}")
+            row.append(f"{shown(mine)} / {printed()[dataset, partition, 'fedvarp', '', rate]:.1f}")
         rows.append(row)
     return markdown(["ours / paper's", *PARTITIONS], rows)
-
-
-def or_diverged(values: list[float] | None) -> str:
-    """The accuracies of a cell that was run; empty if no seed stayed finite."""
-    return "–" if values is None else spread(values) if values else "diverges"
 
 
 def baselines(found: Scores, dataset: str) -> str:
@@ -349,7 +354,7 @@ def baselines(found: Scores, dataset: str) -> str:
         for client_lr in CLIENT_RATES:
             mine = [found.get((dataset, p, name, client_lr)) for p in PARTITIONS]
             if any(v is not None for v in mine):
-                rows.append([f"{name}, η_c {client_lr:g}", *map(or_diverged, mine)])
+                rows.append([f"{name}, η_c {client_lr:g}", *map(shown, mine)])
     return markdown(["baseline", *PARTITIONS], rows)
 
 
@@ -361,7 +366,7 @@ def ablations(found: Scores, dataset: str) -> str:
         names += [f"FedAdaVR-{m} {optimiser} {rate:g}" for m in ("fp16", "int8", "int4")]
         values = [found.get((dataset, partition, n, CLIENT_LR), []) for n in names]
         if any(values[1:]):
-            rows.append([f"{partition} ({optimiser} {rate:g})", *map(spread, values)])
+            rows.append([f"{partition} ({optimiser} {rate:g})", *map(shown, values)])
     head = [
         "partition (cell)",
         "FedAdaVR",
@@ -422,7 +427,7 @@ def short_table(done: Done, found: Scores, dataset: str, targets: tuple[int, ...
             lines = [done[n] for seed in SEEDS if (n := short_cell(dataset, m, lr, seed).name) in done]
             if not values:
                 continue
-            row = [f"{m.name}, η_c {lr:g}", spread(values), str(len(values))]
+            row = [f"{m.name}, η_c {lr:g}", shown(values), str(len(values))]
             for t in targets:
                 when = [first(line, t / 100) for line in lines]
                 known = [w for w in when if w is not None]

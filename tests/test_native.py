@@ -431,8 +431,7 @@ def test_sanitizers_find_nothing(tmp_path):
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_path):
     """Bit for bit: new clients and known ones, changed weights, late updates, rows that were sent to the file."""
-    monkeypatch.setattr(Slab, "CHUNK", 0)
-    monkeypatch.setattr(Slab, "LEAST", 4)
+    monkeypatch.setattr(Slab, "CHUNK", 72_000)  # words: four float32 rows
     layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1)), ("one", (1,)), ("still", (6,)), ("b", (1501,))])
     x = torch.zeros(layout.size)
     states = [algorithm.gather.init(x, layout) for _ in range(2)]

@@ -73,8 +73,7 @@ def put(rows, model, ids, seed):
 def chunks(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "one chunk":
-            patch.setattr(Slab, "CHUNK", 0)
-            patch.setattr(Slab, "LEAST", 3)
+            patch.setattr(Slab, "CHUNK", 30)
         if request.param == "long rows":
             patch.setattr(Slab, "LONG", 1)
         yield

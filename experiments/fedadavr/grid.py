@@ -147,6 +147,9 @@ def methods_of_tier(tier: str, dataset: str, partition: str) -> list[Method]:
             return [Method(n, text, (0.1,)) for n, text in BASELINES.items()]
         case "client":
             return [ours(o, r, rates=(0.1, CLIENT_LR)) for o, r in AT_BOTH_RATES]
+        case "others":
+            twins = [ours(o, r, "fp16") for o, r in AT_BOTH_RATES]
+            return [*twins, ours("adagrad", RATES[-1]), ours("lamb", RATES[-1])]
         case "ablation":
             return ablation(optimiser, rate)
         case "quant":
@@ -164,6 +167,7 @@ ORDER = [
     ("fmnist", "first", SEEDS[1:]), ("fmnist", "tuned", SEEDS[:1]), ("mnist", "quant", SEEDS[:1]), ("fmnist", "bits", SEEDS[:1]),
     ("fmnist", "ablation", SEEDS[1:]), ("mnist", "ablation", SEEDS[1:]), ("mnist", "bits", SEEDS[1:]), ("mnist", "faster", SEEDS[1:]),
     ("fmnist", "quant", SEEDS[:1]), ("fmnist", "bits", SEEDS[1:]), ("fmnist", "faster", SEEDS[1:]),
+    ("fmnist", "others", SEEDS[1:]), ("mnist", "others", SEEDS[1:]),
 ]  # fmt: skip
 
 
@@ -470,7 +474,18 @@ def state(done: Done) -> str:
     every = cells()
     rows = []
     for dataset in EPOCHS:
-        for tier in ("first", "core", "grid", "client", "tuned", "faster", "ablation", "bits", "quant"):
+        for tier in (
+            "first",
+            "core",
+            "grid",
+            "client",
+            "tuned",
+            "faster",
+            "ablation",
+            "bits",
+            "quant",
+            "others",
+        ):
             for seeds in (SEEDS[:1], SEEDS[1:], SEEDS):
                 if (dataset, tier, seeds) not in ORDER:
                     continue
@@ -509,6 +524,7 @@ TIERS = {
     "ablation": "NoVR, NoOPT",
     "bits": "memory in fp16, int8, int4",
     "quant": "FedAdaVR-Quant (fp16), 5 optimisers × 3 rates",
+    "others": "FedAdaVR-Quant (fp16) with the same five server rules, FedAdaVR with Adagrad and Lamb at 0.01",
 }
 
 

@@ -312,6 +312,7 @@ def advance(
     layout, x = task.layout, state.x
     tally = Tally(algorithm, state, layout)
     acc = algorithm.gather.zero(x)
+    state.clients.expect()
     jobs.opens(tick)
     for reply, versions in _encoded(jobs.replies(state, tick), state.t + 1):
         n = torch.from_numpy(task.sizes[reply.clients]).to(x)[:, None]

@@ -6,9 +6,14 @@ a cache. A step touches only its cohort's rows, and one transaction commits them
 
 from __future__ import annotations
 
+import ctypes
 import sqlite3
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Ids = Sequence[int] | NDArray[np.int64]
+MADV_POPULATE_WRITE = 23  # of Linux; older ones refuse it
 
 
 class Rows:
@@ -144,8 +150,8 @@ class Rows:
         return [self._slab.address(s) for s in slots]
 
     def expect(self) -> None:
-        """New clients will come: have memory for some at hand, while there is nothing else to do."""
-        self._slab.touch(len(self._slot) + len(self._free))
+        """New clients will come: have memory for some made ready beside what goes on."""
+        self._slab.expect(len(self._slot) + len(self._free))
 
     def _changed(self, ids: list[int]) -> None:
         for c in ids:
@@ -230,13 +236,12 @@ class Rows:
 
 
 class Slab:
-    """Rows of so many words in chunks, so that making room copies nothing; memory is taken when a row is written."""
+    """Rows of so many words in chunks, so that making room copies nothing."""
 
-    CHUNK, AHEAD, PAGE, LONG = 2**19, 2**19, 2**10, 2**10  # words
-    LEAST = 16  # rows
+    CHUNK, LONG = 2**20, 2**10  # words
 
     def __init__(self, words: int) -> None:
-        self.words, self.each = words, max(self.LEAST, self.CHUNK // max(words, 1))
+        self.words, self.each = words, max(1, self.CHUNK // max(words, 1))
         self.chunks: list[NDArray[np.int32]] = []  # whole words move faster than bytes
         self.addresses: list[int] = []
 
@@ -245,6 +250,13 @@ class Slab:
         while slot >= len(self.chunks) * self.each:
             self.chunks.append(np.empty((self.each, self.words), np.int32))
             self.addresses.append(self.chunks[-1].ctypes.data)
+
+    def expect(self, slot: int) -> None:
+        """Make room ahead of this slot, on a thread of its own: a page costs time when it is first written."""
+        made = len(self.chunks)
+        self.reach(slot + self.each // 2)
+        for chunk in self.chunks[made:] if self.words >= self.LONG else ():
+            _aside().submit(_populate, chunk)
 
     def take(self, slots: list[int]) -> NDArray[np.int32]:
         """These rows; some row for a slot below 0."""
@@ -266,13 +278,6 @@ class Slab:
         for chunk, mine, at in self._pieces(slots):
             chunk.view(values.dtype)[at, start : start + values.shape[-1]] = values[mine]
 
-    def touch(self, slot: int) -> None:
-        """Have the system clear pages from this slot on, which it does when they are first written."""
-        self.reach(slot)
-        chunk, at = divmod(slot, self.each)
-        start = at * self.words
-        self.chunks[chunk].reshape(-1)[start : start + self.AHEAD : self.PAGE] = 0
-
     def address(self, slot: int) -> int:
         chunk, at = divmod(slot, self.each)
         return self.addresses[chunk] + at * 4 * self.words
@@ -290,6 +295,20 @@ class Slab:
             for k in np.unique(which).tolist():
                 mine = which == k
                 yield self.chunks[k], mine, where[mine]
+
+
+@lru_cache(maxsize=1)
+def _aside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "fedbraid-pages")
+
+
+def _populate(chunk: NDArray[np.int32]) -> None:
+    """Have the system make the pages of a chunk that nobody wrote yet; where it cannot, nothing is lost."""
+    if sys.platform.startswith("linux"):
+        start, end = chunk.ctypes.data, chunk.ctypes.data + chunk.nbytes
+        inner = -(-start // PAGESIZE) * PAGESIZE
+        size = end // PAGESIZE * PAGESIZE - inner
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(inner), ctypes.c_size_t(max(size, 0)), MADV_POPULATE_WRITE)
 
 
 class Database:

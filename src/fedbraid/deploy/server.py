@@ -143,7 +143,9 @@ class Driver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        self._status("done" if error is None else "failed", "" if error is None else str(error))
+        told_to_stop = isinstance(error, SystemExit | KeyboardInterrupt)  # as when its SuperLink goes away
+        ended = "done" if error is None else "stopped" if told_to_stop else "failed"
+        self._status(ended, str(error) if ended == "failed" else "")
         self.checkpoint.close()
 
     def _open(self) -> str:

@@ -43,6 +43,10 @@ class RunError(FedbraidError):
     """A run folder that cannot be read, written or continued."""
 
 
+class InUseError(RunError):
+    """Another process works on the run's folder."""
+
+
 class Diverged(FedbraidError, ArithmeticError):
     """The numbers turned non-finite, or a hidden state ran away."""
 

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.errors import RunError
+from fedbraid.errors import InUseError, RunError
 from fedbraid.rule import Vectors
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class Database:
     def _refusal(self, error: sqlite3.Error) -> RunError:
         text, folder = str(error), self.path.parent
         if "locked" in text:
-            return RunError(f"{folder} is in use by another process; wait for it to end or stop it first")
+            return InUseError(f"{folder} is in use by another process; wait for it to end or stop it first")
         if "full" in text or "disk I/O" in text:
             return RunError(
                 f"the disk of {folder} is full or failing ({text}); free space, then resume: the last committed step is intact"

@@ -31,7 +31,7 @@ from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
-from fedbraid.errors import RunError, WireError
+from fedbraid.errors import InUseError, RunError, WireError
 from fedbraid.link import HiddenState, packet, receive, whole_state
 from fedbraid.loop import State, advance
 from fedbraid.runs import Options, describe, judge
@@ -123,7 +123,7 @@ class Driver:
         state = State.first(self.algorithm, self.layout, self.task.initial(settings.seed), settings.seed)
         held = {"held": torch.tensor([-1.0, 0.0])} if self.hidden else {}
         state = replace(state, clients=Rows(held))  # clients are apart and keep what they remember themselves
-        self.checkpoint = Checkpoint(self.folder, state)
+        self.checkpoint = self._checkpoint(state)
         self.state, note = self.checkpoint.restore(state)
         self.roster = Roster.restore(note.get("roster", []))
         self.names = list(self.state.sent[self.state.t]["vectors"])
@@ -147,6 +147,17 @@ class Driver:
         ended = "done" if error is None else "stopped" if told_to_stop else "failed"
         self._status(ended, str(error) if ended == "failed" else "")
         self.checkpoint.close()
+
+    def _checkpoint(self, state: State, patience: float = 30.0) -> Checkpoint:
+        """A server outlives its SuperLink by some seconds; the next one waits for it to let go."""
+        end = time.monotonic() + patience
+        while True:
+            try:
+                return Checkpoint(self.folder, state)
+            except InUseError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.5)
 
     def _open(self) -> str:
         """The run's own name, which nodes file their memory under; the folder must hold this run or none."""

@@ -47,13 +47,8 @@ BASELINES = {
     "MIFA": "mifa()",
 }
 SERVER_RATES = (1.0, 0.1, 0.01)  # FedVARP's
-AT_BOTH_RATES = (
-    ("adam", 0.005),
-    ("adam", 0.01),
-    ("yogi", 0.005),
-    ("yogi", 0.01),
-    ("adabelief", 0.005),
-)  # η_c 0.1
+# Server rules that are run with η_c 0.1 as well
+AT_BOTH_RATES = (("adam", 0.005), ("adam", 0.01), ("yogi", 0.005), ("yogi", 0.01), ("adabelief", 0.005))
 
 
 def window(dataset: str, partition: str) -> int:
@@ -474,18 +469,7 @@ def state(done: Done) -> str:
     every = cells()
     rows = []
     for dataset in EPOCHS:
-        for tier in (
-            "first",
-            "core",
-            "grid",
-            "client",
-            "tuned",
-            "faster",
-            "ablation",
-            "bits",
-            "quant",
-            "others",
-        ):
+        for tier in TIERS:
             for seeds in (SEEDS[:1], SEEDS[1:], SEEDS):
                 if (dataset, tier, seeds) not in ORDER:
                     continue

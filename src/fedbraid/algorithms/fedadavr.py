@@ -51,7 +51,7 @@ class Memory(Gather):
         return {"rows": rows, "sum": torch.zeros_like(x, dtype=torch.float64), "seen": 0.0}
 
     def zero(self, x: Tensor) -> Tree:
-        return {"weight": 0.0, "seen": 0.0, "apart": None, "rest": self.rest.zero(x)}
+        return {"weight": 0.0, "seen": 0.0, "rest": self.rest.zero(x)}
 
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         if "moved" not in acc:  # the first block; the others may still be training

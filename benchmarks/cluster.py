@@ -24,8 +24,8 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 import fedbraid as fb
+from fedbraid.core.gather import Uploads
 from fedbraid.deploy.roster import Member, Roster
-from fedbraid.server import Uploads
 
 NODES, CLIENTS = 10_000, 10_000_000
 MANY, ROSTER = 100, 100_000

@@ -22,9 +22,9 @@ import torch
 from speed import LR, WORKLOADS, Stamps
 
 import fedbraid as fb
-from fedbraid.checkpoint import Checkpoint, Folder
-from fedbraid.loop import State
-from fedbraid.server import Info, Uploads
+from fedbraid.core.gather import Info, Uploads
+from fedbraid.run.checkpoint import Checkpoint, Folder
+from fedbraid.run.state import State
 
 LAYOUT = fb.Layout.of(fb.models.lenet5())
 MEMORIES = {None: 1.0, "fp16": 0.505, "int8": 0.255, "int4": 0.13}

@@ -12,7 +12,7 @@ import torch
 import fedbraid as fb
 from fedbraid.algorithms import BUILDERS
 from fedbraid.errors import ConfigError
-from fedbraid.runs import algorithm_from
+from fedbraid.run.simulate import algorithm_from
 
 WORK = fb.Work(lr=0.1, batch=8)
 c = fb.codecs

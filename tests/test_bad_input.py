@@ -18,7 +18,7 @@ import fedbraid as fb
 from fedbraid.algorithms import BUILDERS
 from fedbraid.errors import ConfigError, DataError, Diverged, EngineError, FedbraidError, RunError
 from fedbraid.parse import evaluate
-from fedbraid.runs import algorithm_from
+from fedbraid.run.simulate import algorithm_from
 
 WORK = fb.Work(lr=0.1, batch=8)
 NAN, INF = float("nan"), float("inf")

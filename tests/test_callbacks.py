@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import fedbraid as fb
-from fedbraid import callbacks
 from fedbraid.cli import main
-from fedbraid.export import export
+from fedbraid.run import callbacks
+from fedbraid.run.export import export
 
 WORK = fb.Work(lr=0.1, batch=10)
 

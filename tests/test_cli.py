@@ -523,7 +523,7 @@ def test_progress_is_shown_at_a_terminal_only() -> None:
 
     from rich.console import Console
 
-    from fedbraid.progress import Bar
+    from fedbraid.run.progress import Bar
 
     task = fb.tasks.load("digits", clients=20)
     shown = {}

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbraid import codecs
-from fedbraid.codec import Codec
-from fedbraid.codecs import _bits
-from fedbraid.codecs import _positions as positions
-from fedbraid.codecs._kmeans1d import centroids
+from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError, WireError
-from fedbraid.layout import Layout
+from fedbraid.links import _bits, codecs
+from fedbraid.links import _positions as positions
+from fedbraid.links._kmeans1d import centroids
+from fedbraid.links.codec import Codec
 
 ODD = Layout.from_shapes([("a", (3, 5)), ("a.bias", (7,)), ("c", (4, 4, 2)), ("none", (0, 3)), ("scale", ())])
 
@@ -288,7 +287,7 @@ def test_kmeans_of_many_numbers_agrees_with_sorting_them(k, monkeypatch):
         return float(np.sum((x - c[np.searchsorted((c[1:] + c[:-1]) / 2, x)]).astype(np.float64) ** 2))
 
     from_histogram = error(centroids(x, k))
-    monkeypatch.setattr("fedbraid.codecs._kmeans1d._MANY", 1 << 62)
+    monkeypatch.setattr("fedbraid.links._kmeans1d._MANY", 1 << 62)
     assert from_histogram <= 1.002 * error(centroids(x, k))
 
 

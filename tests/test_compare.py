@@ -14,9 +14,9 @@ import torch
 from scipy.stats import t as student
 
 import fedbraid as fb
-from fedbraid import stats
 from fedbraid.cli import main
-from fedbraid.compare import compare, resume
+from fedbraid.study import stats
+from fedbraid.study.compare import compare, resume
 
 WORK = fb.Work(lr=0.05, batch=10)
 SMALL = [

@@ -9,7 +9,7 @@ import torch
 
 import fedbraid as fb
 from fedbraid.cli import main, papers
-from fedbraid.cost import Crowd, estimate, forward_flops, operations
+from fedbraid.study.cost import Crowd, estimate, forward_flops, operations
 
 
 def test_fedgbo_tables_4_and_10_within_one_percent() -> None:

@@ -32,14 +32,14 @@ from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_f
 from flwr.supernode.fleet_http_connection import http_request_response
 from safetensors.torch import load_file
 
-from fedbraid.checkpoint import Folder
 from fedbraid.deploy import keys
 from fedbraid.deploy.project import init
 from fedbraid.deploy.roster import Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.deploy.trial import Flower, read_status
 from fedbraid.errors import ConfigError, WireError
-from fedbraid.runs import algorithm_from
+from fedbraid.run.checkpoint import Folder
+from fedbraid.run.simulate import algorithm_from
 
 pytestmark = pytest.mark.engines
 
@@ -56,7 +56,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.codec import frame
+from fedbraid.links.codec import frame
 
 
 def model():

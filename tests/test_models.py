@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fedbraid import models
+from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError
-from fedbraid.layout import Layout
 
 IMAGE = (3, 32, 32)
 COUNTS = [

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedbraid as fb
-from fedbraid import optim
+from fedbraid.core import optim
+from fedbraid.core.gather import WIDE, Info, Uploads
+from fedbraid.core.rows import Slab
 from fedbraid.data.batches import Batch, Flip
 from fedbraid.data.task import Task
 from fedbraid.engines import native
@@ -28,8 +30,7 @@ from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build
 from fedbraid.engines.native.moments import moments
 from fedbraid.errors import DataError, EngineError, WireError
-from fedbraid.server import WIDE, Info, Uploads
-from fedbraid.store import Database, Slab
+from fedbraid.run.database import Database
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 

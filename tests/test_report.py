@@ -20,14 +20,14 @@ import pytest
 import torch
 
 import fedbraid as fb
-from fedbraid import flops, recipe
-from fedbraid.checkpoint import Folder
 from fedbraid.cli import config as cfg
 from fedbraid.cli import main
-from fedbraid.compare import compare
 from fedbraid.report import page
 from fedbraid.report.collect import collect
-from fedbraid.watch import serve
+from fedbraid.report.watch import serve
+from fedbraid.run.checkpoint import Folder
+from fedbraid.study import flops, recipe
+from fedbraid.study.compare import compare
 
 WORK = fb.Work(lr=0.05, batch=10)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from fedbraid import reproduce as r
 from fedbraid.cli import main
 from fedbraid.errors import ConfigError, RunError
+from fedbraid.study import reproduce as r
 
 GRID = """
 import fedbraid as fb
-from fedbraid.reproduce import Cell, markdown, spread, tail
+from fedbraid.study.reproduce import Cell, markdown, spread, tail
 
 ROUNDS = {rounds}
 

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedbraid as fb
+from fedbraid.core.rows import Rows, Slab
 from fedbraid.errors import RunError
-from fedbraid.store import Database, Rows, Slab
+from fedbraid.run.database import Database
 
 LAYOUT = fb.Layout.from_shapes([("w", (3, 2)), ("b", (3,))])
 CODECS = {"None": None, "fp16": fb.codecs.fp16(), "int8": fb.codecs.int8(), "int4": fb.codecs.int4()}

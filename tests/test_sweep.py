@@ -16,8 +16,8 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.cli import main
-from fedbraid.compare import Contestant
-from fedbraid.sweep import Choice, Plan, Range, hold_out, integer, log, sweep, uniform
+from fedbraid.study.compare import Contestant
+from fedbraid.study.sweep import Choice, Plan, Range, hold_out, integer, log, sweep, uniform
 
 needs_optuna = pytest.mark.skipif(
     not __import__("importlib.util").util.find_spec("optuna"), reason="optuna (extra sweep) is not installed"

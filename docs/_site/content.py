@@ -104,7 +104,7 @@ def _every() -> list[str]:
 
 def cost(calls: list[str]) -> str:
     """What a visit of one client costs, and what is kept where."""
-    from fedbraid.metrics import format_bytes, format_count
+    from fedbraid.run.metrics import format_bytes, format_count
 
     lines = [
         "| | up, a client | down, a client | server keeps | a client keeps | FLOPs, a client |",
@@ -123,7 +123,7 @@ def estimated(call: str) -> Any:
     """The cost of an algorithm on LeNet-5, 5 of 500 clients a round, 120 samples each."""
     from fedbraid.cli import config as cfg
     from fedbraid.cli.cost import _subject
-    from fedbraid.cost import estimate
+    from fedbraid.study.cost import estimate
 
     module, sample, crowd = _subject(MODEL, {"clients": CLIENTS}, SAMPLES, PER_ROUND)
     return estimate(module, sample, cfg.algorithm_of({"name": call}), cfg.work_of({}), crowd)

@@ -17,7 +17,7 @@ from statistics import fmean
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
+from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
 
 HERE = Path(__file__).parent
 SEEDS = (42, 43, 44)

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread
+from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
+from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

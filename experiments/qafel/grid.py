@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fedbraid as fb
 from fedbraid.data import mushrooms as reader
 from fedbraid.data.partition import Table, iid
-from fedbraid.reproduce import Cell, Line, Panel, markdown, picture, spread
+from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

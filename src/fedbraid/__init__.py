@@ -10,12 +10,15 @@ print(result)
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedbraid import callbacks, clock, codecs, compare, deploy, engines, errors, export, models, sweep
+    from fedbraid import deploy, engines, errors, models
     from fedbraid.algorithms.adabest import adabest
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
@@ -26,52 +29,84 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
-    from fedbraid.codec import Codec
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.gather import Gather, Info, Mean, Staleness, Uploads
+    from fedbraid.core.layout import Layout
+    from fedbraid.core.rule import Chain, Local, Rule, chain
+    from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
+    from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
-    from fedbraid.layout import Layout
-    from fedbraid.loop import Algorithm, State, Work
-    from fedbraid.rule import Chain, Local, Rule, chain
-    from fedbraid.runs import Result, resume, simulate
-    from fedbraid.schedule import Schedule, Tick, buffered, immediate, rounds
-    from fedbraid.server import Gather, Info, Mean, Pipeline, Scale, Staleness, Transform, Uploads, pipeline
+    from fedbraid.links import codecs
+    from fedbraid.links.codec import Codec
+    from fedbraid.run import callbacks, export
+    from fedbraid.run.simulate import Result, resume, simulate
+    from fedbraid.run.state import State
+    from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, rounds
+    from fedbraid.study import compare, sweep
 
+_MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
+    "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
+    "cost": "study.cost",
+    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "models": "models",
+    "partition": "data.partition", "sweep": "study.sweep", "tasks": "data.tasks",
+}  # fmt: skip
 _HOMES = {
-    "": "callbacks clock codecs compare deploy engines errors export models sweep",
-    "data": "partition tasks",
+    "core.algorithm": "Algorithm",
+    "core.gather": "Gather Info Mean Staleness Uploads",
+    "core.layout": "Layout",
+    "core.rule": "Chain Local Rule chain",
+    "core.transform": "Pipeline Scale Transform pipeline",
+    "core.work": "Work",
     "data.task": "Task",
-    "algorithms": (
-        "adabest cluster_fedvarp error_feedback fedadabelief fedadagrad fedadam fedadavr fedasync fedavg fedavgm"
-        " fedbuff feddyn fedef fedgbo fedlamb fednova fedpaq fedprox fedshift fedvarp fedyogi hidden_state mfl mifa"
-        " mimelite qafel scaffold scaffold_m with_codecs"
-    ),
-    "codec": "Codec",
     "errors": "FedbraidError",
-    "layout": "Layout",
-    "loop": "Algorithm State Work",
-    "rule": "Chain Local Rule chain",
+    "links.codec": "Codec",
+    "run.simulate": "Result resume simulate",
+    "run.state": "State",
     "schedule": "Schedule Tick buffered immediate rounds",
-    "server": "Gather Info Mean Pipeline Scale Staleness Transform Uploads pipeline",
-    "runs": "Result resume simulate",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
-__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for, so that `fedbraid --help` never waits for torch."""
-    if name not in _HOME:
+    if name == "__all__":
+        return __dir__()
+    if name in _MODULES:
+        value: Any = importlib.import_module(f"fedbraid.{_MODULES[name]}")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"fedbraid.{_HOME[name]}"), name)
+    elif name.startswith("_") or name not in (made := importlib.import_module("fedbraid.algorithms")).ALL:
         raise AttributeError(f"module 'fedbraid' has no attribute {name!r}")
-    home = f"fedbraid.{_HOME[name]}".rstrip(".")
-    if _HOME[name] in ("", "data"):
-        value: Any = importlib.import_module(f"{home}.{name}")
     else:
-        value = getattr(importlib.import_module(home), name)
+        value = made.ALL[name]
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    from fedbraid.algorithms import ALL
+
+    return sorted([*_HOME, *_MODULES, *ALL, "__version__"])
+
+
+class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """`import fedbraid.partition` gives the very module that `fb.partition` is."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, last = name.rpartition(".")
+        if package != "fedbraid" or _MODULES.get(last, last) == last:
+            return None
+        return importlib.machinery.ModuleSpec(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        module = importlib.import_module(f"fedbraid.{_MODULES[spec.name.rpartition('.')[2]]}")
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__ = self._own
+
+
+sys.meta_path.append(_Alias())

@@ -10,11 +10,14 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from fedbraid.codec import Codec
+from fedbraid.core.algorithm import Algorithm
 from fedbraid.errors import ConfigError
-from fedbraid.loop import Algorithm
+from fedbraid.links.codec import Codec
 
 P = ParamSpec("P")
+
+BUILDERS: dict[str, Callable[..., Algorithm]] = {}  # by name, as the command line knows them
+WRAPPERS: dict[str, Callable[..., Algorithm]] = {}  # those that take an algorithm
 
 
 def builder(make: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
@@ -37,6 +40,8 @@ def builder(make: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         object.__setattr__(algorithm, "name", f"{make.__name__}({', '.join(words)})" if known else "")
         return algorithm
 
+    wraps = any(p.annotation == "Algorithm" for p in signature.parameters.values())
+    (WRAPPERS if wraps else BUILDERS)[make.__name__] = build
     return build
 
 

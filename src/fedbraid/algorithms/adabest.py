@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.layout import Layout
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Transform, pipeline
 from fedbraid.errors import ConfigError
-from fedbraid.layout import Layout
-from fedbraid.loop import Algorithm
-from fedbraid.rule import Local, Rule, Vectors
-from fedbraid.server import Info, Mean, Transform, Tree, pipeline
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ uses. Reddi's three default to the first, the other two to the second.
 from __future__ import annotations
 
 from fedbraid.algorithms._build import builder
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Mean
+from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Precondition, TrustRatio, Yogi
+from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
-from fedbraid.loop import Algorithm
-from fedbraid.optim import AdaBelief, Adagrad, Adam, Precondition, TrustRatio, Yogi
-from fedbraid.server import Mean, Scale, Transform, pipeline
 
 
 def _moments(variant: str, eps: float) -> tuple[float, bool]:

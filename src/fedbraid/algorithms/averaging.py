@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
-from fedbraid.loop import Algorithm
-from fedbraid.optim import Momentum, Precondition
-from fedbraid.rule import Local, Rule, Vectors
-from fedbraid.server import Info, Mean, Scale, Transform, Tree, pipeline
 
 
 @builder

@@ -13,18 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid import codecs
 from fedbraid.algorithms._build import builder
-from fedbraid.codec import Codec
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.gather import Gather, Info, Mean, Tree, Uploads, check_weights, fold, native
+from fedbraid.core.layout import Layout
+from fedbraid.core.optim import SERVER, Optimiser, Precondition, TrustRatio, named
+from fedbraid.core.rows import Rows
+from fedbraid.core.rule import Vectors
+from fedbraid.core.transform import Scale, pipeline
 from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.layout import Layout
-from fedbraid.loop import Algorithm
-from fedbraid.optim import SERVER, Optimiser, Precondition, TrustRatio, named
-from fedbraid.rule import Vectors
-from fedbraid.schedule import Ints, whole
-from fedbraid.server import Gather, Info, Mean, Scale, Tree, Uploads, check_weights, fold, native, pipeline
-from fedbraid.store import Rows
+from fedbraid.links import codecs
+from fedbraid.links.codec import Codec
+from fedbraid.schedule import Ints
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
-from fedbraid.loop import Algorithm
-from fedbraid.rule import Vectors
-from fedbraid.server import Info, Transform, Tree, pipeline
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Info, Tree
+from fedbraid.core.rule import Vectors
+from fedbraid.core.transform import Transform, pipeline
 
 
 @dataclass(frozen=True)

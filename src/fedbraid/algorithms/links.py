@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedbraid.algorithms._build import builder
-from fedbraid.codec import Codec
-from fedbraid.link import Down, ErrorFeedback, HiddenState, Up, codec_of
-from fedbraid.loop import Algorithm
-from fedbraid.server import Mean, Scale, pipeline
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Mean
+from fedbraid.core.transform import Scale, pipeline
+from fedbraid.links.codec import Codec
+from fedbraid.links.link import Down, ErrorFeedback, HiddenState, Up, codec_of
 
 
 @builder

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbraid import codecs
 from fedbraid.algorithms._build import builder
-from fedbraid.codec import Codec
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Mean, Staleness, Tree, Uploads
+from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.transform import Pipeline, Scale, pipeline
 from fedbraid.errors import ConfigError
-from fedbraid.link import HiddenState
-from fedbraid.loop import Algorithm
-from fedbraid.optim import Momentum, Precondition
-from fedbraid.server import Mean, Pipeline, Scale, Staleness, Tree, Uploads, pipeline
+from fedbraid.links import codecs
+from fedbraid.links.codec import Codec
+from fedbraid.links.link import HiddenState
 
 
 @dataclass(frozen=True)

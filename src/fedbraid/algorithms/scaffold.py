@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
-from fedbraid.layout import Layout
-from fedbraid.loop import Algorithm
-from fedbraid.rule import Local, Rule, Vectors
-from fedbraid.server import Info, Mean, Scale, Transform, Tree, pipeline
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.layout import Layout
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
 
 
 @dataclass(frozen=True)

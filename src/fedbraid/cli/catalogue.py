@@ -55,7 +55,7 @@ def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
 
             return {**algorithms.BUILDERS, **algorithms.WRAPPERS}
         case "codecs":
-            from fedbraid import codecs
+            from fedbraid.links import codecs
 
             return {name: getattr(codecs, name) for name in codecs.__all__}
         case "partitions":

@@ -14,10 +14,10 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import shared
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError
-from fedbraid.metrics import format_seconds
+from fedbraid.run.metrics import format_seconds
 
 if TYPE_CHECKING:
-    from fedbraid.compare import Cell, Comparison, Contestant
+    from fedbraid.study.compare import Cell, Comparison, Contestant
 
 Seeds = Annotated[str, typer.Option(help="Run: how many seeds, or which, such as 3,5,8.")]
 Jobs = Annotated[int | None, typer.Option(help="Run: cells at a time (one for each core).")]
@@ -66,7 +66,7 @@ def compare(
       fedbraid compare digits 'sync: fedavg' 'async: fedbuff buffer=10 concurrency=50' --seeds 0,1,2
       fedbraid compare runs/digits-compare-1
     """
-    from fedbraid import compare as comparing
+    from fedbraid.study import compare as comparing
 
     begun = time.monotonic()
     watcher = None if json or quiet else Board()
@@ -106,7 +106,7 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
 
 def contestant(config: cfg.Config, text: str) -> Contestant:
     """`[name:] [algorithm] key=value …` on top of what all share."""
-    from fedbraid.compare import Contestant
+    from fedbraid.study.compare import Contestant
 
     name, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[\w .+-]+", name.strip()):

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.loop import Algorithm, Work
     from fedbraid.schedule import Schedule
 
 Section = dict[str, Any]
@@ -170,7 +171,7 @@ def _saying(word: str) -> Callable[[], str]:
 
 def algorithm_of(section: Section) -> Algorithm:
     """The algorithm of `name = "fedadavr(lr=0.01)"` with further keywords on the outermost call."""
-    from fedbraid.runs import algorithm_from
+    from fedbraid.run.simulate import algorithm_from
 
     rest = dict(section)
     text = str(rest.pop("name"))
@@ -234,7 +235,7 @@ def keywords(pairs: list[str]) -> Section:
 
 
 def work_of(section: Section) -> Work:
-    from fedbraid.loop import Work
+    from fedbraid.core.work import Work
 
     settings = {**DEFAULT_WORK, **section}
     if isinstance(settings["batch"], str):
@@ -285,9 +286,9 @@ def _count(value: float) -> int | float:
 
 
 def _clock(key: str, text: Any) -> Any:
-    from fedbraid.clock import Durations, bandwidth
     from fedbraid.parse import evaluate
-    from fedbraid.runs import SCHEDULES
+    from fedbraid.run.simulate import SCHEDULES
+    from fedbraid.schedule.clock import Durations, bandwidth
 
     if not isinstance(text, str):
         raise ConfigError(f"{key}={text!r} is no model of time; write a call such as 'halfnormal(1)'")

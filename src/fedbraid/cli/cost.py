@@ -13,12 +13,12 @@ from fedbraid.cli import options as o
 from fedbraid.cli import papers
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.metrics import format_bytes, format_count
+from fedbraid.run.metrics import format_bytes, format_count
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedbraid.cost import Cost, Crowd
+    from fedbraid.study.cost import Cost, Crowd
 
 WINDOW = 80  # characters that a text model reads, as in LEAF
 
@@ -70,7 +70,7 @@ def cost(
         raise ConfigError(
             "cost of what? Name a task or model and an algorithm, such as: fedbraid cost lenet5 fedadavr"
         )
-    from fedbraid.cost import estimate
+    from fedbraid.study.cost import estimate
 
     work = cfg.work_of(
         cfg.given(epochs=epochs, steps=steps, batch=batch, momentum=momentum, weight_decay=weight_decay)
@@ -98,8 +98,8 @@ def _subject(
 ) -> tuple[nn.Module, Tensor, Crowd]:
     """The model, one sample for it, and who trains it."""
     from fedbraid import models
-    from fedbraid.cost import Crowd
     from fedbraid.parse import call
+    from fedbraid.study.cost import Crowd
 
     name, args, settings = call(what) if "partition" not in what else (what.partition("(")[0], [], {})
     if name not in models.names():

@@ -6,13 +6,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.cli.show import Json, Quiet, give, table
-from fedbraid.metrics import best, format_bytes, format_seconds, format_share, rounds_to, until
+from fedbraid.run.metrics import best, format_bytes, format_seconds, format_share, rounds_to, until
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from fedbraid.loop import Algorithm, Work
-    from fedbraid.runs import Result
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.work import Work
+    from fedbraid.run.simulate import Result
 
 TARGET = 0.95
 
@@ -30,7 +31,7 @@ def demo(json: Json = False, quiet: Quiet = False) -> None:
       fedbraid demo --json
     """
     from fedbraid.data import tasks
-    from fedbraid.runs import simulate
+    from fedbraid.run.simulate import simulate
     from fedbraid.schedule import rounds
 
     begun = time.monotonic()
@@ -65,8 +66,8 @@ ROUNDS = 200
 
 def contestants() -> dict[str, tuple[Algorithm, Work]]:
     """Each with the local work and rates that did best for it over three seeds, of some thirty tried."""
-    from fedbraid.loop import Work
-    from fedbraid.runs import algorithm_from
+    from fedbraid.core.work import Work
+    from fedbraid.run.simulate import algorithm_from
 
     adaptive = Work(lr=0.01, epochs=1, batch=10)
     return {
@@ -82,7 +83,7 @@ def contestants() -> dict[str, tuple[Algorithm, Work]]:
 def _screen(hidden: bool) -> Progress | None:
     if hidden:
         return None
-    from fedbraid.progress import display
+    from fedbraid.run.progress import display
 
     screen = display()
     screen.start()
@@ -90,7 +91,7 @@ def _screen(hidden: bool) -> Progress | None:
 
 
 def _bar(name: str, screen: Progress) -> Any:
-    from fedbraid.progress import Bar
+    from fedbraid.run.progress import Bar
 
     return Bar(name, screen)
 

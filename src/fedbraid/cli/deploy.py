@@ -9,10 +9,10 @@ import typer
 
 from fedbraid.cli.show import Json, Quiet, facts, give
 from fedbraid.errors import ConfigError
-from fedbraid.metrics import format_bytes, format_share
+from fedbraid.run.metrics import format_bytes, format_share
 
 if TYPE_CHECKING:
-    from fedbraid.checkpoint import Record
+    from fedbraid.run.checkpoint import Record
 
 app = typer.Typer(
     help="Real clients on Flower: init, trial, keys.", no_args_is_help=True, rich_markup_mode=None

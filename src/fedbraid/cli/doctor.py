@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fedbraid.cli.show import Json, Quiet, give
 from fedbraid.errors import FedbraidError, RunError
-from fedbraid.metrics import format_bytes
+from fedbraid.run.metrics import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,11 +93,11 @@ def machine() -> Iterator[Finding]:
 
 def native() -> Iterator[Finding]:
     """Whether C++ gradients build and agree with autograd, tried on the digits."""
-    from fedbraid.algorithms import fedavg
+    from fedbraid.algorithms.averaging import fedavg
+    from fedbraid.core.work import Work
     from fedbraid.data import tasks
     from fedbraid.engines.native.build import compiler
-    from fedbraid.loop import Work
-    from fedbraid.runs import simulate
+    from fedbraid.run.simulate import simulate
     from fedbraid.schedule import rounds
 
     command = compiler()

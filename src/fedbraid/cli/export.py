@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedbraid.cli.show import Json, Quiet, give
-from fedbraid.metrics import format_bytes
+from fedbraid.run.metrics import format_bytes
 
 
 def export(
@@ -29,7 +29,7 @@ def export(
       fedbraid export runs/mnist-fedavg-1 model.onnx
       fedbraid export runs/mnist-fedavg-1 model.pt
     """
-    from fedbraid.export import export as write
+    from fedbraid.run.export import export as write
 
     path = write(run, out, format)
     if json:

@@ -78,10 +78,10 @@ def fedgbo_flops() -> list[dict[str, Any]]:
     import torch
 
     from fedbraid import models
-    from fedbraid.cost import client_flops, forward_flops
-    from fedbraid.layout import Layout
-    from fedbraid.loop import Work
-    from fedbraid.runs import algorithm_from
+    from fedbraid.core.layout import Layout
+    from fedbraid.core.work import Work
+    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.study.cost import client_flops, forward_flops
 
     cells = []
     for steps, printed in FEDGBO_FLOPS.items():
@@ -109,8 +109,8 @@ def fedgbo_traffic() -> list[dict[str, Any]]:
     """Table 2: the vectors that each algorithm sends, asked of the algorithm itself."""
     import torch
 
-    from fedbraid.layout import Layout
-    from fedbraid.runs import algorithm_from
+    from fedbraid.core.layout import Layout
+    from fedbraid.run.simulate import algorithm_from
 
     layout = Layout.from_shapes([("w", (4,))])
     rows = []
@@ -129,8 +129,8 @@ def fedgbo_traffic() -> list[dict[str, Any]]:
 
 def fedadavr_memory() -> list[dict[str, Any]]:
     """Table 3 for a thousand clients, in the paper's gigabytes, from the bytes of a stored row."""
-    from fedbraid.cost import PRECISIONS
-    from fedbraid.layout import Layout
+    from fedbraid.core.layout import Layout
+    from fedbraid.study.cost import PRECISIONS
 
     rows = []
     for model, (millions, printed) in FEDADAVR_MEMORY.items():

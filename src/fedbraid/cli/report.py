@@ -10,7 +10,7 @@ import typer
 
 from fedbraid.cli.show import Json, Quiet, facts, give
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.metrics import format_bytes
+from fedbraid.run.metrics import format_bytes
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or those of comparisons.")]
 Goal = Annotated[
@@ -51,7 +51,7 @@ def report(
     """
     from fedbraid.report import figure, page, tables
     from fedbraid.report.collect import collect
-    from fedbraid.stats import AXES
+    from fedbraid.study.stats import AXES
 
     if axis not in AXES:
         raise unknown("axis", axis, AXES)

@@ -10,10 +10,10 @@ import typer
 
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError
-from fedbraid.metrics import format_seconds
+from fedbraid.run.metrics import format_seconds
 
 if TYPE_CHECKING:
-    from fedbraid.reproduce import Book, Cell
+    from fedbraid.study.reproduce import Book, Cell
 
 
 def reproduce(
@@ -54,7 +54,7 @@ def reproduce(
       fedbraid reproduce fedadavr --list
       fedbraid reproduce fedadavr --tables-only
     """
-    from fedbraid import reproduce as r
+    from fedbraid.study import reproduce as r
 
     home = r.find_home(experiments)
     if paper is None:
@@ -90,7 +90,7 @@ class _Progress:
 
 
 def _papers(home: Path, json: bool) -> None:
-    from fedbraid import reproduce as r
+    from fedbraid.study import reproduce as r
 
     found = []
     for name in r.papers(home):

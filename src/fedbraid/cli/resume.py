@@ -44,8 +44,8 @@ def resume(
       fedbraid resume runs/mnist-fedavg-1 --track none --json
       fedbraid resume runs/mnist-fedavg-1 --target 0.99
     """
-    from fedbraid.checkpoint import Folder
-    from fedbraid.runs import resume as resume_run
+    from fedbraid.run.checkpoint import Folder
+    from fedbraid.run.simulate import resume as resume_run
 
     Folder(run).config()  # a folder that holds no run is refused first
     before = Asked.of(run)

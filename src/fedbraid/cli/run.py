@@ -17,13 +17,13 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
 from fedbraid.errors import ConfigError, RunError
-from fedbraid.metrics import best, format_bytes, format_seconds, format_share, rounds_to
+from fedbraid.run.metrics import best, format_bytes, format_seconds, format_share, rounds_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fedbraid.checkpoint import Record
-    from fedbraid.runs import Result, Run
+    from fedbraid.run.checkpoint import Record
+    from fedbraid.run.simulate import Result, Run
 
 
 def run(
@@ -134,7 +134,7 @@ def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Confi
 
 
 def _simulate(plan: cfg.Plan, place: Path, callbacks: list[Any]) -> Result:
-    from fedbraid.runs import simulate
+    from fedbraid.run.simulate import simulate
 
     return simulate(
         plan.task, plan.algorithm, plan.work, plan.schedule, out=place, callbacks=callbacks, **plan.options
@@ -210,7 +210,7 @@ class Asked:
         found: list[Any] = [self] if self.target is None else [self, Target(self.target)]
         if self.track is None and self.patience is None and not self.keep_best:
             return found
-        from fedbraid import callbacks as c
+        from fedbraid.run import callbacks as c
 
         found += [] if self.track is None else c.trackers(self.track)
         found += [] if self.patience is None else [c.EarlyStopping(self.patience)]
@@ -260,7 +260,7 @@ def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[
     begun = time.monotonic()
     with ExitStack() as stack:
         if not (json or quiet):
-            from fedbraid.progress import Bar
+            from fedbraid.run.progress import Bar
 
             bar = Bar()
             stack.callback(bar.close)

@@ -14,11 +14,11 @@ from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.show import Json, Quiet, give, table
 from fedbraid.errors import ConfigError
-from fedbraid.metrics import format_seconds, format_share
+from fedbraid.run.metrics import format_seconds, format_share
 
 if TYPE_CHECKING:
-    from fedbraid.compare import Contestant
-    from fedbraid.sweep import Choice, Range, Sweep, Trial
+    from fedbraid.study.compare import Contestant
+    from fedbraid.study.sweep import Choice, Range, Sweep, Trial
 
 SHOWN = 10  # trials in the table
 
@@ -66,8 +66,8 @@ def sweep(
       fedbraid sweep experiment.toml 'lr=log(0.001, 1)' 'epochs=integer(1, 5)' --prune asha
       fedbraid sweep runs/digits-sweep-1
     """
-    from fedbraid import sweep as searching
-    from fedbraid.checkpoint import Folder
+    from fedbraid.run.checkpoint import Folder
+    from fedbraid.study import sweep as searching
 
     begun = time.monotonic()
     if (Path(task) / searching.FILE).exists():
@@ -104,7 +104,7 @@ def sweep(
 
 def build(config: cfg.Config, settings: dict[str, Any]) -> Contestant:
     """The configuration with these settings, built."""
-    from fedbraid.compare import Contestant
+    from fedbraid.study.compare import Contestant
 
     changed = changed_by(config, settings)
     return Contestant(
@@ -131,7 +131,7 @@ def _pair(word: str) -> tuple[str, str]:
 def parse_space(key: str, text: str) -> Choice | Range:
     """`[0.01, 0.1]`, `[adam, lamb]`, `log(0.001, 1)`, `uniform(0, 0.9)`, `integer(1, 5)`."""
     from fedbraid.parse import evaluate
-    from fedbraid.sweep import Choice, integer, log, uniform
+    from fedbraid.study.sweep import Choice, integer, log, uniform
 
     if text.startswith("["):
         try:
@@ -148,7 +148,7 @@ def parse_space(key: str, text: str) -> Choice | Range:
 
 def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: bool) -> None:
     """The best settings as a command and a file, and the trials that led there."""
-    from fedbraid import recipe
+    from fedbraid.study import recipe
 
     best = result.best
     said = {k: v for k, v in changed_by(config, best.settings).items() if v}

@@ -26,7 +26,7 @@ def watch(
       fedbraid watch runs/digits-fedavg-1
       fedbraid watch runs/digits-compare-1 --port 9000
     """
-    from fedbraid.watch import serve
+    from fedbraid.report.watch import serve
 
     server = serve(runs, host, port, target)
     if not quiet:

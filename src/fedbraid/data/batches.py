@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid import rng
+from fedbraid.core import rng
 
 if TYPE_CHECKING:
+    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.loop import Work
 
 
 @dataclass(frozen=True)

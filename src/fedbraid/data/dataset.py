@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid import rng
+from fedbraid.core import rng
 from fedbraid.data.batches import Augment
 from fedbraid.data.partition import Table
 from fedbraid.errors import DataError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid import rng
+from fedbraid.core import rng
 from fedbraid.errors import ConfigError, unknown
 
 Ints = NDArray[np.int64]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fedbraid import rng
+from fedbraid.core import rng
 from fedbraid.data.dataset import Bytes, DataSet, Ints
 from fedbraid.data.formats import leaf, parquet
 from fedbraid.data.sources import Home, Root

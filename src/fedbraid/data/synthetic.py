@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedbraid import rng
+from fedbraid.core import rng
 from fedbraid.data.dataset import DataSet, class_numbers
 from fedbraid.errors import ConfigError
 

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedbraid import rng
+from fedbraid.core import rng
+from fedbraid.core.layout import Layout
 from fedbraid.data.batches import Augment
 from fedbraid.errors import DataError, unknown
-from fedbraid.layout import Layout
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss per example
 Build = Callable[[], nn.Module]

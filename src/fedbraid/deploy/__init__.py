@@ -15,9 +15,10 @@ from fedbraid.errors import MissingExtra
 if TYPE_CHECKING:
     from torch import nn
 
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.work import Work
     from fedbraid.data.task import Loss
     from fedbraid.deploy.settings import Settings
-    from fedbraid.loop import Algorithm, Work
     from fedbraid.schedule import Schedule
 
 Pair = tuple[Any, Any]  # (inputs, targets)

@@ -22,9 +22,9 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid import rng
-from fedbraid.checkpoint import Checkpoint, Folder, Record, save_model
-from fedbraid.codec import pack_message
+from fedbraid.core import rng
+from fedbraid.core.gather import Tree
+from fedbraid.core.rows import Rows
 from fedbraid.data.batches import step_counts
 from fedbraid.data.task import Task, _pair
 from fedbraid.deploy.roster import Member, Roster
@@ -32,12 +32,13 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import InUseError, RunError, WireError
-from fedbraid.link import HiddenState, packet, receive, whole_state
-from fedbraid.loop import State, advance
-from fedbraid.runs import Options, describe, judge
+from fedbraid.links.codec import pack_message
+from fedbraid.links.link import HiddenState, packet, receive, whole_state
+from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
+from fedbraid.run.simulate import Options, describe, judge
+from fedbraid.run.state import State
+from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Tick
-from fedbraid.server import Tree
-from fedbraid.store import Rows
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
-    from fedbraid.loop import Algorithm, Work
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.work import Work
     from fedbraid.parse import Names
     from fedbraid.schedule import Schedule
 
@@ -65,9 +66,10 @@ class Settings:
 
     def what(self) -> tuple[Algorithm, Work]:
         """What nodes and server must agree on."""
-        from fedbraid.loop import Algorithm, Work
+        from fedbraid.core.algorithm import Algorithm
+        from fedbraid.core.work import Work
         from fedbraid.parse import evaluate
-        from fedbraid.runs import algorithm_from
+        from fedbraid.run.simulate import algorithm_from
 
         algorithm = algorithm_from(self.algorithm) if isinstance(self.algorithm, str) else self.algorithm
         work = evaluate(self.work, {"Work": Work}, "work") if isinstance(self.work, str) else self.work

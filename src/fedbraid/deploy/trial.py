@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedbraid.checkpoint import Folder, Record
 from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError, EngineError, MissingExtra
+from fedbraid.run.checkpoint import Folder, Record
 
 PATIENCE = 120.0  # seconds that a process may take to start
 

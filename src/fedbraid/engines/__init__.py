@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
+    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
     from fedbraid.engines.blocks import InProcess
     from fedbraid.engines.client import Engine
     from fedbraid.engines.cluster import Ray
     from fedbraid.engines.processes import Pool
-    from fedbraid.loop import Work
 
 
 def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:

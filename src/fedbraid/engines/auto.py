@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedbraid.core.rule import Gradient
 from fedbraid.data.batches import Plan, batch_sizes, step_counts
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import cache_folder, cpu_model
 from fedbraid.errors import EngineError
-from fedbraid.rule import Gradient
 
 if TYPE_CHECKING:
+    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.loop import Work
 
 log = logging.getLogger("fedbraid")
 

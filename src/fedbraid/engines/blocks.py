@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.core.check import whole
+from fedbraid.core.gather import WIDE
+from fedbraid.core.rule import Gradient
 from fedbraid.engines.auto import WORTH, expected_seconds, guess
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
 from fedbraid.errors import ConfigError, EngineError, unknown
-from fedbraid.rule import Gradient
-from fedbraid.schedule import whole
-from fedbraid.server import WIDE
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.loop import Order
+    from fedbraid.engines.client import Order
 
 log = logging.getLogger("fedbraid")
 

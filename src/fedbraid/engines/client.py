@@ -11,14 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid import rng
+from fedbraid.core import rng
+from fedbraid.core.rule import Gradient, Local, Vectors, train
 from fedbraid.data.batches import Batch, Plan
-from fedbraid.link import Sender, Sizes, upload
-from fedbraid.rule import Gradient, Local, Vectors, train
+from fedbraid.links.link import Sender, Sizes, upload
 
 if TYPE_CHECKING:
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.loop import Algorithm, Order, Work
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Setup:
     seed: int
     cohort: int = 1  # about how many clients train at a time
     visits: int = 0  # and in the whole run, to choose what is worth preparing
+
+
+@dataclass
+class Order:
+    """What a block of clients is told: the version they train from and what they remember."""
+
+    version: int
+    clients: NDArray[np.int64]
+    down: Vectors  # x and what else was sent, [d] each
+    memory: Vectors  # [m, ·]
 
 
 @dataclass

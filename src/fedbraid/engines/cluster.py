@@ -24,14 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
-from fedbraid.rule import Gradient, Vectors
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.loop import Order
+    from fedbraid.engines.client import Order
 
 WAVE_BYTES = 2**30  # about how much may come back at a time
 RETRIES = 20  # lives of a block before its deaths are taken for its own fault
@@ -232,7 +232,7 @@ def _block(
     backend: str,
 ) -> dict[str, Any]:
     """One block of clients, on whichever worker Ray chose."""
-    from fedbraid.loop import Order
+    from fedbraid.engines.client import Order
 
     setup, grad = _opened(key, parcel, backend)
     order = Order(version, np.array(clients), _tensors(down), _tensors(memory))

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import check_counts, gradient
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
-from fedbraid.rule import Gradient, Vectors
 
 if TYPE_CHECKING:
-    from fedbraid.loop import Order
+    from fedbraid.engines.client import Order
 
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
@@ -183,7 +183,7 @@ def _shared(*shape: int) -> Tensor:
 
 def _work(setup: Setup, grad: Gradient, shared: _Shared, pipe: Connection, others: list[Connection]) -> None:
     """A worker's life: take a block, train it, write its rows, say so."""
-    from fedbraid.loop import Order
+    from fedbraid.engines.client import Order
 
     torch.set_num_threads(1)
     for other in others:

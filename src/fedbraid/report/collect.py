@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbraid import stats
-from fedbraid.checkpoint import Folder, Record
-from fedbraid.compare import FAILED
-from fedbraid.compare import FILE as COMPARE
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
+from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.study import stats
+from fedbraid.study.compare import FAILED
+from fedbraid.study.compare import FILE as COMPARE
 
 if TYPE_CHECKING:
-    from fedbraid.report.known import Known
+    from fedbraid.run.known import Known
 
 NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
 
@@ -82,10 +82,10 @@ class Collection:
 
     def _flops(self, group: Group) -> list[list[float] | None]:
         """FLOPs by step, where the task is known and the algorithm can be built again."""
-        from fedbraid import flops
-        from fedbraid.loop import Work
+        from fedbraid.core.work import Work
         from fedbraid.parse import evaluate
-        from fedbraid.runs import algorithm_from
+        from fedbraid.run.simulate import algorithm_from
+        from fedbraid.study import flops
 
         visit = None
         if self.known is not None and group.config["algorithm"] is not None:
@@ -233,7 +233,7 @@ def _task_name(run: Stored) -> str:
 def _known(run: Stored) -> tuple[Known | None, str]:
     """What is known of the task, or why nothing is."""
     from fedbraid.data import tasks
-    from fedbraid.report import known
+    from fedbraid.run import known
 
     if run.config["task"] is None:
         found = known.noted(Folder(run.path))

@@ -6,9 +6,9 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from fedbraid.checkpoint import Record
 from fedbraid.errors import MissingExtra
-from fedbraid.stats import METRICS
+from fedbraid.run.checkpoint import Record
+from fedbraid.study.stats import METRICS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 DASHES = ("-", "--", ":", "-.")

@@ -6,13 +6,13 @@ import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbraid import stats
 from fedbraid.errors import MissingExtra, RunError
-from fedbraid.metrics import Record, format_bytes, format_share
 from fedbraid.report.figure import figure
+from fedbraid.run.metrics import Record, format_bytes, format_share
+from fedbraid.study import stats
 
 if TYPE_CHECKING:
-    from fedbraid.runs import Result
+    from fedbraid.run.simulate import Result
 
 
 def flat(history: Sequence[Record]) -> list[Record]:
@@ -46,7 +46,7 @@ def to_polars(history: Sequence[Record]) -> Any:
 
 def plot(result: Result, metric: str | None = None, axis: str = "step") -> Any:
     """A matplotlib figure of one measurement over what was spent."""
-    from fedbraid import flops
+    from fedbraid.study import flops
 
     key = metric or stats.judged_by([stats.Runs("", [0], [result.history], [None])]) or "train_loss"
     spent = None

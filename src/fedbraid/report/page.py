@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid import recipe, stats
-from fedbraid.checkpoint import Folder, Record
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.report.collect import Collection, Group
+from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.study import recipe, stats
 
 EVERY = 1500  # milliseconds between two looks at a run that goes on
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 
-from fedbraid import stats
-from fedbraid.checkpoint import Record
 from fedbraid.report.collect import Collection
+from fedbraid.run.checkpoint import Record
+from fedbraid.study import stats
 
 
 def as_csv(found: Collection) -> str:

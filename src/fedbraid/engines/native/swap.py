@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedbraid.codec import Codec
-from fedbraid.codecs.fp16 import Fp16
-from fedbraid.codecs.symmetric import Symmetric
+from fedbraid.core.layout import Layout
+from fedbraid.core.rows import Ids, Rows
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
-from fedbraid.layout import Layout
-from fedbraid.store import Ids, Rows
+from fedbraid.links.codec import Codec
+from fedbraid.links.fp16 import Fp16
+from fedbraid.links.symmetric import Symmetric
 
 SOURCE = r"""
 #include <algorithm>

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fedbraid.layout import Layout
+from fedbraid.core.layout import Layout
 
 Shape = tuple[int, ...]
 

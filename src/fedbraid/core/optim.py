@@ -1,0 +1,256 @@
+"""Optimisers as formulas: update U, track T, inverse I.
+
+On the server an optimiser tracks the pseudo-gradient and then steps with what it tracked. On clients
+(FedGBO, Mimelite) U applies statistics that stay fixed all round; MFL tracks on the client. Directions
+point downhill against x, without the learning rate: the caller does x ← x − lr · direction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbraid.core.gather import Info, Tree, native
+from fedbraid.core.layout import Layout
+from fedbraid.core.rule import Vectors
+from fedbraid.core.transform import Transform
+from fedbraid.engines.native.moments import moments
+from fedbraid.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """Plain SGD, and the base of the others."""
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "beta1", "beta2"):
+            value = getattr(self, name, 0.0)
+            if not 0 <= value < 1:
+                raise ConfigError(f"{name}={value} is no decay rate; use 0 <= {name} < 1")
+        if getattr(self, "eps", 1.0) <= 0:
+            raise ConfigError(f"eps={getattr(self, 'eps', None)} may divide by zero; use eps > 0")
+
+    def init(self, x: Tensor) -> Vectors:
+        """The statistics before the first step."""
+        return {}
+
+    def apply(self, g: Tensor, s: Vectors) -> Tensor:
+        """−U(g, s)/η: the direction with statistics that do not follow g."""
+        return g
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        """T(g, s)."""
+        return s
+
+    def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        """The direction with statistics that already follow g; T counts steps from 1."""
+        return g
+
+    def follow(self, g: Tensor, s: Vectors, T: int) -> tuple[Tensor, Vectors]:
+        """Track g, then step with what was tracked."""
+        s = self.track(g, s)
+        return self.step(g, s, T), s
+
+    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
+        """I: the mean gradient behind `move` = (x_t − x_{t+1})/(ηK), made with statistics s."""
+        return move
+
+
+@dataclass(frozen=True)
+class Momentum(Optimiser):
+    """b ← βb + G; the direction is b."""
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ConfigError(f"momentum={self.beta} never forgets; use 0 <= momentum < 1")
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"b": torch.zeros_like(x)}
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        return {"b": self.beta * s["b"] + g}
+
+    def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        return s["b"]
+
+
+@dataclass(frozen=True)
+class SGDm(Optimiser):
+    """m ← βm + (1−β)g; the direction is m."""
+
+    beta: float = 0.9
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"m": torch.zeros_like(x)}
+
+    def apply(self, g: Tensor, s: Vectors) -> Tensor:
+        return self.beta * s["m"] + (1 - self.beta) * g
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        return {"m": self.beta * s["m"] + (1 - self.beta) * g}
+
+    def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        return s["m"]
+
+    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
+        return (move - self.beta * s["m"]) / (1 - self.beta)
+
+
+@dataclass(frozen=True)
+class RMSProp(Optimiser):
+    """v ← βv + (1−β)g²; the direction is g/(√v + ε)."""
+
+    beta: float = 0.99
+    eps: float = 1e-3
+    v0: float = 1.0
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"v": torch.full_like(x, self.v0)}
+
+    def apply(self, g: Tensor, s: Vectors) -> Tensor:
+        return g / (s["v"].sqrt() + self.eps)
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        return {"v": self.beta * s["v"] + (1 - self.beta) * g * g}
+
+    def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        return self.apply(g, s)
+
+    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
+        return move * (s["v"].sqrt() + self.eps)
+
+
+@dataclass(frozen=True)
+class Adam(Optimiser):
+    """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; the direction is m̂/(√v̂ + ε)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    v0: float = 0.0
+    corrected: bool = True  # divide the moments by 1 − βᵀ
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"m": torch.zeros_like(x), "v": torch.full_like(x, self.v0)}
+
+    def apply(self, g: Tensor, s: Vectors) -> Tensor:
+        return (self.beta1 * s["m"] + (1 - self.beta1) * g) / (s["v"].sqrt() + self.eps)
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        m = g.lerp(s["m"], self.beta1)
+        return {"m": m, "v": self.second(s["v"], g, m)}
+
+    def second(self, v: Tensor, g: Tensor, m: Tensor) -> Tensor:
+        return (self.beta2 * v).addcmul_(g, g, value=1 - self.beta2)
+
+    def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        root, scale = self._corrections(T)
+        return torch.div(s["m"], s["v"].sqrt().add_(self.eps * root)).mul_(scale)
+
+    def _corrections(self, T: int) -> tuple[float, float]:
+        """(r, c) for m̂/(√v̂ + ε) = c·m/(√v + rε)."""
+        if not self.corrected:
+            return 1.0, 1.0
+        root = math.sqrt(1 - self.beta2**T)
+        return root, root / (1 - self.beta1**T)
+
+    def follow(self, g: Tensor, s: Vectors, T: int) -> tuple[Tensor, Vectors]:
+        run = moments() if native(g) and type(self) in FUSED else None
+        if run is None:
+            return super().follow(g, s, T)
+        root, scale = self._corrections(T)
+        kind = FUSED.index(type(self))
+        m, v, direction = run(kind, g, s["m"], s["v"], self.beta1, self.beta2, self.eps * root, scale)
+        return direction, {"m": m, "v": v}
+
+    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
+        return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)
+
+
+@dataclass(frozen=True)
+class AdaBelief(Adam):
+    """As Adam, with the second moment of g − m."""
+
+    def second(self, v: Tensor, g: Tensor, m: Tensor) -> Tensor:
+        return self.beta2 * v + (1 - self.beta2) * (g - m) ** 2
+
+
+@dataclass(frozen=True)
+class Yogi(Adam):
+    """As Adam, with v ← v − (1−β₂)g²·sgn(v − g²)."""
+
+    def second(self, v: Tensor, g: Tensor, m: Tensor) -> Tensor:
+        return v - (1 - self.beta2) * g * g * torch.sign(v - g * g)
+
+
+@dataclass(frozen=True)
+class Adagrad(Adam):
+    """z ← z + G²; the direction is m/(√z + ε), and m is G while β₁ = 0."""
+
+    beta1: float = 0.0
+    beta2: float = 0.0  # not used: the second moment never forgets
+    corrected: bool = False
+
+    def second(self, v: Tensor, g: Tensor, m: Tensor) -> Tensor:
+        return v + g * g
+
+
+FUSED = (Adam, AdaBelief, Yogi, Adagrad)  # in the order of native/moments.py
+
+
+@dataclass(frozen=True)
+class Precondition(Transform):
+    """The server's optimiser: track the pseudo-gradient, replace it by the direction."""
+
+    optimiser: Optimiser
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.weight_decay < 0:
+            raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
+
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return {**self.optimiser.init(x), "T": 0}
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        g = u["delta"] if not self.weight_decay else u["delta"] + self.weight_decay * x
+        T, stats = s["T"] + 1, {k: v for k, v in s.items() if k != "T"}
+        direction, stats = self.optimiser.follow(g, stats, T)
+        return {**u, "delta": direction}, {**stats, "T": T}
+
+
+@dataclass(frozen=True)
+class TrustRatio(Transform):
+    """Lamb: per layer, scale the direction r by φ = ‖x‖/‖r‖, or 1 where either is 0."""
+
+    per_layer: bool = True
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        r = u["delta"].clone()
+        cuts = [(slot.offset, slot.end) for slot in info.layout] if self.per_layer else [(0, len(r))]
+        for lo, hi in cuts:
+            r[lo:hi] *= self.phi(x[lo:hi], r[lo:hi])
+        return {**u, "delta": r}, s
+
+    @staticmethod
+    def phi(x: Tensor, r: Tensor) -> float:
+        a, b = float(torch.linalg.vector_norm(x)), float(torch.linalg.vector_norm(r))
+        return a / b if a > 0 and b > 0 else 1.0
+
+
+SERVER: dict[str, type[Optimiser]] = {
+    "sgd": Optimiser, "adagrad": Adagrad, "adam": Adam, "adabelief": AdaBelief, "yogi": Yogi, "lamb": Adam,
+}  # fmt: skip
+
+CLIENT: dict[str, type[Optimiser]] = {"sgdm": SGDm, "rmsprop": RMSProp, "adam": Adam}
+
+
+def named(name: str, table: dict[str, type[Optimiser]]) -> type[Optimiser]:
+    if name not in table:
+        raise unknown("optimizer", name, table)
+    return table[name]

@@ -1,0 +1,104 @@
+"""topk(fraction): only the largest numbers travel, with where they are."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.core.layout import Layout
+from fedbraid.errors import ConfigError, WireError
+from fedbraid.links import _positions as positions
+from fedbraid.links.codec import F32, U8, Framed, checked, finite
+
+
+@dataclass(frozen=True, repr=False)
+class Topk(Framed):
+    """The ⌈fraction·d⌉ numbers of the whole vector that are largest in magnitude; the rest decode to 0.
+
+    values: "float32" or "float16". Of equal magnitudes, the first in the vector travel.
+
+    >>> Topk(0.01, values="float16")
+    topk(fraction=0.01, values='float16')
+    """
+
+    fraction: float
+    values: str = "float32"
+
+    kind: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise ConfigError(
+                f"topk(fraction={self.fraction!r}) is not a number; use one above 0 and up to 1"
+            )
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(
+                f"topk(fraction={self.fraction!r}) keeps nothing or more than all; use 0 < fraction <= 1"
+            )
+        if self.values not in ("float32", "float16"):
+            raise ConfigError(f"topk(values={self.values!r}) is not known; use 'float32' or 'float16'")
+
+    def kept(self, layout: Layout) -> int:
+        """⌈fraction·d⌉, as a person would count it: 0.07 of 100 is 7."""
+        return min(math.ceil(self.fraction * layout.size * (1 - 1e-12)), layout.size)
+
+    @property
+    def _type(self) -> str:
+        return "<f4" if self.values == "float32" else "<f2"
+
+    def _params(self) -> int:
+        return 32 if self.values == "float32" else 16
+
+    def _preamble(self, layout: Layout) -> bytes:
+        return struct.pack("<I", self.kept(layout))
+
+    def _body_size(self, layout: Layout) -> int:
+        k = self.kept(layout)
+        return k * np.dtype(self._type).itemsize + positions.size(k, layout.size)
+
+    def _to_body(self, v: F32, layout: Layout, seed: int) -> U8:
+        at = largest(v, self.kept(layout))
+        return np.concatenate([self._cast(v[at]).view(np.uint8), positions.pack(at, layout.size)])
+
+    def _from_body(self, body: U8, layout: Layout) -> F32:
+        k = self.kept(layout)
+        values, where = np.split(body, [k * np.dtype(self._type).itemsize])
+        kept = values.view(self._type).astype(np.float32)
+        finite(kept, "weight")
+        v = np.zeros(layout.size, np.float32)
+        v[positions.unpack(where, k, layout.size)] = kept
+        return v
+
+    def roundtrip(self, v: Tensor, layout: Layout, seeds: Sequence[int]) -> tuple[Tensor, list[int]]:
+        block = checked(v, layout)
+        out = np.zeros_like(block)
+        for row, kept in zip(block, out):
+            at = largest(row, self.kept(layout))
+            kept[at] = self._cast(row[at])
+        return torch.from_numpy(out), [self.size(layout)] * len(block)
+
+    def _cast(self, kept: F32) -> NDArray[Any]:
+        if self.values == "float16" and len(kept) and np.abs(kept).max() >= 65520:
+            raise WireError(f"{np.abs(kept).max():g} is beyond float16's 65504; use values='float32'")
+        return kept.astype(self._type)
+
+
+def largest(v: F32, k: int) -> NDArray[np.int64]:
+    """Where the k numbers of largest magnitude are, in order; of equals, the first."""
+    magnitude = np.abs(v)
+    if k == len(v):
+        return np.arange(k)
+    least = np.partition(magnitude, len(v) - k)[len(v) - k]
+    at = np.flatnonzero(magnitude >= least)
+    if len(at) > k:
+        ties = np.flatnonzero(magnitude[at] == least)
+        at = np.delete(at, ties[len(ties) - (len(at) - k) :])
+    return at

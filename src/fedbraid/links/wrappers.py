@@ -1,0 +1,124 @@
+"""of_weights(codec) and mixed(codec): what is encoded, and by whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from torch import Tensor
+
+from fedbraid.core.layout import Layout
+from fedbraid.errors import ConfigError
+from fedbraid.links.codec import Codec, kind_of
+from fedbraid.links.identity import Identity
+
+
+@dataclass(frozen=True, repr=False)
+class Wrapper(Codec):
+    """A codec that does as another one does."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise ConfigError(f"{self._name}({self.codec!r}) wraps a codec; pass one, such as uniform(4)")
+
+    @property
+    def weights(self) -> bool:
+        return self.codec.weights
+
+    @property
+    def lossless(self) -> bool:
+        return self.codec.lossless
+
+    @property
+    def unbiased(self) -> bool:
+        return self.codec.unbiased
+
+    def encode(self, v: Tensor, layout: Layout, seed: int = 0) -> bytes:
+        return self.codec.encode(v, layout, seed)
+
+    def decode(self, data: bytes, layout: Layout) -> Tensor:
+        return self.codec.decode(data, layout)
+
+    def roundtrip(self, v: Tensor, layout: Layout, seeds: Sequence[int]) -> tuple[Tensor, list[int]]:
+        return self.codec.roundtrip(v, layout, seeds)
+
+    def size(self, layout: Layout) -> int | None:
+        return self.codec.size(layout)
+
+
+@dataclass(frozen=True, repr=False)
+class OfWeights(Wrapper):
+    """The codec on the model's weights rather than on the update: the caller shifts by x on either side."""
+
+    @property
+    def weights(self) -> bool:
+        return True
+
+    def for_client(self, client: int) -> Codec:
+        inner = self.codec.for_client(client)
+        return inner if inner.weights else OfWeights(inner)
+
+    def quantises(self, client: int) -> bool:
+        return self.codec.quantises(client)
+
+
+@dataclass(frozen=True, repr=False)
+class Mixed(Wrapper):
+    """Some clients use the codec, the others send float32.
+
+    share: that part of the clients, evenly spaced by id. clients: these very ids. One of the two.
+
+    >>> [Mixed(Identity(), share=0.5).chosen(i) for i in range(4)]
+    [False, True, False, True]
+    """
+
+    share: float | None = None
+    clients: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.share is None) == (self.clients is None):
+            raise ConfigError(
+                f"mixed(share={self.share}, clients={self.clients}) wants exactly one of the two"
+            )
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise ConfigError(f"mixed(share={self.share!r}) is not a part of the clients; use 0 to 1")
+        if isinstance(self.codec.for_client(0), Mixed) or isinstance(self.codec, Mixed):
+            raise ConfigError(f"mixed({self.codec!r}) mixes twice; name one codec")
+        if self.clients is not None:
+            object.__setattr__(self, "clients", tuple(sorted({int(c) for c in self.clients})))
+
+    def chosen(self, client: int) -> bool:
+        """Whether this client uses the codec."""
+        if self.clients is not None:
+            return client in self._ids
+        return math.floor((client + 1) * self._part) > math.floor(client * self._part)
+
+    def for_client(self, client: int) -> Codec:
+        return self.codec if self.chosen(client) else self._plain
+
+    def quantises(self, client: int) -> bool:
+        return self.chosen(client) and self.codec.quantises(client)
+
+    def decode(self, data: bytes, layout: Layout) -> Tensor:
+        return (self._plain if kind_of(data) == Identity.kind else self.codec).decode(data, layout)
+
+    def size(self, layout: Layout) -> int | None:
+        return self.codec.size(layout)
+
+    @property
+    def _plain(self) -> Codec:
+        return OfWeights(Identity()) if self.weights else Identity()
+
+    @cached_property
+    def _part(self) -> Fraction:
+        return Fraction(self.share or 0).limit_denominator(1_000_000)
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(self.clients or ())

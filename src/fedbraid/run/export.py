@@ -1,0 +1,118 @@
+"""The final model for other programs: safetensors, TorchScript or ONNX."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fedbraid.data.task import Task
+from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
+from fedbraid.run.checkpoint import Folder, save_model
+from fedbraid.run.simulate import Result, task_of
+
+SUFFIXES = {".safetensors": "safetensors", ".pt": "torchscript", ".pts": "torchscript", ".onnx": "onnx"}
+FORMATS = ("safetensors", "torchscript", "onnx")
+
+
+def export(
+    source: Result | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    task: Task | None = None,
+) -> Path:
+    """Write the final model of a result or of a run folder; the format follows from the name unless given.
+
+    TorchScript and ONNX take inputs of any batch size. A folder whose task was made in Python needs `task` for them.
+    """
+    path = Path(path)
+    kind = format or SUFFIXES.get(path.suffix)
+    if kind is None:
+        raise ConfigError(f"{path.name!r} names no format; end it in {', '.join(SUFFIXES)}, or give one")
+    if kind not in FORMATS:
+        raise unknown("format", kind, FORMATS)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.touch()
+        if kind == "safetensors":
+            _safetensors(source, part)
+        else:
+            module, sample = _model(source, task)
+            (_torchscript if kind == "torchscript" else _onnx)(module, sample, part)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _safetensors(source: Result | str | os.PathLike[str], part: Path) -> None:
+    if isinstance(source, Result):
+        judged = source.algorithm.server.judged(source.state.x, source.state.server)
+        save_model(part, source.task.layout.views(judged))
+    else:
+        shutil.copyfile(_file(Folder(source)), part)
+
+
+def _file(folder: Folder) -> Path:
+    folder.config()
+    path = folder.path / "model.safetensors"
+    if not path.exists():
+        raise RunError(f"{folder.path} has no final model yet; end it with `fedbraid resume {folder.path}`")
+    return path
+
+
+def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[nn.Module, Tensor]:
+    """The module with its final weights, ready to judge, and three samples for it."""
+    if isinstance(source, Result):
+        module, task = source.model(), source.task
+    else:
+        folder = Folder(source)
+        path = _file(folder)
+        task = task or task_of(folder, folder.config())
+        tensors = load_file(path)
+        if set(tensors) != {s.name for s in task.layout}:
+            raise DataError(f"{path} holds another model than the task's; pass the task it was trained on")
+        x = torch.cat([tensors[s.name].flatten() for s in task.layout])
+        module = task.layout.load(task.module(), x)
+    sample = task.inputs[task.rows[:3]].cpu()
+    return module.cpu().eval(), sample if sample.is_floating_point() else sample.long()
+
+
+def _torchscript(module: nn.Module, sample: Tensor, part: Path) -> None:
+    with _quiet(), torch.no_grad():
+        traced = torch.jit.trace(module, (sample[:2],), check_trace=False)  # type: ignore[no-untyped-call]
+        if not torch.allclose(traced(sample), module(sample), atol=1e-5):
+            raise DataError(
+                "the model computes differently for other inputs, which a trace cannot hold; export safetensors"
+            )
+        traced.save(str(part))
+
+
+def _onnx(module: nn.Module, sample: Tensor, part: Path) -> None:
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtra("writing ONNX", "onnx") from error
+    axes = {"input": {0: "batch"}, "output": {0: "batch"}}
+    with _quiet():
+        torch.onnx.export(
+            module, (sample[:2],), str(part), dynamo=False, input_names=["input"], output_names=["output"], dynamic_axes=axes
+        )  # fmt: skip
+        onnx.checker.check_model(str(part))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch calls both formats old, but programs read them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,119 @@
+"""Where a step's replies come from: simulated jobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.layout import Layout
+from fedbraid.engines.client import Order
+from fedbraid.run.state import State
+from fedbraid.schedule import Tick
+
+if TYPE_CHECKING:
+    from fedbraid.engines.client import Engine, Reply
+
+
+class Source(Protocol):
+    """Where a step's replies come from: simulated jobs, or clients that are really apart."""
+
+    def opens(self, tick: Tick) -> None: ...
+
+    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
+        """In blocks with the versions they trained from, no client twice in one block."""
+
+    def closes(self, tick: Tick) -> None: ...
+
+
+class Jobs:
+    """Turns arrivals into replies. Jobs that are in flight from one version train as one block.
+
+    Results wait here until their client arrives; they can always be computed again from the versions
+    in `State.sent`, so they are not saved. A client that remembers something and returns within the
+    step it started in trains by itself, because what it remembers may still change in that step.
+    """
+
+    BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
+
+    def __init__(self, algorithm: Algorithm, layout: Layout, engine: Engine, concurrency: int) -> None:
+        width = sum(algorithm.uploads(layout).values()) * 4
+        row = algorithm.remembers(torch.zeros(layout.size), layout)
+        self.engine, self.ahead = engine, 0 < concurrency * width <= self.BUDGET
+        self.stateful = bool(row.keys() - {"held"})
+        self.blocks: dict[int, list[int]] = {}
+        self.ready: dict[int, dict[int, Reply]] = {}
+
+    def opens(self, tick: Tick) -> None:
+        """Note who started, before their replies are asked for."""
+        if self.ahead and not self.stateful:
+            self.blocks[tick.step] = list(dict.fromkeys(tick.started.tolist()))
+
+    def closes(self, tick: Tick) -> None:
+        """Note who is in flight from this step's version, and drop versions that nobody needs."""
+        if self.ahead and self.stateful:
+            done = Counter(tick.clients[tick.versions == tick.step].tolist())
+            flying = Counter(tick.started.tolist()) - done
+            self.blocks[tick.step] = list(flying)
+        for version in [v for v in self.blocks if v not in tick.live]:
+            del self.blocks[version]
+            self.ready.pop(version, None)
+
+    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
+        """The tick's replies in blocks with the versions they trained from, no client twice in one block."""
+        if not self.ahead:
+            for version, clients in _runs(tick):
+                for reply in self.engine.train(order(state, version, clients)):
+                    yield reply, np.full(len(reply.clients), version)
+            return
+        block: list[Reply] = []
+        versions: list[int] = []
+        seen: set[int] = set()
+        for client, version in zip(tick.clients.tolist(), tick.versions.tolist()):
+            if client in seen:
+                yield _join(block), np.array(versions)
+                block, versions, seen = [], [], set()
+            block.append(self._take(state, client, version))
+            versions.append(version)
+            seen.add(client)
+        yield _join(block), np.array(versions)
+
+    def _take(self, state: State, client: int, version: int) -> Reply:
+        if version not in self.blocks:
+            return next(iter(self.engine.train(order(state, version, np.array([client])))))
+        if version not in self.ready:
+            whole_block = order(state, version, np.array(self.blocks[version]))
+            self.ready[version] = {
+                int(c): reply.row(i)
+                for reply in self.engine.train(whole_block)
+                for i, c in enumerate(reply.clients)
+            }
+        return self.ready[version][client]
+
+
+def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Consecutive arrivals from one version, split where a client comes again."""
+    if tick.started is tick.clients:  # a round: all started from this version, and nobody twice
+        yield tick.step, tick.clients
+        return
+    run: list[int] = []
+    for i, client in enumerate(tick.clients.tolist()):
+        if run and (tick.versions[i] != tick.versions[i - 1] or client in run):
+            yield int(tick.versions[i - 1]), np.array(run)
+            run = []
+        run.append(client)
+    yield int(tick.versions[-1]), np.array(run)
+
+
+def _join(parts: list[Reply]) -> Reply:
+    return parts[0] if len(parts) == 1 else type(parts[0]).join(parts)
+
+
+def order(state: State, version: int, clients: NDArray[np.int64]) -> Order:
+    memory = {k: v.to(state.x.device) for k, v in state.clients.get(clients).items()}
+    return Order(version, clients, state.sent[version]["vectors"], memory)

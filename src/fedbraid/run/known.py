@@ -1,0 +1,90 @@
+"""What a report says of a task: who holds what, and what a sample costs.
+
+A task that can be loaded by name is loaded again. One that was made in Python is described in the run's
+folder when the run begins, in `task.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.errors import FedbraidError, RunError
+from fedbraid.run.checkpoint import Folder, Record
+
+if TYPE_CHECKING:
+    from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.work import Work
+    from fedbraid.data.task import Task
+
+FILE = "task.json"
+CLIENTS = 400  # columns of the partition picture
+SIZES = 100_000  # clients whose sizes are kept in a folder
+
+
+@dataclass(frozen=True)
+class Known:
+    """Facts of a task."""
+
+    partition: Record
+    sizes: NDArray[np.int64] | None
+    forward: float | None  # FLOPs per sample, where the model could be counted
+    parameters: int
+
+    def visits(self, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
+        """FLOPs of one visit of each client."""
+        from fedbraid.study import flops
+
+        if self.sizes is None or self.forward is None:
+            return None
+        return flops.of_sizes(self.sizes, self.forward, self.parameters, algorithm, work)
+
+
+def of_task(task: Task) -> Known:
+    from fedbraid.study import flops
+
+    try:
+        forward = flops.forward(task)
+    except Exception:  # torch's counter runs the user's own model in its own way, and may not get through
+        forward = None
+    return Known(_partition(task), task.sizes, forward, task.layout.size)
+
+
+def _partition(task: Task) -> Record:
+    from fedbraid.report.picture import label_counts
+
+    try:
+        counts = label_counts(task)
+    except FedbraidError as error:
+        return {"counts": None, "note": f"{error}."}
+    picked = np.linspace(0, len(counts) - 1, min(len(counts), CLIENTS)).round().astype(int)
+    some = "" if len(picked) == len(counts) else f"{len(picked)} of {len(counts)} clients are drawn. "
+    sizes = counts.sum(1)
+    note = f"{some}Clients hold {sizes.min()} to {sizes.max()} samples, {sizes.mean():.1f} on average."
+    return {"counts": counts[picked].tolist(), "clients": len(counts), "note": note}
+
+
+def note(folder: Folder, task: Task) -> None:
+    """Describe a task made in Python in the run's folder."""
+    if task.spec is not None:
+        return
+    known = of_task(task.to("cpu"))
+    sizes = None if known.sizes is None or len(known.sizes) > SIZES else known.sizes.tolist()
+    folder.write_json(FILE, vars(known) | {"sizes": sizes})
+
+
+def noted(folder: Folder) -> Known | None:
+    """What the run's folder says of its task, None where it says nothing."""
+    if not (folder.path / FILE).exists():
+        return None
+    said = folder.read_json(FILE)
+    try:
+        sizes = None if said["sizes"] is None else np.array(said["sizes"], np.int64)
+        return Known(dict(said["partition"]), sizes, said["forward"], int(said["parameters"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{folder.path / FILE} lacks or garbles {error}; remove it to report without the partition"
+        ) from error

@@ -1,0 +1,558 @@
+"""`simulate` and `resume`: whole runs, in memory or in a folder that can be continued."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedbraid import algorithms
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.gather import Mean
+from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.rule import Rule
+from fedbraid.core.transform import Pipeline, Scale
+from fedbraid.core.work import Work
+from fedbraid.data.task import Task
+from fedbraid.engines import choose
+from fedbraid.engines.client import Engine, Setup
+from fedbraid.errors import ConfigError, DataError, RunError
+from fedbraid.links import codecs
+from fedbraid.links.link import codec_of
+from fedbraid.parse import evaluate
+from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
+from fedbraid.run.database import Database
+from fedbraid.run.jobs import Jobs
+from fedbraid.run.known import note as note_task
+from fedbraid.run.state import State
+from fedbraid.run.step import advance
+from fedbraid.schedule import Buffered, Rounds, Schedule, clock
+
+log = logging.getLogger("fedbraid")
+
+
+class Callback(Protocol):
+    """Something that watches a run. Any of the three may be left out."""
+
+    def start(self, run: Run) -> None: ...
+
+    def step(self, record: Record, run: Run) -> bool | None:
+        """After each server step; True ends the run here."""
+
+    def end(self, result: Result) -> None: ...
+
+
+@dataclass
+class Options:
+    """How a run is watched and kept, none of which changes its numbers."""
+
+    evaluate_every: int | None = 1
+    evaluate_on: str = "test"
+    callbacks: Sequence[Any] = ()
+    store: str = "auto"
+    checkpoint_every: int = 1
+    layers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.evaluate_every is not None:
+            whole("evaluate_every", self.evaluate_every)
+        whole("checkpoint_every", self.checkpoint_every)
+        if self.evaluate_on not in ("test", "clients"):
+            raise ConfigError(f"evaluate_on={self.evaluate_on!r} is not known; use 'test' or 'clients'")
+        if self.store not in ("auto", "memory", "disk"):
+            raise ConfigError(f"store={self.store!r} is not known; use 'auto', 'memory' or 'disk'")
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    x: Tensor  # the final model, flat float32: the one the server would send out next
+    history: list[Record] = field(repr=False)  # one dict per server step
+    task: Task = field(repr=False)
+    state: State = field(repr=False)
+    algorithm: Algorithm = field(repr=False)
+    engine: str = ""
+    out: Path | None = None
+    work: Work | None = field(default=None, repr=False)
+
+    def model(self) -> nn.Module:
+        """The torch module with the final weights; FedDyn and AdaBest give the averaged model, which they evaluate."""
+        judged = self.algorithm.server.judged(self.state.x, self.state.server)
+        return self.task.layout.load(self.task.module(), judged)
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(r["bytes_up"] for r in self.history)
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(r["bytes_down"] for r in self.history)
+
+    def last(self, key: str) -> float | None:
+        """The latest value of a measurement, None where there was none."""
+        return next((r[key] for r in reversed(self.history) if key in r), None)
+
+    def __str__(self) -> str:
+        facts = {
+            "algorithm": self.algorithm.name or "custom",
+            "steps": self.state.t,
+            "accuracy": self.last("accuracy"),
+            "loss": self.last("loss"),
+            "bytes up": f"{self.bytes_up:,}",
+            "bytes down": f"{self.bytes_down:,}",
+            "engine": self.engine,
+        }
+        return "\n".join(f"{k:>10}  {v}" for k, v in facts.items() if v is not None)
+
+    def _repr_html_(self) -> str:
+        from fedbraid.report import notebook
+
+        return notebook.as_html(self)
+
+    def plot(self, metric: str | None = None, axis: str = "step") -> Any:
+        """A matplotlib figure of a measurement over "step", "bytes", "time" or "flops" (extra `plot`)."""
+        from fedbraid.report import notebook
+
+        return notebook.plot(self, metric, axis)
+
+    def to_pandas(self) -> Any:
+        """The history as a pandas frame, a row a step (extra `frames`)."""
+        from fedbraid.report import notebook
+
+        return notebook.to_pandas(self.history)
+
+    def to_polars(self) -> Any:
+        """The history as a polars frame, a row a step (extra `frames`)."""
+        from fedbraid.report import notebook
+
+        return notebook.to_polars(self.history)
+
+    def export(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
+        """Write the final model as safetensors, TorchScript or ONNX, by the file's name."""
+        from fedbraid.run.export import export
+
+        return export(self, path, format)
+
+
+@dataclass
+class Run:
+    """One run while it goes on."""
+
+    setup: Setup
+    schedule: Schedule
+    engine: Engine
+    options: Options
+    state: State
+    folder: Folder | None = None
+    checkpoint: Checkpoint | None = None
+    history: list[Record] = field(default_factory=list)
+    note: Record = field(default_factory=dict)
+
+    def go(self) -> Result:
+        """Run to the end, or from where the state stands."""
+        setup, task = self.setup, self.setup.task
+        concurrency = self.schedule.concurrency if isinstance(self.schedule, Buffered) else 0
+        jobs = Jobs(setup.algorithm, task.layout, self.engine, concurrency)
+        self._tell("start", self)
+        pending: list[Record] = []
+        for tick in self.schedule.ticks(task.clients, setup.seed, self._message()):
+            if tick.step < self.state.t:
+                jobs.opens(tick)
+                jobs.closes(tick)
+                continue
+            if self.note.get("stopped"):
+                break
+            before = self.state.x
+            self.state, record = advance(setup.algorithm, task, jobs, self.state, tick, setup.seed)
+            record |= self._measure(before)
+            answers = [hook(record, self) for hook in self._hooks("step")]
+            stop = any(answers)
+            if stop:
+                self.note = {"stopped": self.state.t}
+            pending.append(record)
+            if self.checkpoint is None:
+                self.history += pending
+                pending = []
+            elif (
+                stop
+                or self.state.t == self.schedule.steps
+                or self.state.t % self.options.checkpoint_every == 0
+            ):
+                self.checkpoint.commit(self.state, pending, self.note)
+                pending = []
+        return self._result()
+
+    def _measure(self, before: Tensor) -> Record:
+        t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
+        record: Record = {}
+        if self.options.layers:
+            moved = self.state.x - before
+            record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
+        for tree in self.state.server.values():
+            if isinstance(tree, dict) and isinstance(tree.get("h"), Tensor):
+                record["norm_h"] = float(tree["h"].norm())
+        if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
+            x = self.setup.algorithm.server.judged(self.state.x, self.state.server)
+            record |= judge(self.engine, task, x, self.options.evaluate_on)
+        return record
+
+    def _result(self) -> Result:
+        history = self.history if self.folder is None else list(self.folder.records())
+        x, task = self.state.x, self.setup.task
+        result = Result(
+            x,
+            history,
+            task,
+            self.state,
+            self.setup.algorithm,
+            self.engine.describe(),
+            self.folder.path if self.folder else None,
+            self.setup.work,
+        )
+        if self.folder is not None:
+            judged = self.setup.algorithm.server.judged(x, self.state.server)
+            save_model(self.folder.path / "model.safetensors", task.layout.views(judged))
+        self._tell("end", result)
+        return result
+
+    def _message(self) -> tuple[float, float]:
+        """Bytes down and up of one visit, for schedules that charge transfer time."""
+        layout, up = self.setup.task.layout, codec_of(self.setup.algorithm.up)
+        one = up.size(layout) or len(up.encode(torch.zeros(layout.size), layout))
+        wide = [w for w in self.setup.algorithm.uploads(layout).values() if w == layout.size]
+        return float(sum(self.state.sent[max(self.state.sent)]["sizes"].values())), float(one * len(wide))
+
+    def _hooks(self, name: str) -> list[Any]:
+        return [getattr(cb, name) for cb in self.options.callbacks if hasattr(cb, name)]
+
+    def _tell(self, name: str, subject: Any) -> None:
+        for hook in self._hooks(name):
+            hook(subject)
+
+
+def judge(engine: Engine, task: Task, x: Tensor, on: str = "test") -> Record:
+    """Loss and accuracy of a model on the pooled test set, or also by client."""
+    if task.test is None:
+        raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
+    losses, classes = engine.evaluate(x, *task.test)
+    record = {"loss": float(losses.double().mean())}
+    if on == "clients":
+        record["loss_clients"] = float(_by_client(losses, task).mean())
+    if classes is None:
+        return record
+    right = (classes == task.test[1]).double().cpu()
+    record["accuracy"] = float(right.mean())
+    if on == "clients":
+        shares = _by_client(right, task)
+        record["accuracy_clients"] = float(shares.mean())
+        record["accuracy_worst_tenth"] = float(np.sort(shares)[: max(1, len(shares) // 10)].mean())
+    return record
+
+
+def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
+    """The mean of a measurement over every client's test share, where it has one."""
+    assert task.test_offsets is not None
+    cuts, upto = task.test_offsets, np.concatenate([[0.0], np.cumsum(each.double().cpu().numpy())])
+    held = np.diff(cuts) > 0
+    means: NDArray[np.float64] = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
+    return means
+
+
+def simulate(
+    task: Task,
+    algorithm: Algorithm,
+    work: Work,
+    schedule: Schedule,
+    *,
+    seed: int = 0,
+    engine: str | Engine = "auto",
+    out: str | os.PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
+    progress: bool = False,
+    evaluate_every: int | None = 1,
+    evaluate_on: str = "test",
+    callbacks: Sequence[Any] = (),
+    store: str = "auto",
+    checkpoint_every: int = 1,
+    layers: bool = False,
+) -> Result:
+    """Train a task with an algorithm and return what came of it.
+
+    With `out`, every step is committed to that folder; a folder that holds the same run is continued.
+    `evaluate_every=None` skips evaluation. `store` says where per-client rows live: "memory", "disk",
+    or "auto", by size. `layers=True` records how far each layer moved. `checkpoint_every` commits less
+    often.
+    """
+    _check(task, algorithm, work, schedule)
+    seed, device = _seed(seed), _device(device)
+    if evaluate_on == "clients" and task.test_offsets is None:
+        raise ConfigError(
+            "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+        )
+    if progress:
+        from fedbraid.run.progress import Bar
+
+        callbacks = [*callbacks, Bar()]
+    options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers)
+    if (doubt := unproven(algorithm, schedule)) is not None:
+        log.warning(doubt)
+    folder = None if out is None else Folder(out)
+    _TASKS[id(task)] = task
+    known = folder.config() if folder is not None and folder.exists else None
+    if known is not None and engine == "auto":
+        engine = known.get("engine", "auto")
+    cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
+    task = task.to(device)
+    runner = choose(engine, task, work, cohort, schedule.steps)
+    setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
+    with _opened(runner, setup):
+        if folder is not None:
+            config = describe(setup, schedule, runner, options, device)
+            if known is None:
+                folder.create(config)
+                note_task(folder, task)
+            else:
+                _same(folder, known, config)
+        return _go(setup, schedule, runner, options, folder)
+
+
+def _go(setup: Setup, schedule: Schedule, runner: Engine, options: Options, folder: Folder | None) -> Result:
+    state = State.first(setup.algorithm, setup.task.layout, setup.task.initial(setup.seed), setup.seed)
+    run = Run(setup, schedule, runner, options, state, folder)
+    if folder is None:
+        with _spilled(state, options.store, setup.task.clients):
+            return run.go()
+    run.checkpoint = Checkpoint(folder, state, options.store, setup.task.clients)
+    try:
+        run.state, run.note = run.checkpoint.restore(state)
+        return run.go()
+    finally:
+        run.checkpoint.close()
+
+
+def resume(
+    out: str | os.PathLike[str],
+    *,
+    task: Task | None = None,
+    algorithm: Algorithm | None = None,
+    progress: bool = False,
+    callbacks: Sequence[Any] = (),
+) -> Result:
+    """Continue a run from its last committed step, to the very bits of one that was never stopped.
+
+    A task or algorithm of your own making must be given again; those that fedbraid can build from
+    `run.json` need not be.
+    """
+    folder = Folder(out)
+    config = folder.config()
+    try:
+        return simulate(
+            task or task_of(folder, config),
+            algorithm or _algorithm_of(folder, config),
+            evaluate(config["work"], {"Work": Work}, "work"),
+            evaluate(config["schedule"], SCHEDULES, "schedule"),
+            seed=config["seed"],
+            engine=config["engine"],
+            out=out,
+            device=config["device"],
+            progress=progress,
+            callbacks=callbacks,
+            **config["options"],
+        )
+    except (KeyError, TypeError) as error:
+        raise RunError(
+            f"{folder.path / 'run.json'} lacks or garbles {error}; restore it or start a new run"
+        ) from error
+
+
+# What run.json holds -------------------------------------------------------------------------------
+
+_TASKS: weakref.WeakValueDictionary[int, Task] = weakref.WeakValueDictionary()
+
+_DURATIONS = {
+    f.__name__: f
+    for f in (
+        clock.constant,
+        clock.halfnormal,
+        clock.lognormal,
+        clock.exponential,
+        clock.trace,
+        clock.classes,
+    )
+}
+SCHEDULES: dict[str, Any] = {
+    "Rounds": Rounds,
+    "Buffered": Buffered,
+    "bandwidth": clock.bandwidth,
+    **_DURATIONS,
+}
+
+
+def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options, device: str) -> Record:
+    """Everything that a run needs to be run again."""
+    from fedbraid import __version__
+
+    algorithm, task = setup.algorithm, setup.task
+    return {
+        "task": task.spec,
+        "task_name": task.name,
+        "data": task.fingerprint,
+        "clients": task.clients,
+        "parameters": task.layout.size,
+        "algorithm": algorithm.name or None,
+        "parts": parts(algorithm),
+        "work": repr(setup.work),
+        "schedule": repr(schedule),
+        "seed": setup.seed,
+        "engine": engine.describe(),
+        "device": device,
+        "options": {
+            "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "store": options.store,
+            "checkpoint_every": options.checkpoint_every, "layers": options.layers,
+        },
+        "versions": {
+            "fedbraid": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
+        },
+    }  # fmt: skip
+
+
+def parts(algorithm: Algorithm) -> Record:
+    """The five parts as text."""
+    return {name: repr(getattr(algorithm, name)) for name in ("rule", "gather", "server", "up", "down")}
+
+
+def _same(folder: Folder, known: Record, config: Record) -> None:
+    """Refuse to mix two runs in one folder."""
+    for key in ("data", "parts", "work", "schedule", "seed", "engine", "device"):
+        if known.get(key) != config[key]:
+            raise RunError(
+                f"{folder.path} holds a run of another configuration: its {key} is {known.get(key)!r}, not {config[key]!r};"
+                " choose another out= or remove the folder"
+            )
+
+
+def task_of(folder: Folder, config: Record) -> Task:
+    if config["task"] is not None:
+        from fedbraid.data import tasks
+
+        made: Task = tasks.reload(config["task"])
+        return made
+    for task in list(_TASKS.values()):
+        if task.fingerprint == config["data"]:
+            return task
+    raise RunError(
+        f"the task of {folder.path} was made in Python; pass it again: fb.resume({str(folder.path)!r}, task=task)"
+    )
+
+
+def _algorithm_of(folder: Folder, config: Record) -> Algorithm:
+    with suppress(ConfigError):  # a part in it may be the user's own
+        if config["algorithm"] is not None:
+            made = algorithm_from(config["algorithm"])
+            if parts(made) == config["parts"]:
+                return made
+    raise RunError(
+        f"the algorithm of {folder.path} was made in Python; pass it again: fb.resume({str(folder.path)!r}, algorithm=algorithm)"
+    )
+
+
+def algorithm_from(text: str) -> Algorithm:
+    """The algorithm that a text such as `fedshift(fedpaq(uniform(4)))` names."""
+    makers = {name: getattr(codecs, name) for name in codecs.__all__}
+    made = evaluate(text, {**algorithms.BUILDERS, **algorithms.WRAPPERS, **makers}, "algorithm")
+    if not isinstance(made, Algorithm):
+        raise ConfigError(f"{text!r} is no algorithm; `fedbraid list` shows what there is")
+    return made
+
+
+def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
+    """A caution where no paper defines an algorithm under asynchrony, else None."""
+    steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
+    plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
+    known = all(
+        isinstance(s, Scale) or (isinstance(s, Precondition) and isinstance(s.optimiser, Momentum))
+        for s in steps
+    )
+    if not schedule.asynchronous or (plain and known):
+        return None
+    return (
+        f"no paper defines {algorithm.name or 'this algorithm'} for stale updates; read its results with care"
+    )
+
+
+# Small things --------------------------------------------------------------------------------------
+
+
+def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
+    for value, kind in ((task, Task), (algorithm, Algorithm), (work, Work), (schedule, Schedule)):
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}."
+                " Give them in this order, builders called: fb.fedavg()"
+            )
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, np.integer):
+        return int(seed)
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ConfigError(f"seed={seed!r} is not a whole number; use one such as 0")
+    return seed
+
+
+def _device(device: str | torch.device) -> str:
+    """The device's name, once a number came back from it."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"device={str(device)!r} cannot compute here ({why}); use device='cpu'") from error
+    return str(device)
+
+
+def _cohort(schedule: Schedule, task: Task) -> int:
+    if isinstance(schedule, Rounds):
+        return (
+            len(schedule.clients[0]) if isinstance(schedule.clients, tuple) else schedule.cohort(task.clients)
+        )
+    return task.clients
+
+
+@contextmanager
+def _opened(engine: Engine, setup: Setup) -> Iterator[None]:
+    engine.open(setup)
+    try:
+        yield
+    finally:
+        engine.close()
+
+
+@contextmanager
+def _spilled(state: State, store: str, clients: int) -> Iterator[None]:
+    """Rows too many for memory go to a temporary file, where the run has no folder."""
+    limits = {name: row_limit(rows, store, clients) for name, rows in rows_of(state) if rows.row_bytes}
+    if all(limit is None for limit in limits.values()):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="fedbraid-") as scratch:
+        db = Database(Path(scratch) / "rows.db", max(rows.row_bytes for _, rows in rows_of(state)))
+        for name, rows in rows_of(state):
+            rows.attach(db, name, limits.get(name), alone=True)
+        try:
+            yield
+        finally:
+            db.close()

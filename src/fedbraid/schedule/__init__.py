@@ -1,0 +1,5 @@
+"""Who comes when: ticks of the server, and clocks of the clients."""
+
+from fedbraid.schedule.ticks import Buffered, Ints, Rounds, Schedule, Tick, buffered, immediate, rounds
+
+__all__ = ["Buffered", "Ints", "Rounds", "Schedule", "Tick", "buffered", "immediate", "rounds"]

@@ -1,0 +1,259 @@
+"""What a choice will cost before anything runs: server memory, bytes per round, client arithmetic.
+
+FLOPs follow FedGBO's eq. 22, N = K(B(fwd + bwd) + C|x|) + full gradients · n(fwd + bwd), with bwd = 2 fwd and
+a multiply-add as one operation, which is how its Tables 4 and 10 were counted. Bytes are those of messages
+that are really encoded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedbraid.algorithms.fedgbo import Fixed, Tracked
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.layout import Layout
+from fedbraid.core.optim import Adam, RMSProp, SGDm
+from fedbraid.core.rule import Chain, Local, Rule
+from fedbraid.core.work import Work
+from fedbraid.links import codecs
+from fedbraid.links.link import HiddenState, Sender, broadcast, catch_up, upload
+from fedbraid.models.linear import BagOfWords
+from fedbraid.run.checkpoint import rows_of
+from fedbraid.run.state import State
+
+PRECISIONS = {"fp32": codecs.identity(), "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": codecs.int4()}
+
+FIXED = {RMSProp: 5, SGDm: 5, Adam: 8}  # Table 9 of FedGBO, with the step itself (2) included
+MOVING = {RMSProp: 5, SGDm: 8, Adam: 11}
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """How many clients there are, how many take part in a round, and how many samples each holds on average."""
+
+    clients: int
+    per_round: int
+    samples: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one algorithm costs on one model."""
+
+    parameters: int
+    server_memory: dict[str, int]  # every client's last update, by precision
+    server_state: int  # what this algorithm really keeps on the server
+    client_state: int  # what each client keeps between its visits
+    up: dict[str, int]  # bytes per round, by name
+    down: dict[str, int]
+    flops: float  # per client and round
+    steps: float
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(self.up.values())
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(self.down.values())
+
+
+def estimate(
+    module: nn.Module, sample: Tensor, algorithm: Algorithm, work: Work, crowd: Crowd, buffers: str = "refuse"
+) -> Cost:
+    """The cost of a round of this algorithm, on this model and with one sample like this."""
+    layout = Layout.of(module, buffers)
+    x = layout.flatten(module)
+    state = State.first(algorithm, layout, x, 0)
+    server = sum(_bytes(tree) for tree in (state.x, state.gather, state.server, state.wire))
+    rows = {name: r.row_bytes for name, r in rows_of(state)}
+    server += sum(size * crowd.clients for name, size in rows.items() if name != "clients")
+    steps = local_steps(work, crowd.samples)
+    return Cost(
+        layout.size,
+        {name: codec.row_size(layout) * crowd.clients for name, codec in PRECISIONS.items()},
+        server,
+        rows["clients"],
+        uploads(algorithm, layout, x, state, crowd),
+        downloads(algorithm, layout, x, state, crowd),
+        client_flops(algorithm, work, forward_flops(module, sample), layout.size, crowd.samples),
+        steps,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """The bytes of the tensors in a tree of state; rows are counted apart."""
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    return sum(_bytes(v) for v in tree.values()) if isinstance(tree, dict) else 0
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+_ENCODED = 32  # clients whose messages are really encoded; the rest are counted at their mean
+
+
+def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd) -> dict[str, int]:
+    """Bytes that a round's cohort sends, by name."""
+    some = max(1, min(crowd.per_round, _ENCODED))
+    who = Sender(np.linspace(0, crowd.clients - 1, some).astype(np.int64), 0, 0)
+    noise = torch.Generator().manual_seed(0)
+    vectors = {
+        name: torch.randn(some, width, generator=noise) * 0.01 for name, width in a.uploads(layout).items()
+    }
+    memory = state.clients.get(who.clients.tolist())
+    _, _, sizes = upload(a.up, vectors, x[None], memory, who, layout)
+    return {name: round(float(lengths.mean()) * crowd.per_round) for name, lengths in sizes.items()}
+
+
+def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd) -> dict[str, int]:
+    """Bytes that a round's cohort receives, by name; with a hidden state, all packets since the last visit."""
+    noise = torch.randn(len(x), generator=torch.Generator().manual_seed(1)) * 0.01
+    vectors = {"x": x + noise, **a.server.send(state.server)}
+    _, _, sizes, _ = broadcast(a.down, vectors, state.wire, 0, 1, layout)
+    if isinstance(a.down, HiddenState):
+        missed = math.ceil(crowd.clients / crowd.per_round) * sum(sizes.values())
+        whole = len(vectors) * (codecs.identity().size(layout) or 0)
+        return {"x": int(catch_up(np.array([missed]), whole)[0]) * crowd.per_round}
+    return {name: size * crowd.per_round for name, size in sizes.items()}
+
+
+# Arithmetic ---------------------------------------------------------------------------------------
+
+
+def local_steps(work: Work, samples: float) -> float:
+    """K of a client with this many samples."""
+    if work.steps is not None:
+        return work.steps
+    return (work.epochs or 1) * (1 if work.batch is None else max(1, math.ceil(samples / work.batch)))
+
+
+def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samples: float) -> float:
+    """Eq. 22 for one client and round."""
+    both, ops = 3 * forward, operations(a, work)
+    seen = (
+        work.epochs * samples
+        if work.epochs is not None and work.steps is None
+        else (work.steps or 1) * (work.batch or samples)
+    )
+    steps = local_steps(work, samples)
+    return (
+        seen * both
+        + (steps * ops.per_step + ops.per_visit) * parameters
+        + ops.full_gradients * samples * both
+    )
+
+
+def forward_flops(module: nn.Module, sample: Tensor) -> float:
+    """Operations of a forward pass, per sample: torch's count of multiply-adds, added biases, and RNN gates."""
+    extra: list[float] = []
+    hooks = [m.register_forward_hook(lambda m, i, o: extra.append(_extra(m, i, o))) for m in module.modules()]
+    was, counter = module.training, FlopCounterMode(display=False)
+    module.eval()
+    try:
+        with torch.no_grad(), _plain_kernels(), counter:
+            module(sample if sample.is_floating_point() else sample.long())
+    finally:
+        module.train(was)
+        for hook in hooks:
+            hook.remove()
+    return (counter.get_total_flops() / 2 + sum(extra)) / len(sample)
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Without oneDNN, whose fused LSTM hides its products from the counter; its flags warn about GPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+def _extra(m: nn.Module, inputs: tuple[Any, ...], out: Any) -> float:
+    """What torch's counter leaves out."""
+    match m:
+        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if m.bias is not None:
+            return float(out.numel())
+        case nn.GRU() | nn.LSTM():  # gate sums and biases, the reset product, the mix of old and new
+            gates, rest = (3, 4) if isinstance(m, nn.GRU) else (4, 4)
+            per_gate = 3 if m.bias else 1
+            return float((gates * per_gate + rest) * out[0].numel() * m.num_layers)
+        case BagOfWords():  # counted as the dense layer on a bag of words that it stands for
+            vocab, classes = m.words.num_embeddings - 1, m.words.embedding_dim
+            return float(len(out) * (vocab + 1) * classes)
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Operations:
+    """A rule's arithmetic per parameter, and how many gradients over the whole local set it takes."""
+
+    per_step: float
+    per_visit: float
+    full_gradients: int
+
+
+class _Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the numbers that elementwise operations write, twice where they scale what they add."""
+
+    FREE = re.compile(
+        r"aten\.(_?to_copy|_unsafe_view|view|expand|clone|detach|repeat|zeros|ones|full|empty|alias|slice|select)"
+    )
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and not self.FREE.match(str(func)):
+            self.count += out.numel() * (1 if (kwargs or {}).get("alpha", 1) == 1 else 2)
+        return out
+
+
+def operations(a: Algorithm, work: Work) -> Operations:
+    """What a rule computes besides gradients: Table 9 for FedGBO's family, for others counted on 1,000 numbers."""
+    d, full = 1000, []
+    x, one = torch.zeros(d), torch.ones(1, 1)
+
+    def full_grad(y: Tensor) -> Tensor:
+        full.append(1)
+        return torch.ones(1, d)
+
+    layout = Layout.from_shapes([("w", (d,))])
+    down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout)).items()}
+    memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
+    loc = Local(x[None], down, memory, 0.1, one, one, 0, work.momentum, full_grad)
+    g, y = torch.ones(1, d), x[None].clone()
+    step, visit = _Elements(), _Elements()
+    with visit:
+        s = a.rule.start(loc)
+    with step:
+        _, s = a.rule.step(g, y, s, loc)
+    with visit:
+        a.rule.finish(y, s, loc)
+    extra = 2 * bool(work.momentum) + 2 * bool(work.weight_decay) + 3 * (work.clip is not None)
+    known = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
+    per_step = round(step.count / d) + 2 if known is None else known
+    return Operations(per_step + extra, round(visit.count / d), len(full))
+
+
+def _links(rule: Rule) -> Iterator[Rule]:
+    yield from rule.links if isinstance(rule, Chain) else (rule,)
+
+
+def _table9(rule: Rule) -> int | None:
+    table = FIXED if isinstance(rule, Fixed) else MOVING if isinstance(rule, Tracked) else {}
+    return table.get(type(rule.optimiser)) if isinstance(rule, Fixed | Tracked) else None

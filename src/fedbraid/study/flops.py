@@ -1,0 +1,43 @@
+"""The arithmetic of a run's clients, step by step, from who took part (see `cost` for how it is counted)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.work import Work
+from fedbraid.data.task import Task
+from fedbraid.run.metrics import Record
+from fedbraid.study.cost import client_flops, forward_flops
+
+_FORWARD: weakref.WeakKeyDictionary[Task, float] = weakref.WeakKeyDictionary()
+
+
+def forward(task: Task) -> float:
+    """FLOPs of a forward pass of the task's model, per sample."""
+    if task not in _FORWARD:
+        _FORWARD[task] = forward_flops(task.module(), task.inputs[task.rows[:1]])
+    return _FORWARD[task]
+
+
+def of_clients(task: Task, algorithm: Algorithm, work: Work) -> NDArray[np.float64]:
+    """FLOPs of one visit of each client."""
+    return of_sizes(task.sizes, forward(task), task.layout.size, algorithm, work)
+
+
+def of_sizes(
+    sizes: NDArray[np.int64], forward: float, parameters: int, algorithm: Algorithm, work: Work
+) -> NDArray[np.float64]:
+    """FLOPs of one visit of clients that hold this many samples."""
+    kinds, which = np.unique(sizes, return_inverse=True)
+    each = [client_flops(algorithm, work, forward, parameters, float(n)) for n in kinds]
+    return np.array(each)[which]
+
+
+def by_step(visit: NDArray[np.float64], history: Sequence[Record]) -> list[float]:
+    """FLOPs of each server step: those of all who handed in."""
+    return [float(visit[r["clients"]].sum()) for r in history]

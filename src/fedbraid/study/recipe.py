@@ -1,0 +1,122 @@
+"""A run's settings written down: as the sections of a file, as TOML, and as the command that runs it again."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from fedbraid.core.work import Work
+from fedbraid.parse import evaluate
+from fedbraid.run.metrics import Record
+from fedbraid.run.simulate import SCHEDULES
+from fedbraid.schedule import Buffered, Rounds, Schedule
+from fedbraid.schedule.clock import constant, halfnormal
+
+Sections = dict[str, dict[str, Any]]
+
+
+def sections(config: Record, target: float | None = None) -> Sections | None:
+    """The sections that `fedbraid run` takes for what a run.json says; None where only Python can."""
+    task, algorithm = config["task"], config["algorithm"]
+    schedule = _schedule(evaluate(config["schedule"], SCHEDULES, "schedule"), config["clients"])
+    if task is None or algorithm is None or schedule is None:
+        return None
+    options = config["options"]
+    run = {"seed": config["seed"], "device": config["device"], "target": target}
+    return {
+        "task": {"name": _task(task)},
+        "algorithm": {"name": algorithm},
+        "work": _work(evaluate(config["work"], {"Work": Work}, "work")),
+        "schedule": schedule,
+        "run": {k: v for k, v in run.items() if v not in (None, "cpu")}
+        | {k: v for k, v in options.items() if k in ("evaluate_every",) and v not in (None, 1)},
+    }
+
+
+def _task(spec: str) -> str:
+    """`load('digits', clients=100)` as `digits(clients=100)`."""
+    call = ast.parse(spec, mode="eval").body
+    assert isinstance(call, ast.Call)
+    name = ast.literal_eval(call.args[0])
+    return f"{name}({', '.join(ast.unparse(k) for k in call.keywords)})"
+
+
+def _work(work: Work) -> dict[str, Any]:
+    """What differs from the defaults of Work, and what those of the command line would change."""
+    said: dict[str, Any] = {
+        "lr": work.lr,
+        "momentum": work.momentum,
+        "batch": "full" if work.batch is None else work.batch,
+    }
+    said |= {"steps": work.steps} if work.steps is not None else {"epochs": work.epochs}
+    for f in fields(Work):
+        value = getattr(work, f.name)
+        if f.name not in ("lr", "momentum", "batch", "steps", "epochs") and value != f.default:
+            said[f.name] = value
+    return said
+
+
+def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
+    said: dict[str, Any] = {"rounds": schedule.steps}
+    match schedule:
+        case Rounds(clients=tuple()):
+            return None
+        case Rounds():
+            whole = isinstance(schedule.clients, float) and schedule.clients == 1
+            said["per_round"] = clients if whole else schedule.clients
+            said |= {"over": schedule.over} if schedule.over != 1 else {}
+            said |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
+            plain: Any = constant()
+        case Buffered():
+            if not isinstance(schedule.arrivals, str):
+                return None
+            said |= {
+                "buffer": schedule.buffer,
+                "concurrency": schedule.concurrency,
+                "arrivals": schedule.arrivals,
+            }
+            plain = halfnormal()
+        case _:
+            return None
+    if schedule.durations != plain:
+        said["durations"] = repr(schedule.durations)
+    if schedule.bandwidth is not None:
+        said["bandwidth"] = repr(schedule.bandwidth)
+    return said
+
+
+def command(said: Mapping[str, Mapping[str, Any]], seeds: Sequence[int] = ()) -> str:
+    """The command line for these sections; with several seeds, a loop over them."""
+    words = ["fedbraid", "run", said["task"]["name"], said["algorithm"]["name"]]
+    for key, value in said["task"].items():
+        words += [] if key == "name" else [f"--{key.replace('_', '-')}", str(value)]
+    for key, value in said["algorithm"].items():
+        words += [] if key == "name" else ["-a", f"{key}={value}"]
+    for section in ("work", "schedule", "run"):
+        for key, value in said.get(section, {}).items():
+            if not (key == "seed" and len(seeds) > 1):
+                words += [f"--{key.replace('_', '-')}", str(value)]
+    line = shlex.join(words)
+    if len(seeds) < 2:
+        return line
+    return f"for seed in {' '.join(map(str, seeds))}; do {line} --seed $seed; done"
+
+
+def toml(said: Mapping[str, Mapping[str, Any]]) -> str:
+    """The sections as a file for `fedbraid run`."""
+    lines = []
+    for section, values in said.items():
+        if values:
+            lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'

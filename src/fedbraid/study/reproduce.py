@@ -1,0 +1,487 @@
+"""A paper's experiments: grids of named cells, run once each, resumable, and tables made from what came out.
+
+`experiments/PAPER/grid.py` defines `cells()`, a list of `Cell`, the most telling first, and `report(done)`,
+which gives tables by name and draws pictures. Each finished cell is one line in `results/PART.jsonl`; a cell
+in progress lives in its run folder and resumes from there. Workers claim cells by a file lock, so several
+commands may share a grid, and a killed one leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import math
+import multiprocessing as mp
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from fedbraid.core.work import Work
+from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
+from fedbraid.schedule import Schedule
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+    from fedbraid.run.simulate import Run
+
+Line = dict[str, Any]  # what came of a cell
+ENGINE = "in_process(threads=1)"
+DIGITS = 6  # significant digits of what is kept
+TOTALS = ("bytes_up", "bytes_down", "bytes_broadcast", "flops")  # kept as sums since the start
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid. The first word of its name is its part: `mnist/LQ-1/fedavg/seed 42`."""
+
+    name: str
+    task: str | Callable[[], Task]  # a `Task.spec`, or a function of the grid that makes one
+    algorithm: str
+    work: Work
+    schedule: Schedule
+    seed: int = 42
+    every: int = 1  # test the model every so many steps ...
+    last: int = 0  # ... and at each of the last ones
+    keep: tuple[str, ...] = (
+        "accuracy",
+        "loss",
+    )  # measurements to keep, at the steps where the model was tested
+    target: float | None = None  # stop at the first test of at least this accuracy
+
+    @property
+    def part(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def effort(self) -> float:
+        """Local steps or epochs, for the time left."""
+        return float(self.schedule.steps * (self.work.steps or self.work.epochs or 1))
+
+    @property
+    def key(self) -> str:
+        """A short hash of the settings, so that a changed cell does not continue an old run."""
+        text = json.dumps([self.settings(), self.every, self.last])
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    def settings(self) -> Line:
+        """Everything that decides what comes out."""
+        task = self.task if isinstance(self.task, str) else f"{self.task.__name__}()"
+        return {
+            "task": task, "algorithm": self.algorithm, "work": repr(self.work), "schedule": repr(self.schedule), "seed": self.seed,
+        } | ({} if self.target is None else {"target": self.target})  # fmt: skip
+
+
+class Grid(Protocol):
+    """What a grid.py defines."""
+
+    def cells(self) -> list[Cell]: ...
+
+    def report(self, done: Mapping[str, Line]) -> dict[str, str]: ...
+
+
+# Grids ----------------------------------------------------------------------------------------------
+
+
+def papers(home: Path) -> list[str]:
+    """The papers that have a grid."""
+    return sorted(path.parent.name for path in home.glob("*/grid.py"))
+
+
+def find_home(given: Path | None) -> Path:
+    """The folder of experiments: the one given, the working directory's, or the repository's."""
+    places = [given] if given else [Path("experiments"), Path(__file__).parents[2] / "experiments"]
+    for place in places:
+        if papers(place):
+            return place
+    raise ConfigError(
+        f"no experiments in {places[0]}; run this in a clone of the repository or give --experiments DIR"
+    )
+
+
+def load(home: Path, paper: str) -> Grid:
+    """A paper's grid, its cells named apart."""
+    if paper not in papers(home):
+        raise unknown("paper", paper, papers(home))
+    path = home / paper / "grid.py"
+    spec = importlib.util.spec_from_file_location(f"fedbraid_grid_{paper}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    names = [cell.name for cell in module.cells()]
+    if twice := {n for n in names if names.count(n) > 1}:
+        raise ConfigError(f"{path} has two cells named {min(twice)!r}; name them apart")
+    return cast(Grid, module)
+
+
+def choose(cells: list[Cell], part: str | None = None, pattern: str | None = None) -> list[Cell]:
+    """The cells of a part, or whose names match a glob."""
+    if part is not None and part not in {c.part for c in cells}:
+        raise unknown("part", part, {c.part for c in cells})
+    chosen = [c for c in cells if part in (None, c.part) and fnmatchcase(c.name, pattern or "*")]
+    if not chosen:
+        raise ConfigError(f"no cell matches {pattern!r}; --list shows them all")
+    return chosen
+
+
+# Results --------------------------------------------------------------------------------------------
+
+
+class Book:
+    """The lines of finished cells, a file a part."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read: tuple[list[tuple[Path, int]], dict[str, Line]] = ([], {})
+
+    def lines(self) -> dict[str, Line]:
+        """The latest line of every cell; one still being written is left out."""
+        files = [(path, path.stat().st_size) for path in sorted(self.folder.glob("*.jsonl"))]
+        if files != self._read[0]:  # lines are only ever added
+            self._read = (files, self._parse([path for path, _ in files]))
+        return self._read[1]
+
+    def _parse(self, files: list[Path]) -> dict[str, Line]:
+        found: dict[str, Line] = {}
+        for path in files:
+            for number, text in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+                if not text.endswith(b"\n"):
+                    continue
+                try:
+                    line = json.loads(text)
+                    found[line["cell"]] = line
+                except (ValueError, KeyError, TypeError) as error:
+                    raise RunError(f"{path} line {number} is damaged ({error}); remove that line") from error
+        return found
+
+    def done(self, cells: Iterable[Cell]) -> dict[str, Line]:
+        """The lines of these cells, left out where the grid has changed since."""
+        lines = self.lines()
+        return {c.name: lines[c.name] for c in cells if c.name in lines and same(lines[c.name], c)}
+
+    def append(self, part: str, line: Line) -> None:
+        """Add a line whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"{part}.jsonl", "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)  # the tail of a writer that was killed
+            file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def same(line: Line, cell: Cell) -> bool:
+    """Whether a line came from this very cell."""
+    return all(line.get(key) == value for key, value in cell.settings().items())
+
+
+# Running --------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Tests the model where a cell wants it, and stops when whoever started the worker has gone."""
+
+    def __init__(self, cell: Cell, parent: int | None) -> None:
+        self.cell, self.parent = cell, parent
+        self.seen: list[Line] = []
+
+    def step(self, record: Line, run: Run) -> bool:
+        from fedbraid.run.simulate import judge
+
+        if self.parent is not None and os.getppid() != self.parent:
+            raise KeyboardInterrupt
+        t, end = record["step"], run.schedule.steps
+        if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
+            x = run.setup.algorithm.server.judged(run.state.x, run.state.server)
+            record.update(judge(run.engine, run.setup.task, x))
+            if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
+                task = run.setup.task
+                _, classes = run.engine.evaluate(x, *task.test)  # type: ignore[misc]
+                record["predicted"] = (
+                    None if classes is None else classes.bincount(minlength=task.classes).tolist()
+                )
+        self.seen.append(record)
+        return self.cell.target is not None and record.get("accuracy", 0.0) >= self.cell.target
+
+
+@lru_cache(maxsize=1)
+def _task(make: str | Callable[[], Task]) -> Task:
+    from fedbraid.data import tasks
+
+    return tasks.reload(make) if isinstance(make, str) else make()
+
+
+def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
+    """Run a cell in its folder, or continue it, and give its line."""
+    from fedbraid.run.checkpoint import Folder
+    from fedbraid.run.simulate import algorithm_from, simulate
+    from fedbraid.study.flops import by_step, of_clients
+
+    begun, stopped, judge = time.process_time(), None, Judge(cell, parent)
+    task, algorithm = _task(cell.task), algorithm_from(cell.algorithm)
+    try:
+        simulate(
+            task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
+            evaluate_every=None, callbacks=[judge], checkpoint_every=max(1, min(50, cell.schedule.steps // 4)),
+            layers="moved" in cell.keep,
+        )  # fmt: skip
+    except Diverged as error:
+        stopped = str(error)
+    kept = list(Folder(out).records())
+    history = kept + [
+        r for r in judge.seen if r["step"] > len(kept)
+    ]  # a run that diverged did not commit all
+    if "flops" in cell.keep:
+        for record, flops in zip(history, by_step(of_clients(task, algorithm, cell.work), history)):
+            record["flops"] = flops
+    line: Line = {"cell": cell.name, **cell.settings(), "steps": len(history)}
+    line |= {key: sum(r[key] for r in history) for key in ("bytes_up", "bytes_down", "bytes_broadcast")}
+    line |= {"seconds": round(time.process_time() - begun, 1), "diverged": stopped}
+    for key in set(TOTALS) & set(cell.keep):
+        for record, total in zip(history, accumulate(r[key] for r in history)):
+            record[key] = total
+    judged = [r for r in history if "loss" in r] if stopped is None else history
+    line["curve"] = {key: [_short(r.get(key)) for r in judged] for key in ("step", *cell.keep)}
+    return line
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return {k: _short(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Whether this process is the one that runs a cell; the lock goes with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def work(
+    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None,
+    after: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Run those of the named cells that nobody has run or is running."""
+    import torch
+
+    torch.set_num_threads(1)
+    by_name = {cell.name: cell for cell in load(home, paper).cells()}
+    book = Book(home / paper / "results")
+    waiting = list(names)
+    try:
+        while waiting:  # what another process holds is looked at again: it may be killed
+            taken = []
+            for name in waiting:
+                cell = by_name[name]
+                out = runs / paper / f"{slug(name)}-{cell.key}"
+                with _claimed(runs / paper / f"{out.name}.lock") as mine:
+                    if not mine:
+                        taken.append(name)
+                    elif not book.done([cell]):
+                        book.append(cell.part, run(cell, out, parent))
+                        shutil.rmtree(out)
+                        after()
+            if waiting := taken:
+                time.sleep(0.5)
+    except FedbraidError as error:
+        if told is None:
+            raise
+        told.put(f"{name}: {error}")
+    except KeyboardInterrupt:
+        if told is None:
+            raise
+
+
+def slug(name: str) -> str:
+    """A cell's name as the name of a folder.
+
+    >>> slug("mnist/LQ-1/fedavg/seed 42")
+    'mnist--LQ-1--fedavg--seed_42'
+    """
+    return "".join(c if c.isalnum() or c in "-_.=" else "_" for c in name.replace("/", "--"))
+
+
+Tell = Callable[[int, int, float | None], None]  # cells done, cells in all, seconds left
+
+
+class Pace:
+    """Tells how many cells are done, and by the effort of those done since the start how long the rest takes."""
+
+    def __init__(self, book: Book, cells: list[Cell], tell: Tell) -> None:
+        self.book, self.cells, self.tell = book, cells, tell
+        self.done, self.begun = book.done(cells), time.monotonic()
+        self.first = self._effort()
+        tell(len(self.done), len(cells), None)
+
+    def _effort(self) -> float:
+        return sum(c.effort for c in self.cells if c.name in self.done)
+
+    def look(self) -> None:
+        before, self.done = len(self.done), self.book.done(self.cells)
+        if len(self.done) > before:
+            effort = self._effort()
+            pace = (time.monotonic() - self.begun) / max(effort - self.first, 1.0)
+            left = pace * (sum(c.effort for c in self.cells) - effort)
+            self.tell(len(self.done), len(self.cells), left)
+
+
+def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell: Tell) -> None:
+    """Run what is missing of these cells, in this process or in several of one thread each."""
+    pace = Pace(Book(home / paper / "results"), cells, tell)
+    left = [c.name for c in cells if c.name not in pace.done]
+    if not left:
+        return
+    if workers == 1:
+        work(home, paper, left, runs, None, after=pace.look)
+        return
+    context = mp.get_context("spawn")
+    told = context.Queue()
+    crew = [
+        context.Process(target=work, args=(home, paper, left, runs, os.getpid(), told), daemon=True)
+        for _ in range(min(workers, len(left)))
+    ]
+    for process in crew:
+        process.start()
+    try:
+        while any(process.is_alive() for process in crew) and told.empty():
+            time.sleep(0.5)
+            pace.look()
+        if not told.empty():
+            raise EngineError(f"a cell could not be run: {told.get()}")
+        if bad := [process.exitcode for process in crew if process.exitcode]:
+            raise EngineError(
+                f"a worker ended with code {bad[0]}; the same command continues where it stopped"
+            )
+    finally:
+        for process in crew:
+            process.terminate()
+            process.join()
+
+
+# Tables and pictures --------------------------------------------------------------------------------
+
+
+def report(home: Path, paper: str) -> list[str]:
+    """Make tables and pictures anew from the results alone; gives the names of the tables."""
+    grid = load(home, paper)
+    tables = grid.report(Book(home / paper / "results").done(grid.cells()))
+    fill(home / paper / "README.md", tables)
+    return list(tables)
+
+
+def fill(page: Path, tables: Mapping[str, str]) -> None:
+    """Put tables between their marks, `<!-- table NAME -->` and `<!-- end -->`."""
+    text = page.read_text()
+    for name, table in tables.items():
+        mark = f"<!-- table {name} -->\n"
+        head, found, rest = text.partition(mark)
+        _, end, tail = rest.partition("<!-- end -->")
+        if not (found and end):
+            raise ConfigError(f"{page} has no place for table {name!r}; add {mark.strip()} and <!-- end -->")
+        text = f"{head}{mark}\n{table.strip()}\n\n{end}{tail}"
+    page.write_text(text)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text.
+
+    >>> print(markdown(["method", "ours"], [["fedavg", "1.0"]]))
+    | method | ours |
+    | :-- | --: |
+    | fedavg | 1.0 |
+    """
+    lines = [list(head), [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(values: Sequence[float], digits: int = 1, scale: float = 1.0) -> str:
+    """Mean and standard deviation; one value alone, and a dash for none.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([0.5], 1, 100), spread([])
+    ('2.0 ± 1.0', '50.0', '–')
+    """
+    if not values:
+        return "–"
+    mean = f"{scale * statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {scale * statistics.stdev(values):.{digits}f}"
+
+
+def tail(line: Line, count: int, key: str = "accuracy") -> float:
+    """The mean of a measurement over the last so many steps."""
+    end = max(line["curve"]["step"], default=0)
+    values = [
+        v
+        for s, v in zip(line["curve"]["step"], line["curve"][key])
+        if s > end - count and isinstance(v, float)
+    ]
+    return statistics.fmean(values) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of a picture: curves of (label, x, y), the same label keeping its colour over panels."""
+
+    title: str
+    curves: Sequence[tuple[str, Sequence[float], Sequence[float]]]
+    x: str = "round"
+    y: str = "test accuracy"
+    log: bool = False
+    limits: tuple[float, float] | None = None
+
+
+def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
+    """Panels side by side as a PNG, one legend for all; those without a curve are left out."""
+    panels = [panel for panel in panels if panel.curves]
+    if not panels:
+        return
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtra("drawing pictures", "plot") from error
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(panels))
+    height = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.8 * height + 0.6), layout="constrained")
+    axes = figure.subplots(height, columns, squeeze=False).flat
+    labels = list(dict.fromkeys(curve[0] for panel in panels for curve in panel.curves))
+    colours = {label: f"C{i % 10}" for i, label in enumerate(labels)}
+    handles: dict[str, Any] = {}
+    for axis, panel in zip(axes, panels):
+        for label, x, y in panel.curves:
+            style = "--" if labels.index(label) >= 10 else "-"
+            (handles[label],) = axis.plot(x, y, style, color=colours[label], linewidth=1.2)
+        axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        if panel.log:
+            axis.set_yscale("log")
+        if panel.limits is not None:
+            axis.set_ylim(*panel.limits)
+        axis.grid(alpha=0.3)
+    for axis in list(axes)[len(panels) :]:
+        axis.set_visible(False)
+    wide = min(2 * columns, 5, len(handles) or 1)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=wide)
+    figure.savefig(path, format="png", dpi=90)

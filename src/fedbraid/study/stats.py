@@ -1,0 +1,232 @@
+"""Seeds into figures: means with 95 % intervals, what it took to reach a target, ranks and verdicts.
+
+Nothing here imports torch. A history is a run's list of records, a group the runs that differ in nothing
+but their seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from fedbraid.run.metrics import Record, best, rounds_to
+
+AXES = ("step", "bytes", "time", "flops")
+METRICS = ("accuracy", "loss", "train_loss", "drift", "staleness")
+FALLING = ("loss", "train_loss")  # measurements of which less is better
+
+# fmt: off
+_T975 = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448, 2.1314,
+    2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)
+# fmt: on
+
+
+def t975(freedom: int) -> float:
+    """Student's t at 97.5 %, beyond the table by its expansion around the normal."""
+    if freedom <= len(_T975):
+        return _T975[freedom - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half its 95 % interval, which a single value does not have."""
+
+    mean: float
+    half: float | None
+    count: int
+
+    @property
+    def low(self) -> float:
+        return self.mean - (self.half or 0.0)
+
+    @property
+    def high(self) -> float:
+        return self.mean + (self.half or 0.0)
+
+    def apart(self, other: Interval) -> bool:
+        """Whether both are intervals, and share no value."""
+        known = self.half is not None and other.half is not None
+        return known and (self.high < other.low or other.high < self.low)
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """
+    >>> found = interval([0.90, 0.92, 0.94])
+    >>> f"{found.mean:.2f} ± {found.half:.3f}"
+    '0.92 ± 0.050'
+    """
+    n, mean = len(values), math.fsum(values) / len(values)
+    if n == 1:
+        return Interval(mean, None, 1)
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
+    return Interval(mean, t975(n - 1) * spread / math.sqrt(n), n)
+
+
+# One run ------------------------------------------------------------------------------------------
+
+
+def final(history: Sequence[Record], key: str) -> float | None:
+    """The mean of a measurement's last tenth, for curves of few clients jump from round to round."""
+    values = [r[key] for r in history if key in r]
+    tail = values[-max(1, len(values) // 10) :]
+    return math.fsum(tail) / len(tail) if tail else None
+
+
+def axes(history: Sequence[Record], flops: Sequence[float] | None = None) -> dict[str, list[float]]:
+    """What had been spent by each record: steps, bytes up and down, simulated time and, where known, FLOPs."""
+    spent: dict[str, list[float]] = {
+        "step": [r["step"] for r in history],
+        "bytes": list(accumulate(r["bytes_up"] + r["bytes_down"] for r in history)),
+        "time": [r["time"] for r in history],
+    }
+    return spent if flops is None else spent | {"flops": list(accumulate(flops))}
+
+
+def reach(history: Sequence[Record], spent: Mapping[str, Sequence[float]], target: float) -> dict[str, float]:
+    """What was spent when the accuracy first reached the target; empty where it never did."""
+    step = rounds_to(history, target)
+    at = next((i for i, r in enumerate(history) if r["step"] == step), None)
+    return {} if at is None else {axis: values[at] for axis, values in spent.items()}
+
+
+# A group ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs that differ in nothing but their seed, under one name."""
+
+    name: str
+    seeds: Sequence[int]
+    histories: Sequence[Sequence[Record]]
+    flops: Sequence[Sequence[float] | None]
+
+    @property
+    def spent(self) -> list[dict[str, list[float]]]:
+        return [axes(h, f) for h, f in zip(self.histories, self.flops)]
+
+    def finals(self, key: str) -> dict[int, float]:
+        """The final value by seed, of the seeds that have one."""
+        values = {seed: final(h, key) for seed, h in zip(self.seeds, self.histories)}
+        return {seed: v for seed, v in values.items() if v is not None}
+
+
+def judged_by(groups: Sequence[Runs]) -> str | None:
+    """What the runs are compared by: the accuracy, the loss where there is none, None without evaluations."""
+    for key in ("accuracy", "loss"):
+        if any(key in r for g in groups for h in g.histories for r in h):
+            return key
+    return None
+
+
+def summary(group: Runs, key: str, target: float | None) -> Record:
+    """A group in figures."""
+    finals = list(group.finals(key).values())
+    histories = [h for h in group.histories if h]
+    row: Record = {
+        "name": group.name,
+        "seeds": list(group.seeds),
+        "steps": max((h[-1]["step"] for h in histories), default=0),
+        "metric": key,
+        "final": interval(finals) if finals else None,
+        "best": max((b for h in histories if (b := best(h)) is not None), default=None),
+        "loss": _mean([v for h in histories if (v := final(h, "loss")) is not None]),
+        "bytes_up": _mean([sum(r["bytes_up"] for r in h) for h in histories]),
+        "bytes_down": _mean([sum(r["bytes_down"] for r in h) for h in histories]),
+        "time": _mean([h[-1]["time"] for h in histories]),
+        "flops": _mean([math.fsum(f) for f in group.flops if f]),
+    }
+    if target is not None:
+        found = [reach(h, s, target) for h, s in zip(group.histories, group.spent)]
+        reached = [f for f in found if f]
+        row["reached"] = len(reached)
+        row["to_target"] = {a: interval([f[a] for f in reached]) for a in AXES if reached and a in reached[0]}
+    return row
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+POINTS = 300  # of a curve; a screen shows no more
+
+
+def curve(group: Runs, key: str, points: int = POINTS) -> Record | None:
+    """A measurement at the steps that all seeds have: what was spent, the mean and its interval."""
+    spent = group.spent
+    index = [{r["step"]: i for i, r in enumerate(h) if key in r} for h in group.histories]
+    index, kept = [i for i in index if i], [n for n, i in enumerate(index) if i]
+    common = sorted(set.intersection(*(set(i) for i in index))) if index else []
+    if not common:
+        return None
+    if len(common) > points:
+        common = [common[round(j * (len(common) - 1) / (points - 1))] for j in range(points)]
+    at = [(step, [(n, index[j][step]) for j, n in enumerate(kept)]) for step in common]
+    bands = [interval([group.histories[n][i][key] for n, i in where]) for _, where in at]
+    known = [a for a in AXES if all(a in spent[n] for n in kept)]
+    return {
+        "x": {
+            a: [math.fsum(spent[n][a][i] for n, i in where) / len(where) for _, where in at] for a in known
+        },
+        "mean": [b.mean for b in bands],
+        "half": [b.half for b in bands] if len(kept) > 1 else None,
+        "seeds": len(kept),
+    }
+
+
+# Several groups -----------------------------------------------------------------------------------
+
+
+def ranks(groups: Sequence[Runs], key: str) -> dict[str, float | None]:
+    """The mean rank over the seeds that all have, 1 being best; ties share."""
+    finals = {g.name: g.finals(key) for g in groups}
+    scored = {name: values for name, values in finals.items() if values}
+    common = set.intersection(*(set(v) for v in scored.values())) if scored else set()
+    sign = 1 if key in FALLING else -1
+    found: dict[str, float | None] = dict.fromkeys(finals)
+    for name in scored if common else ():
+        each = []
+        for seed in common:
+            mine, others = sign * scored[name][seed], [sign * v[seed] for v in scored.values()]
+            each.append(1 + sum(o < mine for o in others) + (sum(o == mine for o in others) - 1) / 2)
+        found[name] = math.fsum(each) / len(each)
+    return found
+
+
+def verdict(rows: Sequence[Record]) -> str:
+    """Who is best where 95 % intervals do not overlap, and that nobody is where they do."""
+    known = [r for r in rows if r["final"] is not None]
+    if len(known) < 2:
+        return "Nothing to compare: fewer than two have a result."
+    falling = known[0]["metric"] in FALLING
+    first, *rest = sorted(known, key=lambda r: r["final"].mean if falling else -r["final"].mean)
+    if any(r["final"].half is None for r in known):
+        return f"{first['name']} came first, but one seed has no interval: no verdict. Run more seeds."
+    beaten = [r["name"] for r in rest if r["final"].apart(first["final"])]
+    level = [r["name"] for r in rest if r["name"] not in beaten]
+    if not level:
+        return f"{first['name']} is best: its 95 % interval lies apart from all others."
+    ahead = f" {first['name']} lies apart from {_listed(beaten)}." if beaten else ""
+    return f"No verdict between {_listed([first['name'], *level])}: their 95 % intervals overlap.{ahead}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > 5:
+        names = [*names[:4], f"{len(names) - 4} others"]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def plain(value: Any) -> Any:
+    """Intervals as JSON."""
+    if isinstance(value, Interval):
+        return {"mean": value.mean, "half": value.half, "count": value.count}
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value

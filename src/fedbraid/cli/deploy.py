@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedbraid.cli.show import Json, Quiet, facts, give
+from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_bytes, format_share
 
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Record
 
 app = typer.Typer(
-    help="Real clients on Flower: init, trial, keys.", no_args_is_help=True, rich_markup_mode=None
+    help="Real clients on Flower: from a file to a fleet.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The deployment's folder.")]
+Keys = Annotated[Path, typer.Argument(metavar="KEYS", help="The folder that `deploy keys` made.")]
+Control = Annotated[str, typer.Option(help="Where the SuperLink listens for the operator.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
+]
+Nodes = Annotated[str, typer.Option(help="Where nodes reach the SuperLink.")]
+CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 
 
 @app.command()
@@ -48,10 +56,7 @@ def init(folder: Folder, json: Json = False) -> None:
 def trial(
     folder: Folder,
     nodes: Annotated[int, typer.Option(help="SuperNodes to start on this machine.")] = 3,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
-    ] = None,
+    set_: Set = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -94,10 +99,12 @@ def keys(
         list[str] | None,
         typer.Option(help="Name or address that nodes reach the server by; may be given again."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="How many nodes need a key.")] = 0,
+    nodes: Annotated[int, typer.Option(min=0, help="How many nodes need a key.")] = 0,
     json: Json = False,
 ) -> None:
-    """Make a CA, the server's certificate and the nodes' keys; what is there already is kept.
+    """Make a CA, the server's certificate, the nodes' keys, the operator's token and the key that signs apps.
+
+    What is there already is kept.
 
     \b
     Example:
@@ -110,6 +117,97 @@ def keys(
         give({"written": [str(p) for p in written]})
     else:
         facts({"written": ", ".join(p.name for p in written) or "nothing: all are there", "in": str(folder)})
+
+
+@app.command()
+def link(
+    keys: Keys,
+    listen: Annotated[str, typer.Option(help="Where nodes come in.")] = "0.0.0.0:8000",
+    control: Control = CONTROL,
+    database: Annotated[Path, typer.Option(help="What the SuperLink remembers.")] = Path("superlink.db"),
+) -> None:
+    """Run the SuperLink: nodes on one port, and nothing but nodes; the operator on another, on loopback alone.
+
+    \b
+    Example:
+      fedbraid deploy link secrets --listen 0.0.0.0:8000
+    """
+    from fedbraid.deploy.link import parse_address, serve
+
+    serve(keys, parse_address(listen), parse_address(control), database)
+
+
+@app.command()
+def register(
+    keys: Keys,
+    public: Annotated[list[Path], typer.Argument(metavar="NODE.pub", help="Public keys of nodes.")],
+    control: Control = CONTROL,
+    remove: Annotated[bool, typer.Option("--remove", help="Shut these nodes out instead.")] = False,
+    json: Json = False,
+) -> None:
+    """Let nodes in by their public keys, or shut them out.
+
+    \b
+    Example:
+      fedbraid deploy register secrets secrets/node-*.pub
+    """
+    from fedbraid.deploy.operator import Operator
+
+    done: dict[str, Any] = {}
+    with Operator(keys, control) as operator:
+        for path in public:
+            done[str(path)] = operator.unregister(path) if remove else str(operator.register(path))
+    if json:
+        give(done)
+    else:
+        facts({name: "removed" if remove else f"node {node}" for name, node in done.items()})
+
+
+@app.command()
+def run(
+    folder: Folder,
+    keys: Keys,
+    set_: Set = None,
+    control: Control = CONTROL,
+    json: Json = False,
+) -> None:
+    """Sign a deployment and start it; started again with the same `out`, it goes on from its last step.
+
+    \b
+    Example:
+      fedbraid deploy run fleet secrets -c "algorithm=scaffold()" -c minimum=2
+    """
+    from fedbraid.deploy.operator import Operator
+    from fedbraid.deploy.trial import checked
+
+    given = _settings(set_ or [])
+    checked(folder, given)
+    with Operator(keys, control) as operator:
+        started = operator.start(folder, given)
+    if json:
+        give({"run": str(started)})
+    else:
+        facts({"run": str(started), "look": f"fedbraid deploy status {keys}"})
+
+
+@app.command()
+def check(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Json = False) -> None:
+    """What a SuperLink lets whom do: tried out from here, with the token, without it, and as a node.
+
+    \b
+    Example:
+      fedbraid deploy check secrets --nodes fl.example.org:8000
+    """
+    from fedbraid.deploy.check import look
+
+    found = look(keys, nodes, control)
+    if json:
+        give([vars(one) for one in found])
+    else:
+        head = ["API", "where", "who may", "tried", "found", "as it should be"]
+        table("What this SuperLink lets whom do", head, [one.row() for one in found], left=len(head))
+    if not all(one.good for one in found):
+        raise typer.Exit(1)
 
 
 class View:

@@ -26,6 +26,7 @@ Set = Annotated[
     typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
 ]
 Nodes = Annotated[str, typer.Option(help="Where nodes reach the SuperLink.")]
+Unit = Annotated[Path | None, typer.Option(help="Write a systemd unit that does this, instead of doing it.")]
 CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 
 
@@ -125,16 +126,69 @@ def link(
     listen: Annotated[str, typer.Option(help="Where nodes come in.")] = "0.0.0.0:8000",
     control: Control = CONTROL,
     database: Annotated[Path, typer.Option(help="What the SuperLink remembers.")] = Path("superlink.db"),
+    unit: Unit = None,
 ) -> None:
     """Run the SuperLink: nodes on one port, and nothing but nodes; the operator on another, on loopback alone.
 
     \b
-    Example:
+    Examples:
       fedbraid deploy link secrets --listen 0.0.0.0:8000
+      fedbraid deploy link /etc/fedbraid --unit fedbraid-link.service
     """
     from fedbraid.deploy.link import parse_address, serve
+    from fedbraid.deploy.unit import write
 
-    serve(keys, parse_address(listen), parse_address(control), database)
+    addresses = parse_address(listen), parse_address(control)
+    if unit is None:
+        return serve(keys, *addresses, database)
+    words = ["deploy", "link", str(keys.resolve()), "--listen", listen, "--control", control]
+    write(unit, "fedbraid SuperLink", [*words, "--database", str(database)], devices=False)
+    _next(unit)
+
+
+@app.command()
+def node(
+    key: Annotated[
+        Path, typer.Argument(metavar="NODE.key", help="Its key, with ca.crt and trusted.yaml beside it.")
+    ],
+    superlink: Annotated[str, typer.Option(help="Where nodes reach the SuperLink, HOST:PORT.")],
+    name: Annotated[
+        str | None, typer.Option(help="Who this node is; its key file's name by default.")
+    ] = None,
+    state: Annotated[Path, typer.Option(help="Where it remembers.")] = Path("~/.fedbraid/nodes"),
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("-c", "--config", metavar="KEY=VALUE", help="What load(node_config) gets."),
+    ] = None,
+    unit: Unit = None,
+) -> None:
+    """Run a node and keep it running: whatever dies is started again, and nothing is left behind.
+
+    \b
+    Examples:
+      fedbraid deploy node secrets/node-0.key --superlink fl.example.org:8000 --name clinic-0
+      fedbraid deploy node /etc/fedbraid/node-0.key --superlink fl.example.org:8000 --unit fedbraid-node.service
+    """
+    from fedbraid.deploy.service import Service
+    from fedbraid.deploy.unit import write
+
+    called = name or key.stem
+    if unit is None:
+        config = {**_settings(set_ or []), "name": called, "state": str(state.expanduser().resolve())}
+        return Service(key.resolve(), superlink, config).run()
+    words = ["deploy", "node", str(key.resolve()), "--superlink", superlink, "--name", called]
+    words += ["--state", "/var/lib/fedbraid/nodes", *(w for pair in set_ or [] for w in ("-c", pair))]
+    write(unit, f"fedbraid node {called}", words, devices=True)
+    _next(unit)
+
+
+def _next(unit: Path) -> None:
+    facts(
+        {
+            "written": str(unit),
+            "install": f"useradd -r fedbraid; cp {unit} /etc/systemd/system/; systemctl enable --now {unit.name}",
+        }
+    )
 
 
 @app.command()
@@ -156,7 +210,9 @@ def register(
     done: dict[str, Any] = {}
     with Operator(keys, control) as operator:
         for path in public:
-            done[str(path)] = operator.unregister(path) if remove else str(operator.register(path))
+            if remove:
+                operator.unregister(path)
+            done[str(path)] = None if remove else str(operator.register(path))
     if json:
         give(done)
     else:

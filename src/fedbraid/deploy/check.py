@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import datetime
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedbraid.deploy.keys import signed
 from fedbraid.errors import ConfigError, MissingExtra
 
 PROTOBUF = {"content-type": "application/protobuf", "accept": "application/protobuf"}
+NO_HEADERS: Mapping[str, str] = {}
 NOTHING = "nobody"
 TOLD = {401: "asked who is there", 403: "refused", 404: "not there", 0: "no connection", 200: "done"}
 
@@ -50,39 +50,38 @@ def look(folder: Path, nodes: str, control: str) -> list[Trial]:
 
 
 def _trials(client: Any, nodes: str, control: str, token: str) -> Iterator[Trial]:
+    forged = signed(None)[0]
     bearer = {"authorization": f"Bearer {token}"}
 
-    def ask(address: str, path: str, body: bytes = b"", scheme: str = "https", **headers: str) -> int:
-        return _status(client, f"{scheme}://{address}{path}", body, headers)
+    def ask(address: str, path: str, headers: Mapping[str, str] = NO_HEADERS, body: bytes = b"") -> int:
+        return _status(client, f"https://{address}{path}", body, headers)
 
     def trial(api: str, where: str, who: str, tried: str, status: int, *good: int) -> Trial:
         return Trial(api, where, who, tried, TOLD.get(status, f"answered {status}"), status in good)
 
     stranger, operator, node = "anybody with ca.crt", "the operator's token", "a node's key"
-    plain = ask(nodes, "/v1/fleet/pull-messages", scheme="http")
+    plain = _status(client, f"http://{nodes}/v1/fleet/pull-messages", b"", forged)
     yield trial("all", nodes, NOTHING, "in plain text", plain, 0, 400)
-    yield trial(
-        "node", nodes, node, f"as {stranger}", ask(nodes, "/v1/fleet/pull-messages", **_forged()), 401
-    )
+    yield trial("node", nodes, node, f"as {stranger}", ask(nodes, "/v1/fleet/pull-messages", forged), 401)
     yield trial(
         "node",
         nodes,
         NOTHING,
         "register oneself",
-        ask(nodes, "/v1/fleet/register-node", **_forged()),
+        ask(nodes, "/v1/fleet/register-node", forged),
         401,
         404,
     )
     yield trial("control", nodes, NOTHING, f"as {stranger}", ask(nodes, "/v1/control/list-runs"), 401, 404)
     yield trial(
-        "control", nodes, NOTHING, f"with {operator}", ask(nodes, "/v1/control/list-runs", **bearer), 404
+        "control", nodes, NOTHING, f"with {operator}", ask(nodes, "/v1/control/list-runs", bearer), 404
     )
     yield trial("runtime", nodes, NOTHING, "take a task", ask(nodes, "/v1/runtime/acquire-task"), 401, 404)
     yield trial("control", control, operator, f"as {stranger}", ask(control, "/v1/control/list-runs"), 401)
     yield trial(
-        "control", control, operator, f"with {operator}", ask(control, "/v1/control/list-runs", **bearer), 200
+        "control", control, operator, f"with {operator}", ask(control, "/v1/control/list-runs", bearer), 200
     )
-    code = ask(control, "/v1/control/start-run", _unsigned(), **bearer)
+    code = ask(control, "/v1/control/start-run", bearer, _unsigned())
     yield trial("control", control, "a signed app", "run unsigned code", code, 403)
     yield trial(
         "runtime", control, "its own processes", "take a task", ask(control, "/v1/runtime/acquire-task"), 401
@@ -90,30 +89,14 @@ def _trials(client: Any, nodes: str, control: str, token: str) -> Iterator[Trial
     yield trial("control", _elsewhere(control), NOTHING, "from the network", _outside(control), 0)
 
 
-def _status(client: Any, url: str, body: bytes, headers: dict[str, str]) -> int:
+def _status(client: Any, url: str, body: bytes, headers: Mapping[str, str]) -> int:
     """What a request is answered with, 0 where there is no connection."""
     import httpx
 
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        return int(client.post(url, content=body, headers={**PROTOBUF, **named}).status_code)
+        return int(client.post(url, content=body, headers={**PROTOBUF, **headers}).status_code)
     except httpx.HTTPError:
         return 0
-
-
-def _forged() -> dict[str, str]:
-    """A signature as nodes make them, by a key that nobody registered."""
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP384R1())
-    now = datetime.datetime.now(datetime.UTC).isoformat()
-    public = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    signature = key.sign(now.encode(), ec.ECDSA(hashes.SHA256()))
-    names = {"flwr_public_key": public, "flwr_signature": signature}
-    return {k: base64.b64encode(v).decode() for k, v in names.items()} | {"flwr_timestamp": now}
 
 
 def _unsigned() -> bytes:

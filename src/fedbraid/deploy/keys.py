@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import hashlib
 import ipaddress
@@ -133,6 +134,28 @@ def hosts(certificate: Path) -> list[str]:
     found = x509.load_pem_x509_certificate(certificate.read_bytes())
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def signed(key: Path | None) -> tuple[dict[str, str], bytes]:
+    """(the headers by which a node with this key is known to a SuperLink, its public key); without one, a new key."""
+    try:
+        private = (
+            ec.generate_private_key(CURVE)
+            if key is None
+            else serialization.load_ssh_private_key(key.read_bytes(), None)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} is no node's private key: {error}") from error
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    public = private.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    parts = {
+        "flwr-public-key": public,
+        "flwr-signature": private.sign(now.encode(), ec.ECDSA(hashes.SHA256())),
+    }
+    return {k: base64.b64encode(v).decode() for k, v in parts.items()} | {"flwr-timestamp": now}, public
 
 
 def fingerprint(data: bytes) -> str:

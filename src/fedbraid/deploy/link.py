@@ -107,13 +107,14 @@ def _superlink(folder: Path, operator: Address, database: Path) -> Any:
     secret = secrets.token_bytes(32)
     config = SuperLinkLifespanConfig(
         control_address="", health_server_address=None, host=operator[0], port=operator[1], insecure=False,
-        certificates=tuple(p.read_bytes() for p in paths), superexec_auth_secret=secret,
+        certificates=None, superexec_auth_secret=secret,
         authn_plugin=NoOpControlAuthnPlugin(), event_log_plugin=None, fleet_event_log_plugin=None,
         enable_event_log=False, artifact_provider=None, enable_supernode_auth=True, fleet_api_type="grpc-rere",
         fleet_api_address=None, simulation=False, ssl_ca_certfile=str(paths[0]), ssl_certfile=str(paths[1]),
         ssl_keyfile=str(paths[2]), database=str(database), isolation="process", runtime_dependency_install=False,
     )  # fmt: skip
-    return create_app(config, lambda *_: Executor(operator, paths[0], secret))
+    made: Any = lambda *_: Executor(operator, paths[0], secret)  # noqa: E731
+    return create_app(config, made)
 
 
 @dataclass

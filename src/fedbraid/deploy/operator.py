@@ -161,7 +161,7 @@ class Operator:
                 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
             except ImportError as error:
                 raise MissingExtra("deployment", "flower") from error
-            kinds = [RuntimeVersionHttpInterceptor(component_name="fedbraid"), _Bearer(self.token)]
+            kinds: list[Any] = [RuntimeVersionHttpInterceptor(component_name="fedbraid"), _Bearer(self.token)]
             self._client = ControlHttpClient.from_server_address(self.address, False, self.ca, kinds)
         return self._client
 

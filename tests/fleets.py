@@ -145,6 +145,7 @@ class Fleet:
 
     def submit(self, **config):
         config = {"work": WORK, "nodes": 3, "minimum": 3, "deadline": LONG, "poll": 0.2} | config
+        config = {"identity": "name" if self.flower.keys is None else "key"} | config
         (self.folder.path / "status.json").unlink(missing_ok=True)
         run = {key.replace("_", "-"): value for key, value in config.items()}
         self.flower.submit(self.app, run | {"out": str(self.folder.path)})
@@ -204,3 +205,57 @@ class Replay(fb.Schedule):
             live = {v for later in self.versions[step + 1 :] for v in later if v <= step}
             ids, versions = np.array(self.clients[step]), np.array(self.versions[step])
             yield fb.Tick(step, float(step), ids, versions, np.array([], np.int64), frozenset(live))
+
+
+class InProcess:
+    """A grid without processes: nodes that answer at once, each with the mischief that a test gives it."""
+
+    def __init__(self, user, nodes, mischief=None):
+        self.user, self.mischief = user, mischief or (lambda node, order, reply: reply)
+        self.nodes = {i + 100: about for i, about in enumerate(nodes)}  # node id -> its configuration
+        self.keys = {i: f"key-{i}".encode() for i in self.nodes}
+        self.woke = dict.fromkeys(self.nodes, "once")
+        self.replies, self.orders, self.config = {}, [], {}
+
+    def get_nodes(self):
+        from flwr.proto.node_pb2 import NodeInfo
+
+        for i in self.nodes:
+            yield NodeInfo(node_id=i, public_key=self.keys[i], last_activated_at=self.woke[i])
+
+    def push_messages(self, messages):
+        from flwr.app import Context, RecordDict
+
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = str(len(self.orders) + 1)
+            node = message.metadata.dst_node_id
+            self.orders.append((time.monotonic(), node, message.metadata.message_type))
+            context = Context(1, node, self.nodes[node], RecordDict(), self.config)
+            reply = self.mischief(node, message, self.user["apps"].client(message, context))
+            if reply is not None:
+                self.replies[message.metadata.message_id] = reply
+            yield message.metadata.message_id
+
+    def pull_messages(self, ids):
+        return [self.replies.pop(i) for i in ids if i in self.replies]
+
+
+def driven(user, grid, out, **config):
+    """A deployment's server on such a grid, run to its end."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedbraid.deploy import Project
+    from fedbraid.deploy.server import Driver
+
+    TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
+    config = {"work": WORK, "nodes": len(grid.nodes), "out": str(out), "poll": 0.01} | config
+    grid.config = {key.replace("_", "-"): value for key, value in config.items()}
+    project = Project(user["model"], "cross_entropy", user["load"], user["test"])
+    with Driver(project, project.settings(grid.config), grid) as driver:
+        driver.run()
+    return driver
+
+
+def in_process(user, place, count, mischief=None):
+    about = [{"name": f"n{i}", "client": i, "share": i, "state": str(place / "nodes")} for i in range(count)]
+    return InProcess(user, about, mischief)

@@ -5,16 +5,27 @@ Real Flower processes on loopback.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
+import torch
+
+import fedbraid as fb
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
 import httpx
-from fleets import LONG, Fleet, make_app
+from fleets import LONG, Fleet, driven, in_process, make_app, make_user
+from flwr.app import Error, Message
 from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.fab_pb2 import Fab
 from flwr.proto.fleet_pb2 import PullMessagesRequest
@@ -22,14 +33,18 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
 from fedbraid.deploy import check, keys
+from fedbraid.deploy.bound import Bound
+from fedbraid.deploy.notes import Troubles
 from fedbraid.deploy.operator import Operator, build
 from fedbraid.deploy.sign import is_signed, read_trusted, sign
 from fedbraid.deploy.trial import Flower, free_port
-from fedbraid.errors import ConfigError, EngineError
+from fedbraid.errors import ConfigError, EngineError, RunError, WireError
+from fedbraid.links.codec import MAGIC, frame, pack_message, unpack_message
 
 pytestmark = pytest.mark.engines
 
 app = pytest.fixture(scope="module")(make_app)
+user = pytest.fixture(scope="module")(make_user)
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +255,234 @@ def test_a_link_that_would_be_unsafe_does_not_start(nodes, operator, word, secre
 
     with pytest.raises(ConfigError, match=word):
         serve(secrets, parse_address(nodes), parse_address(operator), tmp_path / "db")
+
+
+# What one node can do to the others ---------------------------------------------------------------------
+
+
+def huge(size):
+    """The second node uploads this in every entry of its update, finite as it is."""
+
+    def mischief(node, order, reply):
+        if order.metadata.message_type == "train" and node == 101:
+            answer, layout = reply.content["fedbraid"], fb.Layout.of(torch.nn.Linear(5, 3))
+            forged = frame(0, 0, layout.fingerprint, np.full(layout.size, size, "<f4").tobytes())
+            several = not answer["blob"].startswith(MAGIC)
+            answer["blob"] = (
+                pack_message({**unpack_message(answer["blob"], 10**6), "delta": forged})
+                if several
+                else forged
+            )
+        return reply
+
+    return mischief
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.0])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["fednova()", "fedadavr(lr=0.1, memory='fp16')", "with_codecs(fedavg(), down=fp16())", "fedavg()"],
+)
+def test_an_upload_that_no_step_can_be_taken_with_is_refused(algorithm, factor, user, tmp_path):
+    grid = in_process(user, tmp_path, 3, huge(1e18))
+    driver = driven(
+        user, grid, tmp_path / "run", algorithm=algorithm, schedule="rounds(3, clients=3)", norm_factor=factor
+    )
+    records = list(driver.folder.records())
+    assert [r["step"] for r in records] == [1, 2, 3]
+    if factor or "fp16" in algorithm:  # without the bound, what a step can be taken with is taken
+        assert not any(1 in r["clients"] for r in records)
+        troubles = [t for r in records for t in r.get("trouble", [])]
+        assert {(t["client"], t["node"]) for t in troubles} == {(1, "101")}
+        assert all("norm" in t["why"] or "no step can be taken" in t["why"] for t in troubles), troubles
+
+
+def test_honest_uploads_of_any_size_are_taken_and_learned_from(tmp_path):
+    """Early and late, of one step and of a thousand; only what is out of all proportion is refused."""
+    x, bound = torch.ones(100), Bound(100.0)
+    for norm, steps in ((50.0, 1), (3.0, 10), (0.5, 1), (900.0, 1000), (2.0, 1), (0.01, 1), (150.0, 200)):
+        bound.took(bound.judge({"delta": torch.full((1, 100), norm / 10)}, steps, x))
+    with pytest.raises(WireError, match="norm-factor=100 times the median"):
+        bound.judge({"delta": torch.full((1, 100), 1e4)}, 1, x)
+    again = Bound.restore(100.0, json.loads(json.dumps(bound.note())))
+    assert again == bound
+    assert Bound(0.0).judge({"delta": torch.full((1, 100), 1e30)}, 1, x)
+    with pytest.raises(WireError, match="a million times"):
+        Bound(100.0).judge({"delta": torch.full((1, 100), 1e9)}, 1, x)
+
+
+def test_failing_nodes_are_asked_ever_more_rarely(user, tmp_path):
+    """However fast they fail; what is told of it stays small."""
+
+    def fail(node, order, reply):
+        return Message(Error(1, f"attempt {len(grid.orders)}"), reply_to=order)
+
+    grid = in_process(user, tmp_path, 3, lambda node, order, reply: reply)
+    grid.mischief = lambda *about: fail(*about) if about[1].metadata.message_type == "train" else about[2]
+    with pytest.raises(RunError, match="can be continued"):
+        driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=3)", deadline=6.0, too_few="stop")
+    orders = [node for _, node, kind in grid.orders if kind == "train"]
+    assert 3 <= len(orders) <= 3 * 6  # 1/2 + 1 + 2 + 4 s at least between one node's first five
+    assert (tmp_path / "run" / "status.json").stat().st_size < 50_000
+
+
+def test_what_is_told_of_trouble_is_bounded():
+    troubles = Troubles()
+    for i in range(100_000):
+        troubles.add(i % 7, i % 7, f"reason {i % 1000}" * 100)
+    found = troubles.take()
+    assert len(found["trouble"]) == 100
+    assert sum(t["times"] for t in found["trouble"]) + found["more_trouble"] == 100_000
+    assert len(json.dumps(found)) < 100_000
+    assert len(troubles.told) <= 2000
+    assert troubles.take() == {}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "rounds(2, clients=3)",
+        "rounds(2, clients=[[0, 1], [0, 1]])",
+        "buffered(steps=2, buffer=1, concurrency=2)",
+    ],
+)
+def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, user, tmp_path):
+    """Many deadlines pass before the third node comes."""
+    grid = in_process(user, tmp_path, 3)
+    third, honest, seen = grid.nodes.pop(102), grid.get_nodes, []
+
+    def nodes():
+        seen.append(len(grid.orders))
+        if len(seen) == 60:
+            grid.nodes[102] = third
+        return honest()
+
+    grid.get_nodes = nodes
+    driver = driven(user, grid, tmp_path / "run", schedule=schedule, nodes=3, deadline=0.05)
+    assert seen[59] == 2  # two introductions and no order
+    assert len(list(driver.folder.records())) == 2
+
+
+def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
+    def dies(node, order, reply):
+        if order.metadata.message_type == "train" and len(grid.orders) == 4 + 1:
+            grid.woke[node] = "again"
+            return None
+        return reply
+
+    grid = in_process(user, tmp_path, 3, dies)
+    driver = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
+    records = list(driver.folder.records())
+    assert [sorted(r["clients"]) for r in records] == [[0, 1, 2]] * 2
+    assert ["started again" in t["why"] for t in records[0]["trouble"]] == [True]
+
+
+# Who is who -----------------------------------------------------------------------------------------------
+
+
+def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tmp_path):
+    """Nor its number and memory, whatever else it is registered for; and its own key brings it back."""
+    with flower.operator as operator:
+        operator.register(secrets / "node-2.pub")
+    fleet.misbehave(0, "honest", "hold")
+    fleet.submit(schedule="rounds(3, clients=2)", nodes=2, minimum=1, deadline=LONG)
+    fleet.wait_for(step=1, busy=1)
+    flower.end("node-1")
+    fleet.wait_for(nodes=1)
+    about = {"name": "node-1", "client": 1, "share": 2, "state": str(tmp_path / "impostor")}
+    flower.node("impostor", about, secrets / "node-2.key")
+    try:
+        status = fleet.wait(lambda status: status["trouble"])
+        assert "'node-1', which belongs to the key" in status["trouble"][0]["why"]
+        assert status["nodes"] == 1
+        flower.end("impostor")
+        start(flower, 1, secrets)
+        fleet.wait_for(nodes=2)
+        fleet.let_go(0)
+        fleet.wait_for(state="done")
+        assert fleet.records[-1]["nodes"] == 2
+    finally:
+        with flower.operator as operator:
+            operator.unregister(secrets / "node-2.pub")
+
+
+# Who comes back --------------------------------------------------------------------------------------------
+
+
+def of_node(home, *words):
+    """The processes of a node's service that have all these words in their command."""
+    mark = f"FEDBRAID_NODE={home}".encode()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found += [process] if all(w in " ".join(process.cmdline()) for w in words) else []
+    return found
+
+
+@contextlib.contextmanager
+def service(flower, key, name, state, *more):
+    """`fedbraid deploy node`, for as long as this lasts."""
+    words = [
+        "deploy",
+        "node",
+        str(key),
+        "--superlink",
+        f"127.0.0.1:{flower.port}",
+        "--name",
+        name,
+        "--state",
+        str(state),
+    ]
+    words += [w for pair in more for w in ("-c", pair)]
+    with open(flower.scratch / f"{name}.log", "ab") as log:
+        process = subprocess.Popen([sys.executable, "-m", "fedbraid", *words], stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        assert process.wait(60) in (0, -signal.SIGKILL)
+
+
+def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_path):
+    """Its SuperNode, its executor, the app in mid-task, or the service itself and all at once."""
+    state = tmp_path / "state"
+    home = state / ".svc"
+    with flower.operator as operator:
+        operator.register(secrets / "node-2.pub")
+    for name in ("node-0", "node-1"):
+        flower.end(name)
+    try:
+        with service(flower, secrets / "node-2.key", "svc", state, "share=2") as process:
+            fleet.misbehave(2, "hold", "hold", "hold")
+            fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
+            for left, victim in ((2, "flower-supernode"), (1, "flower-superexec")):
+                wait_until(
+                    lambda left=left: lines_left(fleet) == left
+                )  # its app is in the middle of an order
+                held = of_node(home, "flwr-clientapp")
+                of_node(home, victim)[0].kill()
+                wait_until(lambda held=held: not any(app.is_running() for app in held))  # no orphan
+            wait_until(lambda: lines_left(fleet) == 0)  # it has the same order for the third time
+            process.kill()  # the service itself, and its children are left alone
+            process.wait()
+        with service(flower, secrets / "node-2.key", "svc", state, "share=2") as process:
+            fleet.wait_for(state="done")
+            assert [r["clients"] for r in fleet.records] == [[0]] * 4
+        assert of_node(home) == []
+    finally:
+        with flower.operator as operator:
+            operator.unregister(secrets / "node-2.pub")
+        for i in range(2):
+            start(flower, i, secrets)
+
+
+def lines_left(fleet):
+    return len((fleet.place / "mischief-2").read_text().splitlines())
+
+
+def wait_until(true):
+    end = time.monotonic() + LONG
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.2)

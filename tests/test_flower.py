@@ -503,14 +503,25 @@ def test_what_the_file_makes_is_not_said_twice():
 def test_a_name_belongs_to_one_connected_node():
     roster = Roster()
     about = {"name": "a", "samples": 5, "client": -1, "held": -1}
-    assert roster.welcome(11, about, {11}).client == 0
+    assert roster.welcome(11, about, {11: "k"}).client == 0
     with pytest.raises(WireError, match="node 11 does so too"):
-        roster.welcome(12, about, {11, 12})
-    assert roster.welcome(12, about, {12}).client == 0  # it came back under another id
+        roster.welcome(12, about, {11: "k", 12: "k"})
+    assert roster.welcome(12, about, {12: "k"}).client == 0  # it came back under another id
     with pytest.raises(WireError, match="which is 'a'"):
-        roster.welcome(13, {**about, "name": "b", "client": 0}, {12, 13})
+        roster.welcome(13, {**about, "name": "b", "client": 0}, {12: "k", 13: "l"})
     with pytest.raises(WireError, match="claims 0 samples"):
-        roster.welcome(13, {**about, "name": "b", "samples": 0}, {12, 13})
+        roster.welcome(13, {**about, "name": "b", "samples": 0}, {12: "k", 13: "l"})
     restored = Roster.restore(roster.note())
     assert restored.members[0].name == "a"
     assert restored.sizes.tolist() == [5]
+    with pytest.raises(WireError, match="belongs to the key k"):  # while it is away
+        restored.welcome(14, about, {14: "m"})
+    with pytest.raises(WireError, match="1000000000 samples, 5 at first"):
+        restored.welcome(12, {**about, "samples": 10**9}, {12: "k"})
+    assert (
+        Roster.restore(roster.note(), any_samples=True)
+        .welcome(12, {**about, "samples": 6}, {12: "k"})
+        .samples
+        == 6
+    )
+    assert Roster.restore(roster.note(), by_key=False).welcome(14, about, {14: "m"}).client == 0

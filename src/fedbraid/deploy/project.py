@@ -72,6 +72,9 @@ minimum = 2                                         # uploads without which no r
 deadline = 600.0                                    # seconds for a round, or for an asynchronous job
 too-few = "wait"                                    # or "stop"
 max-norm = 0.0                                      # an upload with a vector of a larger norm is refused; 0: none
+norm-factor = 100.0                                 # so is one this many times the median of those taken; 0: none
+identity = "key"                                    # a name belongs to the key that had it first; "name": to anybody
+samples = "fixed"                                   # as many as a node said at first; "free": they may change
 evaluate-every = 1
 poll = 0.5                                          # seconds between two looks at what has arrived
 """

@@ -216,7 +216,7 @@ def trial(
     `tell(status, new records)` is called whenever there is something new to show.
     """
     out = Path(settings.get("out") or app / "runs" / f"trial-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    config = {"nodes": nodes, "minimum": nodes, "poll": 0.2, **settings, "out": str(out)}
+    config = {"nodes": nodes, "minimum": nodes, "poll": 0.2, "identity": "name", **settings, "out": str(out)}
     checked(app, config)
     (out / "status.json").unlink(missing_ok=True)  # that of the run which this one continues
     scratch = Path(tempfile.mkdtemp(prefix="fedbraid-trial-"))

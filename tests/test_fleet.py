@@ -32,7 +32,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
-from fedbraid.deploy import check, keys
+from fedbraid.deploy import check, doctor, keys
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.notes import Troubles
 from fedbraid.deploy.operator import Operator, build
@@ -486,3 +486,76 @@ def wait_until(true):
     while not true():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.2)
+
+
+# What is going on --------------------------------------------------------------------------------------------
+
+
+def findings(folder, nodes, control):
+    return {one.what: one for one in doctor.examine(folder, f"127.0.0.1:{nodes}", f"127.0.0.1:{control}")}
+
+
+def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path):
+    fleet.misbehave(0, "hold")
+    fleet.submit(schedule="rounds(1, clients=2)", nodes=2, minimum=2, seed=1)
+    fleet.wait_for(busy=1)
+    told = doctor.status(secrets, f"127.0.0.1:{flower.control}")
+    assert sum(n["status"] == "online" for n in told["nodes"]) == 2
+    inside = told["folder"]
+    assert inside["wait"]["for"] == "uploads of round 1"
+    assert inside["wait"]["until"] > time.time()
+    assert [one["name"] for one in inside["fleet"] if one["asked"] is not None] == ["node-0"]
+    assert any("waiting for uploads of round 1" in line for line in told["log"])
+    fleet.let_go(0)
+    fleet.wait_for(state="done")
+
+    found = findings(secrets, flower.port, flower.control)
+    assert {what for what, one in found.items() if not one.good} == {"node-2.key"}  # which nobody registered
+    assert "node-2.pub" in found["node-2.key"].todo
+    for what in ("keys", "ca.crt", "server.crt", "clocks", "versions there", "nodes", "who may do what"):
+        assert found[what].good
+
+    alone = tmp_path / "alone"  # what a node has
+    alone.mkdir()
+    for name in ("ca.crt", "node-1.key", "trusted.yaml"):
+        shutil.copy(secrets / name, alone / name)
+    assert all(one.good for one in findings(alone, flower.port, flower.control).values())
+    (alone / "node-1.key").chmod(0o644)
+    assert "chmod 600" in findings(alone, flower.port, flower.control)["keys"].todo
+
+    other = tmp_path / "other"
+    keys.make(other, ["127.0.0.1"], 0)
+    assert (
+        "ca.crt is not the one" in findings(other, flower.port, flower.control)["SuperLink, for nodes"].todo
+    )
+    nobody = findings(secrets, free_port(), free_port())
+    assert not nobody["SuperLink, for nodes"].good
+    assert not nobody["SuperLink, for the operator"].good
+
+
+def test_doctor_shows_the_server_apps_own_error(flower, fleet, secrets):
+    with flower.operator as operator:
+        run = operator.start(fleet.app, {"algorithm": "fedavgg()", "out": str(fleet.folder.path)})
+        wait_until(lambda: next(r for r in operator.runs() if r["run"] == run)["status"] == "finished")
+    found = findings(secrets, flower.port, flower.control)[f"run {run}"]
+    assert not found.good
+    assert "unknown algorithm 'fedavgg'" in found.found
+    assert "Traceback" in found.todo
+    assert "fedavgg" in doctor.status(secrets, f"127.0.0.1:{flower.control}")["traceback"]
+
+
+def test_units_are_what_systemd_takes(secrets, tmp_path):
+    key, config = str(secrets / "node-0.key"), "path=/data/100% of 'it' $HOME"
+    for words in (["link", str(secrets)], ["node", key, "--superlink", "fl.example.org:8000", "-c", config]):
+        unit = tmp_path / f"fedbraid-{words[0]}.service"
+        done = subprocess.run(
+            [sys.executable, "-m", "fedbraid", "deploy", *words, "--unit", str(unit)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"-m fedbraid deploy {words[0]}" in unit.read_text()
+        if (tool := shutil.which("systemd-analyze")) is not None:
+            said = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True)
+            assert (said.returncode, said.stderr) == (0, ""), said
+    assert "'path=/data/100%% of '\"'\"'it'\"'\"' $$HOME'" in unit.read_text()

@@ -266,6 +266,63 @@ def check(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Js
         raise typer.Exit(1)
 
 
+@app.command()
+def status(
+    keys: Keys,
+    control: Control = CONTROL,
+    run: Annotated[int | None, typer.Option(help="A run's number; the newest by default.")] = None,
+    json: Json = False,
+) -> None:
+    """What a fleet is doing: who is connected, what the run waits for, who was asked when and has not answered.
+
+    \b
+    Example:
+      fedbraid deploy status secrets
+    """
+    from fedbraid.deploy.doctor import status as ask
+
+    told = ask(keys, control, run)
+    if json:
+        return give(told)
+    about, inside = told["run"], told["folder"]
+    facts(
+        {
+            "nodes": f"{sum(n['status'] == 'online' for n in told['nodes'])} of {len(told['nodes'])} connected",
+            "run": about and f"{about['run']}, {about['status']} {about['how']}".strip(),
+            "step": inside and f"{inside['step']} of {inside['steps']}, {inside['busy']} nodes are at work",
+            "waiting for": (inside and inside["state"] == "running" and inside["wait"]["for"]) or None,
+        }
+    )
+    for one in inside["fleet"] if inside else ():
+        asked = f"asked {one['asked']:.0f} s ago" if one["asked"] is not None else "idle"
+        typer.echo(f"  {one['name']}: {'here' if one['here'] else 'away'}, {asked}")
+    for trouble in inside["trouble"] if inside else ():
+        typer.echo(f"  node {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
+    typer.echo("\n".join(f"  {line}" for line in told["log"]))
+
+
+@app.command()
+def doctor(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Json = False) -> None:
+    """What is wrong with a fleet: keys, certificates, clocks, versions, connections, and the run's own error.
+
+    Looks at all that the keys in this folder let it: the operator's, or a node's.
+
+    \b
+    Examples:
+      fedbraid deploy doctor secrets --nodes fl.example.org:8000
+    """
+    from fedbraid.deploy.doctor import examine
+
+    found = examine(keys, nodes, control)
+    if json:
+        give([vars(one) for one in found])
+    else:
+        head = ["what", "found", "fine", "to do"]
+        table("What there is to see from here", head, [one.row() for one in found], left=len(head))
+    if not all(one.good for one in found):
+        raise typer.Exit(1)
+
+
 class View:
     """One line a step: nodes, round, accuracy, bytes."""
 

@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-SIGNED_APP = "/v1/control/signed-app"
+SIGNED_APP, ABOUT = "/v1/control/signed-app", "/v1/control/about"
 LARGEST_ORDER = 16 << 20  # bytes of a request by the operator; Flower's bundles are smaller
 HOST = re.compile(rb"[A-Za-z0-9.:_\-\[\]]{0,255}")  # Flower's own checks go by a URL that begins with this
 
@@ -34,7 +34,7 @@ NODE = frozenset(
     )
 )  # fmt: skip
 OPERATOR = frozenset(
-    {SIGNED_APP}
+    {SIGNED_APP, ABOUT}
     | {
         f"/v1/control/{name}"
         for name in (

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import hashlib
 import ipaddress
@@ -22,6 +23,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -129,11 +131,21 @@ def _signing(folder: Path) -> list[Path]:
     ]
 
 
-def hosts(certificate: Path) -> list[str]:
-    """The names and addresses that a certificate is valid for."""
-    found = x509.load_pem_x509_certificate(certificate.read_bytes())
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+class Certificate(NamedTuple):
+    """What a certificate says."""
+
+    hosts: list[str]  # the names and addresses that it is valid for
+    until: datetime.datetime
+
+
+def certificate(path: Path) -> Certificate:
+    found = x509.load_pem_x509_certificate(path.read_bytes())
+    hosts: list[str] = []
+    with contextlib.suppress(x509.ExtensionNotFound):
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        hosts += names.get_values_for_type(x509.DNSName)
+        hosts += map(str, names.get_values_for_type(x509.IPAddress))
+    return Certificate(hosts, found.not_valid_after_utc)
 
 
 def signed(key: Path | None) -> tuple[dict[str, str], bytes]:

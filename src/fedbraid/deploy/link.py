@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fedbraid.deploy import keys
-from fedbraid.deploy.gate import LARGEST_ORDER, SIGNED_APP, Gate, read
+from fedbraid.deploy.about import versions
+from fedbraid.deploy.gate import ABOUT, LARGEST_ORDER, SIGNED_APP, Gate, read
 from fedbraid.deploy.sign import is_signed, read_trusted
 from fedbraid.errors import ConfigError, EngineError
 
@@ -36,6 +37,7 @@ def serve(folder: Path, nodes: Address, operator: Address, database: Path) -> No
     sockets = [_socket(operator), _socket(nodes)]  # the operator's first: should it fail, nothing was open
     app = _superlink(folder, operator, database)
     app.add_api_route(SIGNED_APP, _taking_signed_apps(trusted), methods=["POST"])
+    app.add_api_route(ABOUT, versions, methods=["POST"])
     state = app.state.linkstate_factory.state
 
     def registered(key: bytes) -> bool:
@@ -76,7 +78,7 @@ def _checked(folder: Path, nodes: Address, operator: Address) -> None:
         )
     if nodes[1] == operator[1]:
         raise ConfigError(f"nodes and operator cannot share port {nodes[1]}; choose two")
-    if operator[0] not in keys.hosts(folder / "server.crt"):
+    if operator[0] not in keys.certificate(folder / "server.crt").hosts:
         raise ConfigError(
             f"{folder / 'server.crt'} is not valid for {operator[0]}; move it and server.key away and make another:"
             f" fedbraid deploy keys {folder} --host NAME"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedbraid.deploy.gate import SIGNED_APP
+from fedbraid.deploy.gate import ABOUT, SIGNED_APP
+from fedbraid.deploy.keys import fingerprint
 from fedbraid.deploy.sign import sign
 from fedbraid.errors import ConfigError, EngineError, MissingExtra
 
@@ -26,6 +27,10 @@ class Node:
     key: bytes  # public
     status: str  # registered, online, offline
     online_until: float  # by the SuperLink's clock
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.key)
 
     @property
     def online(self) -> bool:
@@ -88,12 +93,8 @@ class Operator:
         bundle = build(app)
         signatures = sign(bundle, self.folder / "signing.key")
         with self._calling("take a signed app") as client:
-            sent = client._client.post(
-                f"https://{self.address}{SIGNED_APP}", content=bundle,
-                headers={"authorization": f"Bearer {self.token}", "fedbraid-signature": json.dumps(signatures)},
-            )  # fmt: skip
-            sent.raise_for_status()
-        stored = sent.json()
+            headers = {"fedbraid-signature": json.dumps(signatures)}
+            stored = self._post(client, SIGNED_APP, bundle, headers).json()
         asked = StartRunRequest(
             fab=Fab(hash_str=stored["hash"]),
             app_spec=stored["app"],
@@ -104,6 +105,19 @@ class Operator:
         if not answer.HasField("run_id"):
             raise EngineError("Flower did not take the app; see the SuperLink's log")
         return int(answer.run_id)
+
+    def about(self) -> dict[str, Any]:
+        """Versions and time where the SuperLink runs."""
+        with self._calling("say what it is") as client:
+            found: dict[str, Any] = self._post(client, ABOUT, b"", {}).json()
+        return found
+
+    def _post(self, client: Any, path: str, body: bytes, headers: Mapping[str, str]) -> Any:
+        """What Flower's client has no method for."""
+        headers = {"authorization": f"Bearer {self.token}", **headers}
+        answer = client._client.post(f"https://{self.address}{path}", content=body, headers=headers)
+        answer.raise_for_status()
+        return answer
 
     def stop(self, run: int) -> None:
         from flwr.proto.control_pb2 import StopRunRequest

@@ -32,7 +32,7 @@ test: $(READY) lint types  ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m engines tests/test_ray.py tests/test_flower.py
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m engines tests/test_ray.py tests/test_flower.py tests/test_fleet.py
 
 $(ENGINES)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINES)

@@ -558,4 +558,4 @@ def test_units_are_what_systemd_takes(secrets, tmp_path):
         if (tool := shutil.which("systemd-analyze")) is not None:
             said = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True)
             assert (said.returncode, said.stderr) == (0, ""), said
-    assert "'path=/data/100%% of '\"'\"'it'\"'\"' $$HOME'" in unit.read_text()
+    assert "\"path=/data/100%% of 'it' $$HOME\"" in unit.read_text()

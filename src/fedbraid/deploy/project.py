@@ -60,7 +60,7 @@ publisher = "fedbraid"
 serverapp = "fleet:server"
 clientapp = "fleet:client"
 
-# Everything below can be overridden when a run is started: flwr run . NAME --run-config 'seed=1 minimum=2'
+# Everything below can be overridden when a run is started: fedbraid deploy run . KEYS -c seed=1 -c minimum=2
 [tool.flwr.app.config]
 algorithm = "fedavg()"                              # any of `fedbraid list algorithms`, wrapped as you like
 work = "Work(lr=0.1, epochs=1, batch=20)"           # what a client does in one visit

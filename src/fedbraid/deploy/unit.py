@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,5 +55,9 @@ def write(path: Path, what: str, words: Sequence[str], devices: bool) -> Path:
 
 
 def _quoted(word: str) -> str:
-    """As systemd reads words: `%` and `$` are its own."""
-    return shlex.quote(word).replace("%", "%%").replace("$", "$$")
+    """As systemd reads words: `%` and `$` are its own, and so are backslashes."""
+    if re.fullmatch(r"[A-Za-z0-9_./:=,@+-]+", word):
+        return word
+    for special in ("\\", '"', "%", "$"):
+        word = word.replace(special, ("\\" if special in '\\"' else special) + special)
+    return f'"{word}"'

@@ -34,8 +34,10 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
 from fedbraid.deploy import check, doctor, keys
 from fedbraid.deploy.bound import Bound
+from fedbraid.deploy.node import Memory
 from fedbraid.deploy.notes import Troubles
 from fedbraid.deploy.operator import Operator, build
+from fedbraid.deploy.project import init
 from fedbraid.deploy.sign import is_signed, read_trusted, sign
 from fedbraid.deploy.trial import Flower, free_port
 from fedbraid.errors import ConfigError, EngineError, RunError, WireError
@@ -534,6 +536,9 @@ def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path
 
 
 def test_doctor_shows_the_server_apps_own_error(flower, fleet, secrets):
+    for process in psutil.Process(flower.processes["superlink"].pid).children():
+        if "flower-superexec" in " ".join(process.cmdline()):
+            process.kill()  # it is started again, or no run would ever start
     with flower.operator as operator:
         run = operator.start(fleet.app, {"algorithm": "fedavgg()", "out": str(fleet.folder.path)})
         wait_until(lambda: next(r for r in operator.runs() if r["run"] == run)["status"] == "finished")
@@ -559,3 +564,34 @@ def test_units_are_what_systemd_takes(secrets, tmp_path):
             said = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True)
             assert (said.returncode, said.stderr) == (0, ""), said
     assert "\"path=/data/100%% of 'it' $$HOME\"" in unit.read_text()
+
+
+def test_recipes_pass_their_linters():
+    recipes = Path(__file__).parent.parent / "docs" / "recipes"
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    for words in (
+        [shellcheck, *recipes.glob("*.sbatch")],
+        [Path(sys.executable).with_name("kubernetes-validate"), "--strict", recipes / "kubernetes.yaml"],
+    ):
+        said = subprocess.run(words, capture_output=True, text=True)
+        assert said.returncode == 0, said
+
+
+def test_a_damaged_memory_says_what_to_do(tmp_path):
+    memory = Memory(3, {}, {"job": {"h": torch.ones(1, 4)}})
+    memory.write(tmp_path, keep_down=False)
+    file = tmp_path / "memory.safetensors"
+    whole = file.read_bytes()
+    for cut in range(0, len(whole), 7):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(RunError, match="is damaged"):
+            Memory.read(tmp_path)
+    file.write_bytes(whole)
+    assert Memory.read(tmp_path).after["job"]["h"].tolist() == [[1.0] * 4]
+
+
+def test_a_deployment_goes_into_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="cannot hold a deployment"):
+            init(place)

@@ -11,13 +11,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedbraid.deploy import keys
 from fedbraid.deploy.about import versions
+from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.gate import ABOUT, LARGEST_ORDER, SIGNED_APP, Gate, read
+from fedbraid.deploy.notes import say
 from fedbraid.deploy.sign import is_signed, read_trusted
 from fedbraid.errors import ConfigError, EngineError
 
@@ -126,13 +129,37 @@ class Executor:
     address: Address
     ca: Path
     secret: bytes
-    process: subprocess.Popen[bytes] | None = None
     scratch: Path | None = None
+    stopping: threading.Event = field(default_factory=threading.Event)
+    keeper: threading.Thread | None = None
 
     def startup(self) -> None:
-        tool = shutil.which("flower-superexec", path=os.path.dirname(sys.executable)) or "flower-superexec"
         self.scratch = Path(tempfile.mkdtemp(prefix="fedbraid-link-"))  # 0700
         (self.scratch / "secret").write_bytes(self.secret)
+        self.keeper = threading.Thread(target=self._keep, name="executor")
+        self.keeper.start()
+
+    def _keep(self) -> None:
+        """Start it, and again whenever it dies; without it no run would ever start, in silence."""
+        backoff = Backoff()
+        while not self.stopping.is_set():
+            process = self._start()
+            while process.poll() is None and not self.stopping.wait(0.5):
+                pass
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                return
+            say(f"flower-superexec ended with exit code {process.returncode}; starting it again")
+            self.stopping.wait(backoff.failed())
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        assert self.scratch is not None
+        tool = shutil.which("flower-superexec", path=os.path.dirname(sys.executable)) or "flower-superexec"
         host = f"[{self.address[0]}]" if ":" in self.address[0] else self.address[0]
         words = ["--root-certificates", str(self.ca), "--runtime-api-address", f"{host}:{self.address[1]}"]
         words += [
@@ -141,15 +168,12 @@ class Executor:
             "--parent-pid",
             str(os.getpid()),
         ]
-        self.process = subprocess.Popen([tool, *words], start_new_session=True)
+        return subprocess.Popen([tool, *words], start_new_session=True)
 
     def shutdown(self) -> None:
-        if self.process is not None:
-            self.process.terminate()
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        self.stopping.set()
+        if self.keeper is not None:
+            self.keeper.join()
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
 

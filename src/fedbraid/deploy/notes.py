@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +34,13 @@ class Troubles:
 
     def take(self) -> dict[str, Any]:
         """What a step's record holds of it; then it starts anew."""
-        found: dict[str, Any] = {"trouble": self.list()} if self.kept else {}
+        found: dict[str, Any] = {"trouble": self.shown()} if self.kept else {}
         if self.more:
             found["more_trouble"] = self.more
         self.kept, self.more = {}, 0
         return found
 
-    def list(self) -> list[dict[str, Any]]:
+    def shown(self) -> list[dict[str, Any]]:
         return list(self.kept.values())
 
     def _tell(self, key: tuple[int, str], client: int) -> None:
@@ -76,3 +77,8 @@ class Wait:
 
     def note(self) -> dict[str, Any]:
         return {"for": self.name, "since": self.since, "until": self.until}
+
+
+def say(what: str) -> None:
+    """A line for whoever reads a service's log."""
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} fedbraid: {what}", file=sys.stderr, flush=True)

@@ -87,10 +87,15 @@ def init(folder: Path, name: str | None = None) -> list[Path]:
         folder / "fleet.py": FLEET,
         folder / "pyproject.toml": PYPROJECT.format(name=called),
     }
-    for path in files:
-        if path.exists():
-            raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text)
+    try:
+        for path in files:
+            if path.exists():
+                raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot hold a deployment: {error.strerror}; choose another folder"
+        ) from error
     return list(files)

@@ -552,7 +552,7 @@ class Driver:
             "status.json",
             {
                 "state": what, "error": error, "step": self.state.t, "steps": self.schedule.steps, "busy": len(asked),
-                "nodes": len(here), "trouble": self.trouble.list(), "pid": os.getpid(), "at": time.time(),
+                "nodes": len(here), "trouble": self.trouble.shown(), "pid": os.getpid(), "at": time.time(),
                 "wait": self.wait.note(), "fleet": nodes,
             },
         )  # fmt: skip

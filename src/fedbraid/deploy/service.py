@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.keys import signed
+from fedbraid.deploy.notes import say
 from fedbraid.errors import ConfigError, InUseError, MissingExtra
 
 HEALTHY = 60.0  # seconds after which a start counts as a success
@@ -202,11 +203,6 @@ def sweep(mark: str) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
                 found.append(pid)
     return found
-
-
-def say(what: str) -> None:
-    """A line for whoever reads the service's log."""
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} fedbraid: {what}", file=sys.stderr, flush=True)
 
 
 def _tool(name: str) -> str | None:

@@ -16,8 +16,8 @@ from torch import nn
 import fedbraid as fb
 from fedbraid.engines import client
 from fedbraid.errors import EngineError
-from fedbraid.links.codec import encode_scalars, pack_message
-from fedbraid.links.link import codec_of
+from fedbraid.core.wire import encode_scalars, pack_message
+from fedbraid.core.link import codec_of
 
 c = fb.codecs
 ENGINES = ("in_process(backend='loop')", "in_process(backend='vmap')", "pool(workers=2)")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.codec import Codec
     from fedbraid.core.gather import Gather, Info, Mean, Staleness, Uploads
     from fedbraid.core.layout import Layout
     from fedbraid.core.rule import Chain, Local, Rule, chain
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
     from fedbraid.links import codecs
-    from fedbraid.links.codec import Codec
     from fedbraid.run import callbacks, export
     from fedbraid.run.simulate import Result, resume, simulate
     from fedbraid.run.state import State
@@ -61,7 +61,7 @@ _HOMES = {
     "core.work": "Work",
     "data.task": "Task",
     "errors": "FedbraidError",
-    "links.codec": "Codec",
+    "core.codec": "Codec",
     "run.simulate": "Result resume simulate",
     "run.state": "State",
     "schedule": "Schedule Tick buffered immediate rounds",

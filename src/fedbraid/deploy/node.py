@@ -21,14 +21,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedbraid.core.link import HiddenState, bundle, open_packet
 from fedbraid.core.rule import Vectors
+from fedbraid.core.wire import unpack_message
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Order, Setup, visit
 from fedbraid.errors import WireError
-from fedbraid.links.codec import unpack_message
-from fedbraid.links.link import HiddenState, bundle, open_packet
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project

@@ -24,7 +24,9 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.gather import Tree
+from fedbraid.core.link import HiddenState, packet, receive, whole_state
 from fedbraid.core.rows import Rows
+from fedbraid.core.wire import pack_message
 from fedbraid.data.batches import step_counts
 from fedbraid.data.task import Task, _pair
 from fedbraid.deploy.roster import Member, Roster
@@ -32,8 +34,6 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import InUseError, RunError, WireError
-from fedbraid.links.codec import pack_message
-from fedbraid.links.link import HiddenState, packet, receive, whole_state
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
 from fedbraid.run.simulate import Options, describe, judge
 from fedbraid.run.state import State

@@ -22,6 +22,7 @@ from fedbraid import algorithms
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
+from fedbraid.core.link import codec_of
 from fedbraid.core.optim import Momentum, Precondition
 from fedbraid.core.rule import Rule
 from fedbraid.core.transform import Pipeline, Scale
@@ -31,7 +32,6 @@ from fedbraid.engines import choose
 from fedbraid.engines.client import Engine, Setup
 from fedbraid.errors import ConfigError, DataError, RunError
 from fedbraid.links import codecs
-from fedbraid.links.link import codec_of
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database

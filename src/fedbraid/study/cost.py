@@ -24,11 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
+from fedbraid.core.link import HiddenState, Sender, broadcast, catch_up, upload
 from fedbraid.core.optim import Adam, RMSProp, SGDm
 from fedbraid.core.rule import Chain, Local, Rule
 from fedbraid.core.work import Work
 from fedbraid.links import codecs
-from fedbraid.links.link import HiddenState, Sender, broadcast, catch_up, upload
 from fedbraid.models.linear import BagOfWords
 from fedbraid.run.checkpoint import rows_of
 from fedbraid.run.state import State

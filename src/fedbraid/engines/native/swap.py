@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.core.rows import Ids, Rows
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
-from fedbraid.links.codec import Codec
 from fedbraid.links.fp16 import Fp16
 from fedbraid.links.symmetric import Symmetric
 

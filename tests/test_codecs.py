@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links import _bits, codecs
 from fedbraid.links import _positions as positions
 from fedbraid.links._kmeans1d import centroids
-from fedbraid.core.codec import Codec
 
 ODD = Layout.from_shapes([("a", (3, 5)), ("a.bias", (7,)), ("c", (4, 4, 2)), ("none", (0, 3)), ("scale", ())])
 

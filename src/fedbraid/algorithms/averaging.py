@@ -24,7 +24,9 @@ def fedavg(lr: float = 1.0, weights: str = "samples") -> Algorithm:
 @builder
 def fedavgm(lr: float = 1.0, momentum: float = 0.9, weights: str = "samples") -> Algorithm:
     """FedAvg with server momentum: b ← momentum·b + G, x ← x − lr·b."""
-    return Algorithm(gather=Mean(weights), server=pipeline(Optimise(Momentum(momentum)), Scale(lr)), work=PLAIN)
+    return Algorithm(
+        gather=Mean(weights), server=pipeline(Optimise(Momentum(momentum)), Scale(lr)), work=PLAIN
+    )
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,11 @@ class ClusterVarp(Beside):
         self, mine: tuple[Tensor, float, Tensor, Tensor], up: Uploads, s: Clusters, x: Tensor
     ) -> tuple[Tensor, float, Tensor, Tensor]:
         fresh, weight, new, count = mine
-        p, delta, at = up.p(self.weights), up.vectors["delta"], torch.from_numpy(self.of(up.clients)).to(x.device)
+        p, delta, at = (
+            up.p(self.weights),
+            up.vectors["delta"],
+            torch.from_numpy(self.of(up.clients)).to(x.device),
+        )
         fresh = fold(fresh, (p * self.staleness(up.staleness), delta - s.y[at]))
         new, count = new.index_add(0, at, delta), count.index_add(0, at, torch.ones_like(p))
         return fresh, weight + float(p.sum()), new, count

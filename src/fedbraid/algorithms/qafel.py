@@ -18,6 +18,7 @@ from fedbraid.core.link import (
     Broadcast,
     Caster,
     Down,
+    Plain,
     Sizes,
     Version,
     add_overhead,
@@ -69,7 +70,9 @@ class HiddenState(Down):
 
     def send(self, vectors: Vectors, s: Hidden, who: Caster) -> Broadcast:
         cast = {
-            name: cross_down(self.codec, v, name, who, base=s.vectors[name])  # q = Q_s(x − x̂), Algorithm 1, line 13
+            name: cross_down(
+                self.codec, v, name, who, base=s.vectors[name]
+            )  # q = Q_s(x − x̂), Algorithm 1, line 13
             for name, v in vectors.items()
         }
         sizes = {name: c.size for name, c in cast.items()}
@@ -145,7 +148,9 @@ def _packets(message: bytes, missed: list[str]) -> list[bytes]:
         return [message] if missed else []
     packets = unpack_message(message, len(message))
     if list(packets) != missed:
-        raise WireError(f"the server sent the broadcasts {list(packets)}, not {missed}; run the same fedbraid")
+        raise WireError(
+            f"the server sent the broadcasts {list(packets)}, not {missed}; run the same fedbraid"
+        )
     return list(packets.values())
 
 
@@ -197,7 +202,10 @@ def qafel(
     up, down = up or codecs.qsgd(4), down or codecs.qsgd(4)
     if not up.unbiased:
         log.warning(
-            "QAFeL's proof wants an unbiased client codec (Algorithm 2, line 5), which %r is not; qsgd(bits) is", up
+            "QAFeL's proof wants an unbiased client codec (Algorithm 2, line 5), which %r is not; qsgd(bits) is",
+            up,
         )
     gather = Mean(weights, Staleness(staleness))
-    return Algorithm(gather=gather, server=_steps(lr, momentum), up=up, down=HiddenState(down), work=PLAIN)
+    return Algorithm(
+        gather=gather, server=_steps(lr, momentum), up=Plain(up), down=HiddenState(down), work=PLAIN
+    )

@@ -31,7 +31,9 @@ class Algorithm:
     up: Up = field(default_factory=Plain)
     down: Down = field(default_factory=Direct)
     name: str = field(default="", compare=False)  # the call that builds it, where a builder did
-    work: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)  # settings of its paper's clients
+    work: Mapping[str, float] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # settings of its paper's clients
 
     def __post_init__(self) -> None:
         for link, plain in (("up", Plain), ("down", Direct)):
@@ -133,10 +135,14 @@ def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Ve
     started = rule.start(loc)
     bent = rule.step(torch.ones(2, 4), loc.x.repeat(2, 1), started, loc)
     if not isinstance(bent, tuple) or len(bent) != 2 or not isinstance(bent[1], dict):
-        raise ConfigError(f"the rule's step returns {_kind(bent)}; return (direction, state), a tensor and a dict")
+        raise ConfigError(
+            f"the rule's step returns {_kind(bent)}; return (direction, state), a tensor and a dict"
+        )
     v, s = bent
     if not isinstance(v, Tensor) or v.shape != (2, 4):
-        raise ConfigError(f"the rule's step makes of a gradient [m, d] = [2, 4] {_kind(v)}; return one of the same shape")
+        raise ConfigError(
+            f"the rule's step makes of a gradient [m, d] = [2, 4] {_kind(v)}; return one of the same shape"
+        )
     if s.keys() != started.keys():
         raise ConfigError(
             f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
@@ -144,7 +150,9 @@ def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Ve
     y = loc.x - 0.1 * v
     for hook in (rule.finish(y, s, loc), rule.remember(finished(rule, y, s, loc), s, loc)):
         if not isinstance(hook, dict):
-            raise ConfigError(f"the rule's finish or remember returns {_kind(hook)}; return a dict of named tensors")
+            raise ConfigError(
+                f"the rule's finish or remember returns {_kind(hook)}; return a dict of named tensors"
+            )
     extra = rule.finish(y, s, loc).keys() - {d.name for d in rule.uploads()}
     if extra:
         raise ConfigError(f"the rule uploads {min(extra)!r} but does not declare it; name it in uploads()")
@@ -167,4 +175,6 @@ def _as_declared(who: str, made: Vectors, declared: dict[str, Any], layout: Layo
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    )

@@ -246,6 +246,7 @@ SERVER: dict[str, type[Optimiser]] = {
     "sgd": Optimiser, "adagrad": Adagrad, "adam": Adam, "adabelief": AdaBelief, "yogi": Yogi, "lamb": Adam,
 }  # fmt: skip
 
+
 def named(name: str, table: dict[str, type[Optimiser]]) -> type[Optimiser]:
     if name not in table:
         raise unknown("optimizer", name, table)

@@ -172,9 +172,7 @@ def train(
 def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:
     """All that a block uploads, by the order of its declaration."""
     made = rule.finish(y, s, loc)
-    return {
-        d.name: loc.x - y if d.update and d.name not in made else made[d.name] for d in rule.uploads()
-    }
+    return {d.name: loc.x - y if d.update and d.name not in made else made[d.name] for d in rule.uploads()}
 
 
 def _merge(parts: list[Vectors], verb: str) -> Vectors:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Info, Uploads
-from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster
 from fedbraid.core.rule import Vectors
 from fedbraid.engines.client import Reply, Setup
@@ -58,7 +57,13 @@ def advance(
         cast = algorithm.down.send(algorithm.send(new, server, info.N), state.wire, who)
     except WireError as error:
         raise _unsendable(error, state.t + 1) from error
-    record = {"step": state.t + 1, "time": tick.time, **tally.record(tick, len(state.sent)), "norm": norm, **cast.notes}
+    record = {
+        "step": state.t + 1,
+        "time": tick.time,
+        **tally.record(tick, len(state.sent)),
+        "norm": norm,
+        **cast.notes,
+    }
     if new is not average:
         record["norm_h"] = float(torch.linalg.vector_norm(average - new))
     record["bytes_broadcast"] = sum(cast.version.sizes.values())

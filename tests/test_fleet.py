@@ -32,6 +32,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
+from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
 from fedbraid.deploy import check, doctor, keys
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.node import Memory
@@ -41,7 +42,6 @@ from fedbraid.deploy.project import init
 from fedbraid.deploy.sign import is_signed, read_trusted, sign
 from fedbraid.deploy.trial import Flower, free_port
 from fedbraid.errors import ConfigError, EngineError, RunError, WireError
-from fedbraid.links.codec import MAGIC, frame, pack_message, unpack_message
 
 pytestmark = pytest.mark.engines
 

@@ -230,9 +230,13 @@ class Driver:
         alone = [replace(arrival, job=replace(arrival.job, version=0))]
         first = State.first(self.algorithm, self.layout, self.state.x, self.settings.seed, real=True)
         try:
-            self._advance(alone, first, self._tick(alone, [0], frozenset()))
+            then, record = self._advance(alone, first, self._tick(alone, [0], frozenset()))
         except (Diverged, WireError) as error:
             raise WireError(f"no step can be taken with it: {str(error).split(';')[0]}") from error
+        if then.watch.strained:
+            raise WireError(
+                f"no step can be taken with it: the model's norm would go from {first.watch.norm:.3g} to {record['norm']:.3g}"
+            )
 
     def _judge(self) -> Record:
         every, t = self.settings.evaluate_every, self.state.t

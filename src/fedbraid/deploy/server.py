@@ -20,9 +20,11 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
+from fedbraid.core.rows import Rows
 from fedbraid.data.batches import step_counts
 from fedbraid.data.task import Task, _pair
 from fedbraid.deploy.backoff import Resting
@@ -121,8 +123,7 @@ class Driver:
         self.judge = Loop(self.task) if self.task.test is not None else None
         self.folder = Folder(settings.out)
         self.id = self._open()
-        x = self.task.initial(settings.seed)
-        state = State.first(self.algorithm, self.layout, x, settings.seed, real=True)
+        state = self._first(self.task.initial(settings.seed))
         self.checkpoint = self._checkpoint(state)
         self.state, note = self.checkpoint.restore(state)
         self.roster = Roster.restore(
@@ -149,6 +150,11 @@ class Driver:
         ended = "done" if error is None else "stopped" if told_to_stop else "failed"
         self._status(ended, str(error) if ended == "failed" else "")
         self.checkpoint.close()
+
+    def _first(self, x: Tensor) -> State:
+        """A run's first state from this model; clients keep what they remember themselves."""
+        state = State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
+        return replace(state, clients=Rows({}))
 
     def _checkpoint(self, state: State, patience: float = 30.0) -> Checkpoint:
         """A server outlives its SuperLink by some seconds; the next one waits for it to let go."""
@@ -228,7 +234,7 @@ class Driver:
     def _rehearse(self, arrival: Arrival) -> None:
         """Refuse an upload that no step could be taken with, even alone: the next step goes on without it."""
         alone = [replace(arrival, job=replace(arrival.job, version=0))]
-        first = State.first(self.algorithm, self.layout, self.state.x, self.settings.seed, real=True)
+        first = self._first(self.state.x)
         try:
             then, record = self._advance(alone, first, self._tick(alone, [0], frozenset()))
         except (Diverged, WireError) as error:

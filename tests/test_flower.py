@@ -18,11 +18,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import fedbraid as fb
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
-from fleets import LONG, WORK, Fleet, Replay, make_app, make_user, same, simulated
+from fleets import (
+    LONG,
+    WORK,
+    Fleet,
+    Replay,
+    driven,
+    in_process,
+    make_app,
+    make_user,
+    same,
+    simulated,
+)
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.common.config import get_fused_config_from_fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
@@ -82,6 +94,19 @@ def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
     for key in ("clients", "bytes_up", "bytes_down"):
         assert [r[key] for r in fleet.records] == [r[key] for r in result.history]
     assert not any("trouble" in r for r in fleet.records)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_the_servers_numbers_are_the_simulators(name, user, tmp_path):
+    """The same without processes, to the last bit."""
+    grid = in_process(user, tmp_path, 3)
+    driver = driven(user, grid, tmp_path / "run", algorithm=EQUAL[name], schedule=ROUNDS, minimum=3)
+    result, expected = simulated(user, algorithm_from(EQUAL[name]), TWO)
+    deployed, records = load_file(tmp_path / "run" / "model.safetensors"), list(driver.folder.records())
+    assert all(torch.equal(deployed[k], v) for k, v in expected.items())
+    for key in ("clients", "bytes_up", "bytes_down"):
+        assert [r[key] for r in records] == [r[key] for r in result.history]
+    assert not any("trouble" in r for r in records)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ user = pytest.fixture(scope="module")(make_user)
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("secrets") / "keys"
-    keys.make(folder, ["127.0.0.1"], 3)
+    keys.make(folder, ["127.0.0.1"], 5)  # a key that was removed never comes back
     return folder
 
 
@@ -384,14 +384,14 @@ def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
 def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tmp_path):
     """Nor its number and memory, whatever else it is registered for; and its own key brings it back."""
     with flower.operator as operator:
-        operator.register(secrets / "node-2.pub")
+        operator.register(secrets / "node-3.pub")
     fleet.misbehave(0, "honest", "hold")
     fleet.submit(schedule="rounds(3, clients=2)", nodes=2, minimum=1, deadline=LONG)
     fleet.wait_for(step=1, busy=1)
     flower.end("node-1")
     fleet.wait_for(nodes=1)
     about = {"name": "node-1", "client": 1, "share": 2, "state": str(tmp_path / "impostor")}
-    flower.node("impostor", about, secrets / "node-2.key")
+    flower.node("impostor", about, secrets / "node-3.key")
     try:
         status = fleet.wait(lambda status: status["trouble"])
         assert "'node-1', which belongs to the key" in status["trouble"][0]["why"]
@@ -404,7 +404,7 @@ def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tm
         assert fleet.records[-1]["nodes"] == 2
     finally:
         with flower.operator as operator:
-            operator.unregister(secrets / "node-2.pub")
+            operator.unregister(secrets / "node-3.pub")
 
 
 # Who comes back --------------------------------------------------------------------------------------------
@@ -450,11 +450,11 @@ def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_
     state = tmp_path / "state"
     home = state / ".svc"
     with flower.operator as operator:
-        operator.register(secrets / "node-2.pub")
+        operator.register(secrets / "node-4.pub")
     for name in ("node-0", "node-1"):
         flower.end(name)
     try:
-        with service(flower, secrets / "node-2.key", "svc", state, "share=2") as process:
+        with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
             fleet.misbehave(2, "hold", "hold", "hold")
             fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
             for left, victim in ((2, "flower-supernode"), (1, "flower-superexec")):
@@ -467,13 +467,13 @@ def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_
             wait_until(lambda: lines_left(fleet) == 0)  # it has the same order for the third time
             process.kill()  # the service itself, and its children are left alone
             process.wait()
-        with service(flower, secrets / "node-2.key", "svc", state, "share=2") as process:
+        with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
             fleet.wait_for(state="done")
             assert [r["clients"] for r in fleet.records] == [[0]] * 4
         assert of_node(home) == []
     finally:
         with flower.operator as operator:
-            operator.unregister(secrets / "node-2.pub")
+            operator.unregister(secrets / "node-4.pub")
         for i in range(2):
             start(flower, i, secrets)
 
@@ -511,7 +511,9 @@ def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path
     fleet.wait_for(state="done")
 
     found = findings(secrets, flower.port, flower.control)
-    assert {what for what, one in found.items() if not one.good} == {"node-2.key"}  # which nobody registered
+    assert {what for what, one in found.items() if not one.good} == {
+        f"node-{i}.key" for i in (2, 3, 4)
+    }  # not registered
     assert "node-2.pub" in found["node-2.key"].todo
     for what in ("keys", "ca.crt", "server.crt", "clocks", "versions there", "nodes", "who may do what"):
         assert found[what].good

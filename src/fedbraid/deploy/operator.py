@@ -64,7 +64,7 @@ class Operator:
             return int(client.RegisterNode(RegisterNodeRequest(public_key=key)).node_id)
 
     def unregister(self, public: Path) -> None:
-        """Never let the node with this public key in again."""
+        """Never let the node with this public key in again: Flower takes no key twice."""
         from flwr.proto.control_pb2 import UnregisterNodeRequest
         from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 

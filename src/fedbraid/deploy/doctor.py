@@ -15,6 +15,7 @@ from typing import Any
 
 from fedbraid.deploy.about import versions
 from fedbraid.deploy.check import PROTOBUF, _context, look
+from fedbraid.deploy.gate import UNKNOWN
 from fedbraid.deploy.keys import certificate, signed
 from fedbraid.deploy.operator import Operator
 from fedbraid.errors import EngineError, FedbraidError
@@ -118,7 +119,7 @@ def _known(folder: Path, key: Path, nodes: str) -> Iterator[Finding]:
             )
     except (httpx.HTTPError, FedbraidError):
         return
-    good = status.status_code != 401
+    good = UNKNOWN not in status.text
     todo = f"fedbraid deploy register KEYS {key.stem}.pub"
     yield Finding(key.name, "registered" if good else "not registered", good, "" if good else todo)
 

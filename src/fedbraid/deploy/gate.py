@@ -12,7 +12,7 @@ import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fedbraid.deploy.keys import fingerprint
@@ -23,6 +23,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SIGNED_APP, ABOUT = "/v1/control/signed-app", "/v1/control/about"
+UNKNOWN = "this node is not registered"
 LARGEST_ORDER = 16 << 20  # bytes of a request by the operator; Flower's bundles are smaller
 HOST = re.compile(rb"[A-Za-z0-9.:_\-\[\]]{0,255}")  # Flower's own checks go by a URL that begins with this
 
@@ -64,7 +65,6 @@ class Gate:
     ]  # the address whose requests are the operator's and the apps'; all others are nodes'
     token: str  # the SHA-256 of the operator's token
     registered: Callable[[bytes], bool]  # whether a node's public key is
-    known: set[bytes] = field(default_factory=set)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -90,10 +90,7 @@ class Gate:
             key = base64.b64decode(_one(headers, b"flwr-public-key"), validate=True)
         except binascii.Error:
             key = b""
-        if key not in self.known and not (key and self.registered(key)):
-            return 401, "this node is not registered"
-        self.known.add(key)  # Flower looks it up again with every request
-        return 0, ""
+        return (0, "") if key and self.registered(key) else (401, UNKNOWN)
 
     def _operators(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> tuple[int, str]:
         path = scope["path"]

@@ -305,3 +305,95 @@ class Misshapen(fb.Rule):
 def test_what_a_rule_makes_is_held_against_what_it_declares(rule, said):
     with pytest.raises(ConfigError, match=said):
         fb.Algorithm(rule)
+
+
+# Clients that come and go --------------------------------------------------------------------------------
+
+
+class Leaves:
+    """Lets clients leave after a step."""
+
+    def __init__(self, after, clients, reachable=True):
+        self.after, self.clients, self.reachable = after, clients, reachable
+
+    def step(self, record, run):
+        if record["step"] == self.after:
+            for client in self.clients:
+                run.leave(client, self.reachable)
+
+
+def mirrors(result, name, here):
+    rows = result.state.clients.get(here)[name].double().sum(0)
+    np.testing.assert_allclose(result.state.server[0].total, rows, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [fb.scaffold, fb.scaffold_m])
+def test_a_client_that_leaves_takes_its_share_with_it(build):
+    trial = Trial(lr=0.1, steps=10)
+    result = trial.run(build(weights="uniform"), callbacks=[Leaves(5, [1, 4])])
+    assert result.history[5]["left"] == [1, 4]
+    assert not {1, 4} & {c for r in result.history[5:] for c in r["clients"]}
+    mirrors(result, "c_i" if build is fb.scaffold else "h_i", [0, 2, 3, 5, 6, 7])
+    silent = trial.run(build(weights="uniform"), callbacks=[Leaves(5, [1, 4], reachable=False)])
+    assert silent.history[5]["left_share"] == [1, 4]
+    assert not torch.equal(silent.x, result.x)
+
+
+@pytest.mark.parametrize(
+    "gather", [fb.fedvarp(), fb.mifa(), fb.fedadavr("sgd", lr=1.0, memory="int8")], ids=lambda a: a.name
+)
+def test_a_servers_row_goes_with_its_client(gather):
+    trial = Trial(lr=0.1, steps=10)
+    result = trial.run(gather, callbacks=[Leaves(5, [1, 4], reachable=False)])
+    assert "left_share" not in result.history[5]
+    ledger = result.state.gather
+    rows = ledger.rows.get(range(8))
+    assert rows["weight"][[1, 4]].abs().sum() == 0
+    np.testing.assert_allclose(ledger.total, (rows["weight"].double() * rows["y"].double()).sum(0), atol=1e-6)
+
+
+def test_who_has_left_stays_away_after_a_resume(tmp_path):
+    trial = Trial(lr=0.1, steps=10)
+
+    class Stop:
+        def step(self, record, run):
+            if record["step"] == 7:
+                raise KeyboardInterrupt
+
+    whole = trial.run(fb.scaffold(), callbacks=[Leaves(5, [1, 4])])
+    with pytest.raises(KeyboardInterrupt):
+        trial.run(fb.scaffold(), callbacks=[Leaves(5, [1, 4]), Stop()], out=tmp_path / "run")
+    again = fb.resume(tmp_path / "run", task=trial.p.task)
+    assert torch.equal(again.x, whole.x)
+    with pytest.raises(ConfigError, match="not there to leave"):
+        trial.run(fb.scaffold(), callbacks=[Leaves(5, [11])])
+
+
+def newcomers(build, name):
+    """A server that has met four clients meets four more: N follows."""
+    trial = Trial(lr=0.1)
+    from fedbraid.engines.blocks import InProcess
+    from fedbraid.engines.client import Setup
+    from fedbraid.run.jobs import Jobs
+    from fedbraid.run.state import State
+    from fedbraid.run.step import advance
+    from fedbraid.schedule import Tick
+
+    task, work, a = trial.p.task, fb.Work(lr=0.1, steps=2, batch=None), build(weights="uniform")
+    state = State.first(a, task.layout, task.initial(0), 0)
+    for t, (N, cohort) in enumerate([(4, [0, 1]), (4, [2, 3]), (8, [4, 0]), (8, [7, 5]), (8, [1, 2])]):
+        known = replace(task, offsets=task.offsets[: N + 1])
+        setup, engine = Setup(a, known, work, 0), InProcess(backend="vmap")
+        engine.open(setup)
+        who = np.array(cohort)
+        tick = Tick(t, float(t), who, np.full(2, t), who, frozenset())
+        state, _ = advance(setup, Jobs(a, task.layout, engine, 0), state, tick)
+        engine.close()
+        mean = state.clients.get(range(N))[name].double().mean(0)
+        sent = next(v for k, v in state.sent[t + 1].vectors.items() if k != "x")
+        np.testing.assert_allclose(sent, mean, atol=1e-5)
+
+
+def test_estimates_are_the_mean_over_todays_clients_after_newcomers():
+    newcomers(fb.scaffold, "c_i")
+    newcomers(fb.scaffold_m, "h_i")

@@ -149,6 +149,24 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
+    _left: Record = field(default_factory=dict, repr=False)
+
+    def leave(self, client: int, reachable: bool = True) -> None:
+        """Let a client leave for good, before the next step.
+
+        What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
+        sends. One that cannot be reached leaves its share behind, and the next record says so.
+        """
+        if not 0 <= client < self.setup.task.clients or client in self.state.gone:
+            raise ConfigError(
+                f"client {client} is not there to leave; there are {self.setup.task.clients} from 0 on"
+            )
+        rule = self.setup.algorithm.rule
+        share = rule.leave(self.state.clients.get([client])) if reachable else None
+        self.state, stays = self.state.without(self.setup.algorithm, client, share)
+        self._left.setdefault("left", []).append(client)
+        if stays:
+            self._left.setdefault("left_share", []).append(client)
 
     def go(self) -> Result:
         """Run to the end, or from where the state stands."""
@@ -164,9 +182,10 @@ class Run:
                 continue
             if self.note.get("stopped"):
                 break
-            before = self.state.x
+            before, tick = self.state.x, tick.without(self.state.gone)
             self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
-            record |= self._measure(before)
+            record |= {**self._measure(before), **self._left}
+            self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers)
             if stop:

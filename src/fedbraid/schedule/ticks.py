@@ -34,6 +34,7 @@ class Tick:
     started: Ints  # clients that started from version `step` before this step closed
     live: frozenset[int]  # versions that jobs still in flight train from
     dropped: int = 0  # clients that were asked but came too late
+    together: bool = False  # all of them started from this version, and nobody twice
 
     def without(self, gone: Collection[int]) -> Tick:
         """The tick without clients that have left."""
@@ -120,7 +121,7 @@ class Rounds(Schedule):
             clients, took, dropped = self._round(N, seed, step, message)
             now += took
             versions = np.full(len(clients), step, np.int64)
-            yield Tick(step, now, clients, versions, clients, frozenset(), dropped)
+            yield Tick(step, now, clients, versions, clients, frozenset(), dropped, together=True)
 
     def _round(self, N: int, seed: int, step: int, message: tuple[float, float]) -> tuple[Ints, float, int]:
         if isinstance(self.clients, tuple):

@@ -210,7 +210,7 @@ def test_not_a_run(tmp_path, capsys):
 def test_a_broken_folder(single, tmp_path, capsys):
     for name, text, said in (
         ("run.json", "{", "cannot be read"),
-        ("run.json", "{}", "lacks 'task'"),
+        ("run.json", "{}", "of format 1"),
         ("metrics.jsonl", "{]\n", "is damaged"),
         ("metrics.jsonl", '{"step": 1}\n', "not a step's"),
     ):

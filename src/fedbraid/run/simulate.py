@@ -549,7 +549,8 @@ def _spilled(state: State, store: str, clients: int) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="fedbraid-") as scratch:
-        db = Database(Path(scratch) / "rows.db", max(rows.row_bytes for _, rows in rows_of(state)))
+        widest = max(rows.row_bytes for _, rows in rows_of(state))
+        db = Database(Path(scratch) / "rows.db", widest, scratch=True)
         for name, rows in rows_of(state):
             rows.attach(db, name, limits.get(name), alone=True)
         try:

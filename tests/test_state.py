@@ -15,8 +15,9 @@ import torch
 import fedbraid as fb
 from fedbraid.core.gather import Gather, Mean
 from fedbraid.core.rows import Rows
+from fedbraid.engines.native.build import compiler
 from fedbraid.errors import RunError
-from fedbraid.run import tree
+from fedbraid.run import bits, tree
 from fedbraid.run.checkpoint import Checkpoint, Folder, rows_of
 from fedbraid.run.database import Database
 from fedbraid.run.state import State
@@ -272,3 +273,59 @@ def test_a_damaged_model_is_not_exported(cut, tmp_path):
     with pytest.raises(RunError, match=r"model.safetensors is damaged .* resume its run to write it again"):
         fb.export.export(folder, tmp_path / "bad.safetensors")
     assert not (tmp_path / "bad.safetensors").exists()
+
+
+# The same bits -----------------------------------------------------------------------------------------
+
+
+def test_run_json_says_what_the_bits_depend_on(cut):
+    folder, _, _ = cut
+    said = json.loads((folder / "run.json").read_text())["bits"]
+    assert said["torch"] == torch.__version__
+    assert said["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert said["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("what", ["torch", "numpy", "processor", "instructions"])
+def test_other_bits_are_asked_for(cut, monkeypatch, what):
+    folder, _, run = cut
+    here = bits.describe
+    monkeypatch.setattr(bits, "describe", lambda engine: here(engine) | {what: "another"})
+    with pytest.raises(
+        RunError, match=rf"would go on with other bits .*: {what} was .* and is another; .*--accept-other"
+    ):
+        fb.resume(folder, task=run["task"])
+    assert len(fb.resume(folder, task=run["task"], accept_other_bits=True).history) == 10
+    said = json.loads((folder / "run.json").read_text())
+    assert said["bits"][what] == "another"
+    assert [(b["until"], b[what] == "another") for b in said["bits_before"]] == [(5, False)]
+    monkeypatch.undo()
+    assert len(fb.resume(folder, task=run["task"]).history) == 10  # there is nothing left to compute
+
+
+def test_a_run_resumes_with_as_many_threads_as_it_began_with(cut, monkeypatch):
+    folder, whole, run = cut
+    seen = []
+
+    class Threads:
+        def step(self, record, run):
+            seen.append(torch.get_num_threads())
+
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(fb.resume(folder, task=run["task"], callbacks=[Threads()]).x, whole.x)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert set(seen) == {1}
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler here")
+def test_compiled_code_is_named_by_its_source_flags_and_compiler(blobs, tmp_path):
+    fb.simulate(
+        blobs, fb.fedavg(), WORK, fb.rounds(1), engine="in_process(backend='native')", out=tmp_path / "run"
+    )
+    said = json.loads((tmp_path / "run" / "run.json").read_text())["bits"]
+    assert len(said["kernels"]) == 16
+    assert "-O3" in said["flags"]
+    assert said["compiler"]

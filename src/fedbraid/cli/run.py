@@ -69,6 +69,7 @@ def run(
     track: o.Track = None,
     patience: o.Patience = None,
     keep_best: o.KeepBest = False,
+    accept_other_bits: o.AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -115,6 +116,7 @@ def run(
     asked = Asked(track, patience, keep_best, plan.target)
     watching = asked.callbacks()
     with _folder(whole) as place:
+        plan.options["accept_other_bits"] = accept_other_bits
         keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
 
 

@@ -244,6 +244,9 @@ def campaign(cases: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
                 seen[outcome] += 1
                 if outcome.startswith("bad"):
                     bad.append(f"case {k}: {words}\n{text}")
+                    print(bad[-1], flush=True)
+                if (k + 1) % 500 == 0:
+                    print(f"{sum(seen.values())} cases so far: {dict(seen)}", flush=True)
         finally:
             os.chdir(before)
     return seen, bad
@@ -269,6 +272,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     found, failures = campaign(given.cases, given.seed)
-    for text in failures[:50]:
-        print(text)
     print(f"{sum(found.values())} cases, {len(failures)} tracebacks: {dict(found)}")

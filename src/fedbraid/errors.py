@@ -67,7 +67,9 @@ def reading(what: object) -> Iterator[None]:
         yield
     except FedbraidError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError
+    ) as error:  # fmt: skip
         raise RunError(
             f"{what} holds what no run writes ({error!r}); restore it from a copy or start a new run"
         ) from error

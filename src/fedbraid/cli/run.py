@@ -70,6 +70,7 @@ def run(
     patience: o.Patience = None,
     keep_best: o.KeepBest = False,
     keep_going: o.KeepGoing = False,
+    accept_other_bits: o.AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -118,6 +119,7 @@ def run(
     asked = Asked(track, patience, keep_best, plan.target)
     watching = asked.callbacks()
     with _folder(whole) as place:
+        plan.options["accept_other_bits"] = accept_other_bits
         keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
 
 

@@ -42,15 +42,19 @@ def part(name: str, **options: Any) -> Part:
     return Part(name, tuple(options.items()))
 
 
+SGD, MEAN = part("sgd"), part("mean")
+
+
 @dataclass(frozen=True)
 class Spec:
     """An algorithm as a list of parts."""
 
-    rule: Part = part("sgd")
-    gather: Part = part("mean")
+    rule: Part = SGD
+    prox: float = 0.0  # FedProx's μ before it
+    gather: Part = MEAN
     weights: str = "samples"
     staleness: str = "constant"
-    optimiser: Part = part("sgd")
+    optimiser: Part = SGD
     lr: float = 1.0  # the server's
     decay: float = 0.0  # the server's weight decay
     adjust: tuple[Part, ...] = ()  # shift, and one of feddyn, adabest
@@ -488,7 +492,13 @@ class Clusters(Mean):
         return G
 
 
-GATHERS: dict[str, type[Mean]] = {"mean": Mean, "memory": Memory, "mifa": Mifa, "aced": Mifa, "clusters": Clusters}
+GATHERS: dict[str, type[Mean]] = {
+    "mean": Mean,
+    "memory": Memory,
+    "mifa": Mifa,
+    "aced": Mifa,
+    "clusters": Clusters,
+}
 
 
 # Optimisers: from G to a move --------------------------------------------------------------------------
@@ -641,7 +651,15 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
     for t, tick in enumerate(setting.ticks):
         visits = []
         for client, version in zip(tick.clients, tick.versions):
-            at = train(rule, setting, client, version, sent[version], memories.setdefault(client, rule.first(d)))
+            at = train(
+                rule,
+                spec.prox,
+                setting,
+                client,
+                version,
+                sent[version],
+                memories.setdefault(client, rule.first(d)),
+            )
             at.tau = t - version
             at.got = up(at.got, at)
             memories[client] = rule.remember(at)
@@ -655,7 +673,9 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
         yield average, x
 
 
-def train(rule: Rule, setting: Setting, client: int, version: int, sent: Named, memory: Named) -> Visit:
+def train(
+    rule: Rule, prox: float, setting: Setting, client: int, version: int, sent: Named, memory: Named
+) -> Visit:
     """K local steps; the visit holds the uploads before they cross."""
     batches, rho = setting.batches(client, version), setting.momentum
 
@@ -669,7 +689,7 @@ def train(rule: Rule, setting: Setting, client: int, version: int, sent: Named, 
     y, s = at.x, rule.begin(at)
     b = np.zeros_like(y)
     for rows in batches:
-        g = setting.grad(y, rows) + setting.decay * y
+        g = setting.grad(y, rows) + setting.decay * y + prox * (y - at.x)
         b = rho * b + rule.direction(g, y, s, at)
         y = y - at.lr * b
     at.got = rule.uploads(y, s, at)

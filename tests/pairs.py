@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ class Case:
         link = f"up={s.up} down={s.down}"
         work = f"lr={self.lr} decay={self.lr_decay} rho={self.momentum} wd={self.decay} batch={self.batch} steps={self.steps}"
         return (
-            f"{s.rule} | {s.gather} {s.weights} {s.staleness} | {s.optimiser} lr={s.lr} wd={s.decay} |"
+            f"{s.rule}{f' + prox {s.prox}' if s.prox else ''} | {s.gather} {s.weights} {s.staleness} | {s.optimiser} lr={s.lr} wd={s.decay} |"
             f" {' '.join(map(str, s.adjust)) or '–'} | {link} | {self.schedule} {self.cohort}/{self.concurrency} | {work}"
             f" | {self.backend} seed={self.seed}"
         )
@@ -160,29 +162,67 @@ ADJUSTS = {
 UPS = ["plain", "codec", "of_weights", "feedback", "mixed", "of_weights feedback mixed"]
 DOWNS = ["plain", "direct", "hidden"]
 SCHEDULES = ["rounds", "buffered", "immediate", "rounds+", "buffered+", "immediate+"]
+AXES: dict[str, list[str]] = {
+    "rule": list(RULES), "gather": list(GATHERS), "optimiser": list(OPTIMISERS), "adjuster": list(ADJUSTS),
+    "up": UPS, "down": DOWNS, "schedule": SCHEDULES,
+}  # fmt: skip
+NEUTRAL = {axis: names[0] for axis, names in AXES.items()}
 
 
 def draw(seed: int) -> Case:
     """The combination with this number."""
     rng = np.random.default_rng([seed, 15])
+    return make({axis: names[rng.integers(len(names))] for axis, names in AXES.items()}, seed)
 
-    def one(values: Any) -> Any:
-        return list(values)[int(rng.integers(len(values)))]
 
-    optimiser, lr = one(one(OPTIMISERS.values()))
-    up, down, schedule, uneven = one(UPS), one(DOWNS), one(SCHEDULES), rng.random() < 0.6
-    ups = {name: name in up for name in ("of_weights", "feedback", "mixed")}
+def couples() -> Iterator[tuple[dict[str, str], Case]]:
+    """Every two parts of different axes, the others neutral."""
+    axes = list(AXES)
+    for i, one in enumerate(axes):
+        for other in axes[i + 1 :]:
+            for a in AXES[one]:
+                for b in AXES[other]:
+                    chosen = {one: a, other: b}
+                    yield chosen, make(NEUTRAL | chosen, zlib.crc32(repr(chosen).encode()))
+
+
+def make(chosen: dict[str, str], seed: int) -> Case:
+    """A case of these parts; their numbers, the work and the clients are drawn."""
+    rng = np.random.default_rng([seed, 16])
+
+    def one(values: list[Any]) -> Any:
+        return values[rng.integers(len(values))]
+
+    optimiser, lr = one(OPTIMISERS[chosen["optimiser"]])
+    up, down, schedule, uneven = chosen["up"], chosen["down"], chosen["schedule"], rng.random() < 0.6
     spec = Spec(
-        one(one(RULES.values())), one(one(GATHERS.values())), one(["samples", "uniform"]),
-        one(["constant", "sqrt", "hinge"]), optimiser, lr, one([0.0, 0.0, 0.05]), one(ADJUSTS.values()),
-        None if up == "plain" else part("up", codec=one(CODECS), **ups),
-        None if down == "plain" else part("down", codec=one(CODECS), hidden=down == "hidden"),
-    )  # fmt: skip
+        rule=one(RULES[chosen["rule"]]),
+        prox=one([0.0, 0.0, 0.0, 0.3]),
+        gather=one(GATHERS[chosen["gather"]]),
+        weights=one(["samples", "uniform"]),
+        staleness=one(["constant", "sqrt", "hinge"]),
+        optimiser=optimiser,
+        lr=lr,
+        decay=one([0.0, 0.0, 0.05]),
+        adjust=ADJUSTS[chosen["adjuster"]],
+        up=None if up == "plain" else part("up", codec=one(CODECS), **{k: k in up for k in UPS[2:5]}),
+        down=None if down == "plain" else part("down", codec=one(CODECS), hidden=down == "hidden"),
+    )
     return Case(
-        spec, schedule, 1 if schedule.startswith("immediate") else int(rng.integers(2, 5)), int(rng.integers(3, 7)),
-        one([2, 3]) if uneven else None, None if uneven else 3, 1 if uneven else None,
-        one([0.05, 0.1]), one([1.0, 0.8]), one([0.0, 0.5]), one([0.0, 0.1]), one(["loop", "vmap"]), seed,
-    )  # fmt: skip
+        spec,
+        schedule,
+        cohort=1 if schedule.startswith("immediate") else int(rng.integers(2, 5)),
+        concurrency=int(rng.integers(3, 7)),
+        batch=one([2, 3]) if uneven else None,
+        steps=None if uneven else 3,
+        epochs=1 if uneven else None,
+        lr=one([0.05, 0.1]),
+        lr_decay=one([1.0, 0.8]),
+        momentum=one([0.0, 0.5]),
+        decay=one([0.0, 0.1]),
+        backend=one(["loop", "vmap"]),
+        seed=seed % 1000,
+    )
 
 
 # The adapter: a case in the package's own parts --------------------------------------------------------
@@ -191,6 +231,8 @@ def draw(seed: int) -> Case:
 def algorithm(spec: Spec) -> fb.Algorithm:
     """The package's algorithm of these parts."""
     rule, *state = _rule(spec.rule)
+    if spec.prox:
+        rule = fb.chain(_rule(part("fedprox", mu=spec.prox))[0], rule)
     server = fb.pipeline(*state, *_optimiser(spec), *(_adjuster(p) for p in spec.adjust))
     return fb.Algorithm(rule, _gather(spec), server, _up(spec.up), _down(spec.down))
 
@@ -373,7 +415,9 @@ def _script(case: Case, known: list[int]) -> Iterator[Any]:
             done = int(rng.choice(list(flying)))
             arrived.append((done, flying.pop(done)))
         clients, versions = (np.array(column, np.int64) for column in zip(*arrived))
-        yield Real(step, float(step), clients, versions, np.array(started, np.int64), frozenset(flying.values()))
+        yield Real(
+            step, float(step), clients, versions, np.array(started, np.int64), frozenset(flying.values())
+        )
 
 
 class Watch:
@@ -419,7 +463,9 @@ class Log:
         away = [float(np.abs(v - given).max()) for given, _ in rows]
         nearest = int(np.argmin(away))
         if not away[nearest] <= TOL * max(float(np.abs(v).max()), 0.01):
-            raise Miss(f"{use} {codec}: nothing like {v[:3].round(5)}… was encoded; the nearest is {away[nearest]:.2g} away")
+            raise Miss(
+                f"{use} {codec}: nothing like {v[:3].round(5)}… was encoded; the nearest is {away[nearest]:.2g} away"
+            )
         return rows[nearest][1]
 
     @contextmanager
@@ -536,27 +582,74 @@ def _compare(case: Case, given: Setting, models: list[np.ndarray]) -> float:
     return furthest
 
 
+# The long run, and the page that it makes ------------------------------------------------------------------------
+
+
+def name(chosen: dict[str, str]) -> str:
+    return " with ".join(f"{axis} {part}" for axis, part in chosen.items())
+
+
+def cases(count: int) -> Iterator[tuple[str, Case]]:
+    """Every two parts, then `count` draws of all seven."""
+    yield from ((name(chosen), case) for chosen, case in couples())
+    yield from ((f"draw {seed}", draw(seed)) for seed in range(count))
+
+
+def long_run(count: int, out: Path) -> list[dict[str, Any]]:
+    """Check the cases that `out` does not hold yet; what it then holds."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    done = {json.loads(line)["id"] for line in out.open()} if out.exists() else set()
+    with out.open("a") as file:
+        for key, case in cases(count):
+            if key in done:
+                continue
+            came = check(case)
+            print(json.dumps({"id": key, "case": str(case), **asdict(came)}), file=file, flush=True)
+            if came.kind == "misses":
+                print(f"{key}: {case}\n    {came.text}", file=sys.stderr)
+    return [json.loads(line) for line in out.open()]
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """What came of a long run, as the page shows it."""
+    came = {row["id"]: row for row in rows}
+    pairs = [came[name(chosen)] for chosen, _ in couples()]
+    draws = [row for key, row in came.items() if key.startswith("draw ")]
+    lines = ["| | combinations | agree | refused | differ |", "| --- | --- | --- | --- | --- |"]
+    for what, some in (("every two parts", pairs), ("draws of all seven", draws)):
+        kinds = Counter(row["kind"] for row in some)
+        lines.append(f"| {what} | {len(some)} | {kinds['agrees']} | {kinds['refused']} | {kinds['misses']} |")
+    lines += ["", f"| | {' | '.join(list(AXES)[1:])} |", "| --- |" + " --- |" * (len(AXES) - 1)]
+    for i, one in enumerate(list(AXES)[:-1]):
+        cells = [""] * i + [_cell(came, one, other) for other in list(AXES)[i + 1 :]]
+        lines.append(f"| {one} | {' | '.join(cells)} |")
+    lines += ["", "| refused | because |", "| --- | --- |"]
+    lines += [f"| {row['id']} | {row['text']} |" for row in pairs if row["kind"] == "refused"]
+    return "\n".join(lines)
+
+
+def _cell(came: dict[str, dict[str, Any]], one: str, other: str) -> str:
+    kinds = Counter(came[name({one: a, other: b})]["kind"] for a in AXES[one] for b in AXES[other])
+    total = sum(kinds.values())
+    return f"all {total}" if kinds["agrees"] == total else f"{kinds['agrees']} of {total}"
+
+
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    cli.add_argument("--count", type=int, default=2000)
-    cli.add_argument("--first", type=int, default=0)
-    cli.add_argument("--out", type=Path, default=Path("build/pairs.jsonl"))
+    cli.add_argument("--count", type=int, default=2000, help="draws of all seven parts")
+    cli.add_argument("--out", type=Path, default=Path("build/pairs.jsonl"), help="what is known so far")
+    cli.add_argument("--page", type=Path, help="a page whose tables to renew")
     asked = cli.parse_args()
     torch.set_num_threads(1)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {json.loads(line)["seed"] for line in asked.out.open()} if asked.out.exists() else set()
-    with asked.out.open("a") as file:
-        for seed in range(asked.first, asked.first + asked.count):
-            if seed in done:
-                continue
-            case = draw(seed)
-            came = check(case)
-            file.write(json.dumps({"seed": seed, "case": str(case), **asdict(came)}) + "\n")
-            file.flush()
-            if came.kind == "misses":
-                print(f"{case}\n    {came.text}", file=sys.stderr)
-    rows = [json.loads(line) for line in asked.out.open()]
-    print(json.dumps({"combinations": len(rows), **Counter(r["kind"] for r in rows)}))
+    logging.disable(logging.WARNING)  # no paper defines most of these
+    rows = long_run(asked.count, asked.out)
+    print(json.dumps({"combinations": len(rows), **Counter(row["kind"] for row in rows)}))
+    if asked.page is not None:
+        head, mark, _ = asked.page.read_text().partition(MARK)
+        asked.page.write_text(head + mark + "\n" + tables(rows) + "\n")
+
+
+MARK = "<!-- made by tests/pairs.py -->\n"
 
 
 if __name__ == "__main__":

@@ -264,7 +264,22 @@ class AdaBest(Rule):
     def remember(self, at):
         last = at.memory["last"]
         since = 1 if last is None else max(1, at.version - last)
-        return {"h_i": at.memory["h_i"] / since + self.o["mu"] * at.got["delta"], "last": at.version}
+        mu = self.o["mu"]
+        if self.o.get("progressive") and at.sent["n_mean"]:
+            mu = mu * at.sent["n_mean"] / at.n
+        return {"h_i": at.memory["h_i"] / since + mu * at.got["delta"], "last": at.version}
+
+    def state(self, d):
+        return {"samples": 0.0, "visits": 0}
+
+    def send(self, s, x, N):
+        if not self.o.get("progressive"):
+            return {}
+        return {"n_mean": s["samples"] / max(1, s["visits"])}
+
+    def absorb(self, s, c):
+        samples = s["samples"] + sum(v.n for v in c.visits)
+        return {"samples": samples, "visits": s["visits"] + len(c.visits)}
 
 
 class Statistics(Rule):
@@ -441,6 +456,10 @@ class Mean:
     def __call__(self, updates: list[Vec], c: Cohort) -> Vec:
         return sum(p * s * u for p, s, u in zip(c.p, c.age, updates))
 
+    def cross(self, up: Up, at: Visit) -> Named:
+        """What is received of a visit's uploads."""
+        return up(at.got, at)
+
 
 class Memory(Mean):
     """FedVARP, FedAdaVR's memory and CA²FL: Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i."""
@@ -457,6 +476,14 @@ class Memory(Mean):
             fresh = fresh + age * w * (g - y.get(v.client, zero))
             y[v.client] = self.stored(g)
         return (c.lr if per_rate else 1.0) * (fresh / over + before)
+
+    def cross(self, up, at):
+        if self.o.get("held") != "client":
+            return up(at.got, at)
+        rate = at.lr if self.o.get("per_rate") else 1.0
+        base = self.state.get(at.client, np.zeros_like(at.x))  # which client and server both know
+        got = up({**at.got, "delta": at.got["delta"] / rate - base}, at)
+        return {**got, "delta": rate * (base + got["delta"])}
 
     def stored(self, g: Vec) -> Vec:
         codec = self.o.get("codec")
@@ -598,7 +625,8 @@ class Down:
     def __call__(self, vectors: Named) -> Named:
         if self.o is None:
             return vectors
-        crossing = {k: np.sqrt(v) if k == "v" else v for k, v in vectors.items()}
+        numbers = {k: v for k, v in vectors.items() if np.ndim(v) == 0}  # which no codec touches
+        crossing = {k: np.sqrt(v) if k == "v" else v for k, v in vectors.items() if k not in numbers}
         if not self.o.get("hidden"):
             got = {k: self.setting.codec("wire", self.o["codec"], v) for k, v in crossing.items()}
         elif self.held is None:  # everybody starts from the same values
@@ -608,7 +636,7 @@ class Down:
                 k: self.held[k] + self.setting.codec("wire", self.o["codec"], v - self.held[k])
                 for k, v in crossing.items()
             }
-        return {k: v**2 if k == "v" else v for k, v in got.items()}
+        return numbers | {k: v**2 if k == "v" else v for k, v in got.items()}
 
 
 # The run ------------------------------------------------------------------------------------------------
@@ -661,7 +689,7 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
                 memories.setdefault(client, rule.first(d)),
             )
             at.tau = t - version
-            at.got = up(at.got, at)
+            at.got = gather.cross(up, at)
             memories[client] = rule.remember(at)
             visits.append(at)
         c = Cohort(visits, t, tick.N, setting.sizes[: tick.N], spec.weights, spec.staleness)

@@ -121,7 +121,7 @@ RULES = {
     "scaffold": [part("scaffold")],
     "scaffold_m": [part("scaffold_m")],
     "feddyn": [part("feddyn", mu=0.3)],
-    "adabest": [part("adabest", mu=0.3)],
+    "adabest": [part("adabest", mu=0.3), part("adabest", mu=0.3, progressive=True)],
     "fedgbo": _statistics_of("fedgbo"),
     "mimelite": _statistics_of("mimelite"),
     "mfl": _statistics_of("mfl"),
@@ -246,7 +246,7 @@ def _rule(p: Part) -> tuple[Any, ...]:
         case "fedprox":
             return (averaging.Proximal(p["mu"]),)
         case "fednova":
-            return averaging.NormalisedSteps(), averaging.EffectiveSteps()
+            return averaging.EffectiveSteps(), averaging.Normalised()
         case "scaffold":
             return scaffold.ControlVariates(), scaffold.ControlVariate()
         case "scaffold_m":
@@ -254,6 +254,8 @@ def _rule(p: Part) -> tuple[Any, ...]:
         case "feddyn":
             return (feddyn.DynamicRegulariser(p["mu"]),)
         case "adabest":
+            if p.get("progressive"):
+                return adabest.AdaptiveBias(p["mu"], progressive=True), adabest.MeanSamples()
             return (adabest.AdaptiveBias(p["mu"]),)
         case "fedgbo" | "mimelite" | "mfl":
             client, server = {
@@ -278,22 +280,22 @@ def _statistics(p: Part) -> Any:
 
 
 def _gather(spec: Spec) -> Any:
-    from fedbraid.algorithms import fedadavr
+    from fedbraid.algorithms import fedadavr, memory
     from fedbraid.core.gather import Mean, Staleness
 
-    g, rest = spec.gather, Mean(spec.weights, Staleness(spec.staleness))
+    g, how = spec.gather, (spec.weights, Staleness(spec.staleness))
     match g.name:
         case "mean":
-            return rest
-        case "memory":
+            return Mean(*how)
+        case "memory" if g.get("per_rate"):
             codec = None if g.get("codec") is None else _codec(g["codec"])
-            return fedadavr.Memory(
-                spec.weights, codec, g.get("normalise", "cohort"), g.get("per_rate", False), rest
-            )
+            return fedadavr.VarianceReduced(*how, codec=codec, normalise=g["normalise"])
+        case "memory":
+            return memory.Varp(*how)
         case "mifa":
-            return fedadavr.Memory(spec.weights, normalise="seen", rest=rest)
+            return memory.Mifa(*how)
         case "clusters":
-            return fedadavr.ClusterMemory(g["clusters"], spec.weights, rest)
+            return memory.ClusterVarp(*how, clusters=g["clusters"])
     raise Missing(g.name)
 
 
@@ -316,7 +318,7 @@ def _optimiser(spec: Spec) -> list[Any]:
             more = {} if name == "adagrad" else {"corrected": o["corrected"]}
             made = kind(o["beta1"], o["beta2"], o["eps"], o["v0"], **more)
     trust = [optim.TrustRatio(o.get("layerwise", True))] if o.name == "lamb" else []
-    return [optim.Precondition(made, spec.decay), *trust, Scale(spec.lr)]
+    return [optim.Optimise(made, spec.decay), *trust, Scale(spec.lr)]
 
 
 def _adjuster(p: Part) -> Any:
@@ -335,7 +337,7 @@ def _codec(text: str) -> Any:
 
 
 def _up(link: Part | None) -> Any:
-    from fedbraid.links.link import ErrorFeedback
+    from fedbraid.links.feedback import ErrorFeedback
 
     if link is None:
         return fb.codecs.identity()
@@ -346,7 +348,7 @@ def _up(link: Part | None) -> Any:
 
 
 def _down(link: Part | None) -> Any:
-    from fedbraid.links.link import HiddenState
+    from fedbraid.algorithms.qafel import HiddenState
 
     if link is None:
         return fb.codecs.identity()

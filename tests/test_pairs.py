@@ -79,6 +79,10 @@ SAME = {
     "MFL is Mimelite, all, K = 1": (
         replace(PLAIN, rule=part("mfl", **BETA)), replace(PLAIN, rule=part("mimelite", **BETA)), ALL, {"K": 1},
     ),
+    "client-held memory": (
+        Spec(gather=part("memory", per_rate=True, held="client")), Spec(gather=part("memory", per_rate=True)), SOME,
+        {"lr_decay": 0.8},
+    ),
     "GHBM, no momentum": (Spec(part("ghbm", tau=2, beta=0)), Spec(), SOME, {}),
 }  # fmt: skip
 

@@ -83,6 +83,11 @@ SAME = {
         Spec(gather=part("memory", per_rate=True, held="client")), Spec(gather=part("memory", per_rate=True)), SOME,
         {"lr_decay": 0.8},
     ),
+    "ACED that forgets nothing": (Spec(gather=part("aced", limit=9)), Spec(gather=part("mifa")), SOME, {}),
+    "FADAS, its first step": (
+        Spec(optimiser=part("fadas", limit=9, **pairs.ADAPTIVE), lr=0.1),
+        Spec(optimiser=part("adam", corrected=False, **pairs.ADAPTIVE), lr=0.1), SOME[:1], {},
+    ),
     "GHBM, no momentum": (Spec(part("ghbm", tau=2, beta=0)), Spec(), SOME, {}),
 }  # fmt: skip
 

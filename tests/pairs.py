@@ -200,7 +200,7 @@ def make(chosen: dict[str, str], seed: int) -> Case:
         prox=one([0.0, 0.0, 0.0, 0.3]),
         gather=one(GATHERS[chosen["gather"]]),
         weights=one(["samples", "uniform"]),
-        staleness=one(["constant", "sqrt", "hinge"]),
+        staleness=one(["constant", "sqrt", "polynomial", "hinge"]),
         optimiser=optimiser,
         lr=lr,
         decay=one([0.0, 0.0, 0.05]),

@@ -112,7 +112,10 @@ def _statistics_of(rule: str) -> list[Part]:
 
 def _adaptive(name: str) -> list[tuple[Part, float]]:
     moments = ((True, 0.0), (False, 1e-4), (False, 1.0))
-    return [(part(name, corrected=corrected, v0=v0, **ADAPTIVE), 0.03) for corrected, v0 in moments]
+    return [
+        (part(name, corrected=corrected, v0=v0, **ADAPTIVE), 0.5 if v0 == 1 and name != "lamb" else 0.03)
+        for corrected, v0 in moments
+    ]
 
 
 RULES = {

@@ -119,6 +119,8 @@ def rehearse(a: Algorithm) -> None:
             raise ConfigError("the server's parts end without a delta as wide as the model; let one make it")
         a.server.settle(u["delta"], server, info)
         a.server.adjust(x - u["delta"], server, info)
+    except ConfigError:
+        raise
     except KeyError as error:
         has = "what the server sends" if stage == "rule" else "what the clients upload"
         raise ConfigError(

@@ -637,9 +637,28 @@ def tables(rows: list[dict[str, Any]]) -> str:
     for i, one in enumerate(list(AXES)[:-1]):
         cells = [""] * i + [_cell(came, one, other) for other in list(AXES)[i + 1 :]]
         lines.append(f"| {one} | {' | '.join(cells)} |")
-    lines += ["", "| refused | because |", "| --- | --- |"]
-    lines += [f"| {row['id']} | {row['text']} |" for row in pairs if row["kind"] == "refused"]
+    refused = [f"| {row['id']} | {row['text']} |" for row in pairs if row["kind"] == "refused"]
+    lines += ["", "| refused | because |", "| --- | --- |", *refused] if refused else []
     return "\n".join(lines)
+
+
+def declarations() -> str:
+    """What each rule and its server say that they send, as the page shows it."""
+    lines = ["| rule | up | down | the server's own account of an upload |", "| --- | --- | --- | --- |"]
+    for rule in (one for name in AXES["rule"] for one in RULES[name]):
+        a = algorithm(Spec(rule=rule))
+        own = {k: d for k, d in a.gathered.items() if a.uploads.get(k) != d}
+        cells = [", ".join(map(_said, some.values())) or "–" for some in (a.uploads, a.downloads, own)]
+        which = rule.get("optimiser") or ("progressive" if rule.get("progressive") else "")
+        lines.append(f"| {rule.name}{which and ', ' + which} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _said(what: Any) -> str:
+    """A declaration in words: what is not usual of it."""
+    notes = ["one number"] if what.width == 1 else [] if what.signed else ["as its root"]
+    notes += [word for word in ("uniform", "aged") if getattr(what, word, False)]
+    return f"`{what.name}`" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _cell(came: dict[str, dict[str, Any]], one: str, other: str) -> str:
@@ -659,11 +678,18 @@ def main() -> None:
     rows = long_run(asked.count, asked.out)
     print(json.dumps({"combinations": len(rows), **Counter(row["kind"] for row in rows)}))
     if asked.page is not None:
-        head, mark, _ = asked.page.read_text().partition(MARK)
-        asked.page.write_text(head + mark + "\n" + tables(rows) + "\n")
+        text = asked.page.read_text()
+        for what, table in (("declared", declarations()), ("checked", tables(rows))):
+            text = between(text, what, table)
+        asked.page.write_text(text)
 
 
-MARK = "<!-- made by tests/pairs.py -->\n"
+def between(page: str, what: str, table: str | None = None) -> str:
+    """The page with another table between these marks, or the one that is there."""
+    start, end = f"<!-- {what} -->\n\n", f"\n\n<!-- end of {what} -->"
+    head, rest = page.split(start)
+    old, tail = rest.split(end)
+    return old if table is None else head + start + table + end + tail
 
 
 if __name__ == "__main__":

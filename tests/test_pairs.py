@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pairs
@@ -25,6 +26,13 @@ def test_a_combination_agrees_with_the_interpreter(first):
         came = pairs.check(case)
         assert came.kind == "agrees", f"{case}\n{came.kind}: {came.text}"
         assert came.moved > 1e-2, f"{case}\nhardly moved, so that agreeing means little"
+
+
+def test_the_page_says_what_parts_declare():
+    page = Path(__file__).parent.parent / "docs/combinations.md"
+    assert pairs.between(page.read_text(), "declared") == pairs.declarations(), (
+        "run tests/pairs.py --page again"
+    )
 
 
 def test_a_refusal_is_the_sentence_itself():

@@ -99,8 +99,8 @@ class Case:
 
 MOMENTS = {
     "sgdm": {"beta": 0.8},
-    "rmsprop": {"beta": 0.9, "eps": 1e-2},
-    "adam": {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2},
+    "rmsprop": {"beta": 0.9, "eps": 0.1},
+    "adam": {"beta1": 0.8, "beta2": 0.9, "eps": 0.1},
 }
 ADAPTIVE = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2}
 CODECS = ["fp16()", "int8()", "int4()", "uniform(5)", "kmeans(3)", "qsgd(5)", "topk(0.5)"]

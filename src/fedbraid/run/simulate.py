@@ -334,11 +334,12 @@ def resume(
     algorithm: Algorithm | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
+    keep_going: bool | None = None,
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
     A task or algorithm of your own making must be given again; those that fedbraid can build from
-    `run.json` need not be.
+    `run.json` need not be. `keep_going` overrides what the run began with.
     """
     folder = Folder(out)
     config = folder.config()
@@ -354,7 +355,7 @@ def resume(
             device=config["device"],
             progress=progress,
             callbacks=callbacks,
-            **config["options"],
+            **config["options"] | ({} if keep_going is None else {"keep_going": keep_going}),
         )
     except (KeyError, TypeError) as error:
         raise RunError(

@@ -279,7 +279,7 @@ def test_a_missing_extra(single, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refused(
         call(capsys, "report", single, "-o", tmp_path / "r.html", "--png", tmp_path / "x.png"),
-        "fedbraid[plot]",
+        "needs the extra 'plot'; install it with: pip install 'matplotlib>=3.8'",
     )
     assert not (tmp_path / "r.html").exists()
 

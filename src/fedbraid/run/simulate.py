@@ -308,8 +308,9 @@ def simulate(
 
         callbacks = [*callbacks, Bar()]
     options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers)
-    if (doubt := unproven(algorithm, schedule)) is not None:
-        log.warning(doubt)
+    for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
+        if doubt is not None:
+            log.warning(doubt)
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None

@@ -59,6 +59,10 @@ class Schedule:
     def asynchronous(self) -> bool:
         return False
 
+    def caution(self, N: int) -> str | None:
+        """What was asked for and N clients cannot give, in a sentence."""
+        return None
+
 
 @dataclass(frozen=True)
 class Rounds(Schedule):
@@ -105,6 +109,11 @@ class Rounds(Schedule):
         assert isinstance(self.clients, int | float)
         wanted = round(self.clients * N) if isinstance(self.clients, float) else self.clients
         return max(1, min(wanted, N))
+
+    def caution(self, N: int) -> str | None:
+        if not isinstance(self.clients, int) or self.clients <= N:
+            return None
+        return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
 
     def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
         now = 0.0

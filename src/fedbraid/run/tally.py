@@ -115,4 +115,4 @@ class Tally:
             record["staleness_max"] = int(stale.max())
             record["staleness_counts"] = np.bincount(stale).tolist()
             record["versions_kept"] = len(self.state.sent)
-        return record
+        return record | tick.clocked()

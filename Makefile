@@ -54,6 +54,9 @@ $(VENV)/.docs: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
+tables: $(READY)  ## write the tables that stand in docs/ anew
+	$(BIN)/python docs/_site/content.py
+
 docs: $(VENV)/.docs  ## the site, into build/site/index.html; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

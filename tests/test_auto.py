@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedbraid as fb
 from fedbraid.engines import auto
@@ -23,9 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 def convolutional(clients=4):
     def build():
-        return torch.nn.Sequential(
-            torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 3)
-        )
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
 
     draw = np.random.default_rng(0)
     each = [
@@ -77,3 +76,37 @@ def test_multiply_adds_follow_the_places_a_weight_is_used_at():
 def test_the_backend_that_ran_is_in_run_json(blobs, tmp_path):
     fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "run")
     assert "backend='vmap'" in json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
+
+
+class Named(nn.Module):
+    """A part that gives a dict, another that gives nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.silent = Parts(), Silent()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.silent(x)
+        return self.head(self.body(x)["hidden"])
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.fc = nn.Parameter(torch.ones(4)), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return {"hidden": self.fc(x) * self.scale, "size": 4}
+
+
+class Silent(nn.Module):
+    def forward(self, x):
+        return None
+
+
+def test_a_part_of_the_model_may_give_anything():
+    x, y = torch.randn(8, 5), torch.randint(3, (8,))
+    task = fb.Task.from_arrays(Named, [(x, y), (x, y)])
+    assert auto.multiply_adds(task) == 4 + (20 + 4) + (12 + 3)
+    assert len(fb.simulate(task, fb.fedavg(), fb.Work(batch=4), fb.rounds(1, clients=2)).history) == 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fedbraid.core.rule import Gradient
 from fedbraid.data.batches import Plan, batch_sizes, step_counts
@@ -52,9 +53,12 @@ def multiply_adds(task: Task) -> int:
 
     def count(module: nn.Module, _: Any, out: Any) -> None:
         nonlocal total
-        out = out[0] if isinstance(out, tuple) else out
-        channels = out.shape[1] if out.ndim == 4 else out.shape[-1]
-        total += sum(p.numel() for p in module.parameters(recurse=False)) * out[0].numel() // channels
+        weights = sum(p.numel() for p in module.parameters(recurse=False))
+        first = next((t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.ndim), None)
+        if not weights or first is None or not first.numel():
+            return
+        channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
+        total += weights * first[0].numel() // channels
 
     module = task.module().to(task.inputs.device).eval()
     hooks = [m.register_forward_hook(count) for m in module.modules()]

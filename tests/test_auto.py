@@ -45,24 +45,62 @@ def test_a_large_job_is_measured_once(cache, monkeypatch):
     task, schedule = convolutional(), fb.rounds(400, clients=2)
     first = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert "backend='native'" in first.engine
-    assert list(json.loads(cache.read_text()).values()) == ["native"]
+    assert [way for way, _ in json.loads(cache.read_text())["fastest"].values()] == ["native"]
     monkeypatch.setattr(auto, "_candidates", lambda *_: pytest.fail("measured again"))
     again = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert torch.equal(first.x, again.x)
 
 
-@pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}'])
+@pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])
 def test_a_damaged_memory_is_only_forgotten(cache, junk):
     cache.parent.mkdir(mode=0o700)
     cache.write_text(junk)
-    assert auto.best(convolutional(), WORK, 2) in ("native", "pool", "loop")
-    assert json.loads(cache.read_text())
+    assert auto.best(convolutional(), WORK, 2).way in ("native", "pool", "loop")
+    assert json.loads(cache.read_text())["fastest"]
+
+
+def test_another_machine_remembers_nothing(cache, monkeypatch):
+    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: 1.0})
+    assert auto.best(convolutional(), WORK, 2).measured
+    assert not auto.best(convolutional(), WORK, 2).measured
+    monkeypatch.setattr(auto, "cpu_model", lambda: ("another", "sse"))
+    assert auto.best(convolutional(), WORK, 2).measured
+    assert len(json.loads(cache.read_text())["fastest"]) == 1
+
+
+@pytest.mark.parametrize(("promised", "doubted"), [(1e-9, True), (1e3, False)])
+def test_a_choice_that_does_not_hold_is_measured_again(cache, monkeypatch, promised, doubted):
+    monkeypatch.setattr(auto, "WORTH", 0.0)
+    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: promised})
+    task, schedule = convolutional(), fb.rounds(2, clients=2)
+
+    def run() -> bool:
+        """Whether the run measured."""
+        measured = []
+        real = auto.best
+        with monkeypatch.context() as patch:
+            patch.setattr(auto, "best", lambda *args: measured.append(real(*args)) or measured[0])
+            fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
+        return measured[0].measured
+
+    def doubt(seconds: float) -> None:
+        found = json.loads(cache.read_text())
+        found["fastest"] = {key: [way, seconds] for key, (way, _) in found["fastest"].items()}
+        cache.write_text(json.dumps(found))
+
+    assert run()
+    ((_, kept),) = json.loads(cache.read_text())["fastest"].values()
+    assert kept > 1e-7 if doubted else kept == promised  # what was seen is promised from now on
+    doubt(promised)
+    assert not run()
+    assert (json.loads(cache.read_text())["fastest"] == {}) == doubted
+    assert run() == doubted
 
 
 def test_without_a_compiler_everything_still_runs(monkeypatch, cache):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    assert auto.best(convolutional(), WORK, 2) in ("pool", "loop")
+    assert auto.best(convolutional(), WORK, 2).way in ("pool", "loop")
     with pytest.raises(fb.errors.EngineError, match="no C\\+\\+ compiler"):
         fb.simulate(
             convolutional(), fb.fedavg(), WORK, fb.rounds(1, clients=2), engine="in_process(backend='native')"

@@ -239,7 +239,7 @@ struct Mean {
         for (int64_t o = 0; o < nb * OUTER; o++)
             for (int i = 0; i < INNER; i++) {
                 const V* from = x + o * DIM * INNER + i;
-                y[o * INNER + i] = sum(DIM, [=](int k) { return from[k * INNER]; }) * scale;
+                y[o * INNER + i] = sum(DIM, [=](int k) { return from[(int64_t)k * INNER]; }) * scale;
             }
     }
     template <bool ADD>

@@ -87,6 +87,7 @@ class _Writer:
             "parameters": self.graph.layout.size,
             "once": int(self.graph.once),
             "inputs": self.sizes[0],
+            "tokens": self.graph.tokens or 1,
             "outputs": self.sizes[out],
             "blocks": self.blocks,
             "workspace": self.workspace,

@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 ENGINES := .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench test-engines docs notebooks lock clean
+.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks chromium lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,10 +29,20 @@ demo: $(BASE)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 	$(BIN)/fedbraid demo
 
 test: $(READY) lint types  ## lint, types and all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs
 
-test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m engines tests/test_ray.py tests/test_flower.py tests/test_fleet.py
+test-browser: $(VENV)/.docs chromium  ## reports, live pages and the site in headless Chromium, which apt-get brings
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs -m browser
+
+chromium:
+	@command -v chromium google-chrome >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "install Chromium first"; exit 1; }; \
+	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+
+SET ?= engines  # or quick: the few that show that it works at all
+test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too; SET=quick for few
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -rs -m $(SET) tests
 
 $(ENGINES)/.ready: pyproject.toml constraints-engines.txt
 	$(PYTHON) -m venv $(ENGINES)
@@ -53,6 +63,9 @@ bench: $(READY)  ## speed against bare PyTorch, side by side
 $(VENV)/.docs: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
+
+tables: $(READY)  ## write the tables that stand in docs/ anew
+	$(BIN)/python docs/_site/content.py
 
 docs: $(VENV)/.docs  ## the site, into build/site/index.html; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

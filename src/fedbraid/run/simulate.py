@@ -315,8 +315,9 @@ def simulate(
     options = Options(
         evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going, accept_other_bits
     )
-    if (doubt := unproven(algorithm, schedule)) is not None:
-        log.warning(doubt)
+    for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
+        if doubt is not None:
+            log.warning(doubt)
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None

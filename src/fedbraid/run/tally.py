@@ -83,7 +83,7 @@ class Tally:
             record["staleness_max"] = int(stale.max())
             record["staleness_counts"] = np.bincount(stale).tolist()
             record["versions_kept"] = versions
-        return record
+        return record | tick.clocked()
 
 
 def _plus(total: float, more: Tensor) -> float:

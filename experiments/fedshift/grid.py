@@ -9,13 +9,16 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import fedbraid as fb
+from fedbraid.data.batches import FlipCrop
+from fedbraid.run.simulate import Run, judge
 from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
 
 HERE = Path(__file__).parent
@@ -66,12 +69,12 @@ def algorithm(method: str, quantiser: str, bits: int, shift: bool) -> str:
 
 
 @cache
-def cohorts(seed: int) -> tuple[tuple[int, ...], ...]:
+def cohorts(seed: int, rounds: int = ROUNDS) -> tuple[tuple[int, ...], ...]:
     """Five clients with even labels and five with odd ones in every round."""
     draw = np.random.default_rng(seed)
     halves = [np.setdiff1d(np.arange(100), INFERIOR), np.array(INFERIOR)]
     return tuple(
-        tuple(int(c) for half in halves for c in draw.choice(half, 5, replace=False)) for _ in range(ROUNDS)
+        tuple(int(c) for half in halves for c in draw.choice(half, 5, replace=False)) for _ in range(rounds)
     )
 
 
@@ -94,9 +97,81 @@ def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed
     return [cell(part, partition, quantiser, method, bits, shift, seed) for shift in (False, True)]
 
 
+# The effect: the authors' training, in small ---------------------------------------------------------
+
+IMAGES, LONG = 100, 200  # a client's, and rounds
+THEIR_WORK = fb.Work(lr=0.005, epochs=10, batch=50, momentum=0.9)
+THEIR_ALGORITHM = f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed(uniform(8), clients={INFERIOR})))"
+
+
+def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
+    """Dirichlet 100, a hundred images a client, the authors' network with 16 and 32 channels and 128 units."""
+
+    def make() -> fb.Task:
+        build = partial(fb.models.fedshift_cnn, width=16, units=128, bias=bias)
+        whole = fb.tasks.load("cifar10", clients=100, partition="dirichlet(100)", seed=seed, model=build)
+        rows = torch.cat([whole.rows[lo : lo + IMAGES] for lo in whole.offsets[:-1]])
+        return fb.Task.from_table(
+            build, whole.inputs[rows], whole.targets[rows], torch.arange(len(rows)), IMAGES * np.arange(101),
+            test=whole.test, augment=FlipCrop() if augment else None, name="cifar10, 100 images a client",
+        )  # fmt: skip
+
+    make.__name__ = f"few_images_seed_{seed}{'_biases' * bias}{'_augmented' * augment}"
+    return make
+
+
+FEW = {(s, b, a): few_images(s, b, a) for s in SEEDS for b in (False, True) for a in (False, True)}
+
+
+def probe(run: Run) -> Line:
+    """Each layer's mean in units of σ/√fan_in, its dead units, and the accuracy on the other side of the shift."""
+    task, x = run.setup.task, run.setup.algorithm.server.judged(run.state.x, run.state.server)
+    shifted = "Shift" in repr(run.setup.algorithm.server)
+    other, means = x.clone(), {}
+    for slot in task.layout:
+        if len(slot.shape) > 1:
+            w = x[slot.offset : slot.end]
+            fan_in = slot.size // slot.shape[0]
+            means[slot.name] = float(w.mean() / w.std() * fan_in**0.5)
+            other[slot.offset : slot.end] += w.mean() * (1.0 if shifted else -0.5)  # half of the cohort is quantised
+    unlike = judge(run.engine, task, other)["accuracy"]
+    side = {"before": unlike} if shifted else {"after": unlike}
+    return {"means": means, "dead": dead(task, x), **side}
+
+
+@torch.no_grad()
+def dead(task: fb.Task, x: Tensor) -> dict[str, float]:
+    """By layer, the share of units that no one of a thousand training images makes positive."""
+    model, a, found = task.layout.load(task.module(), x).eval(), task.inputs[::10][:1000], {}
+    for name, layer in model.named_children():
+        a = layer(a)
+        if isinstance(layer, nn.ReLU):
+            found[name] = float((a.transpose(0, 1).flatten(1).amax(1) <= 0).float().mean())
+    return found
+
+
+def effect_cell(bias: bool, augment: bool, shift: bool, seed: int) -> Cell:
+    kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
+    return Cell(
+        f"effect/{kind}/{'shifted' if shift else 'plain'}/seed {seed}",
+        FEW[seed, bias, augment],
+        f"fedshift({THEIR_ALGORITHM})" if shift else THEIR_ALGORITHM,
+        THEIR_WORK,
+        fb.rounds(LONG, clients=cohorts(seed, LONG)),
+        seed=seed, every=10, probe=probe, keep=("accuracy", "loss", "train_loss", "before", "after", "means", "dead"),
+    )  # fmt: skip
+
+
+EFFECT = [(False, False), (False, True), (True, False), (True, True)]  # biases, augmentation
+
+
+def effect() -> list[Cell]:
+    return [effect_cell(b, a, shift, seed) for b, a in EFFECT for seed in SEEDS for shift in (False, True)]
+
+
 def cells() -> list[Cell]:
     """At 4 and 6 bits, then at 8: k-means with 256 clusters takes longer than the training."""
-    found = []
+    found = effect()
     for some in ((4, 6), (8,)):
         for method in METHODS:
             for seed in SEEDS:

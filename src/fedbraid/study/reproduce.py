@@ -59,6 +59,7 @@ class Cell:
         "loss",
     )  # measurements to keep, at the steps where the model was tested
     target: float | None = None  # stop at the first test of at least this accuracy
+    probe: Callable[[Run], Line] | None = None  # more measurements, wherever the model is tested
 
     @property
     def part(self) -> str:
@@ -209,6 +210,7 @@ class Judge:
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
             x = run.setup.algorithm.server.judged(run.state.x, run.state.server)
             record.update(judge(run.engine, run.setup.task, x))
+            record.update(self.cell.probe(run) if self.cell.probe else {})
             if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
                 task = run.setup.task
                 _, classes = run.engine.evaluate(x, *task.test)  # type: ignore[misc]
@@ -217,6 +219,18 @@ class Judge:
                 )
         self.seen.append(record)
         return self.cell.target is not None and record.get("accuracy", 0.0) >= self.cell.target
+
+
+@lru_cache(maxsize=1)
+def version() -> str:
+    """The version of the code: the package's, and a short hash of its source as it was when first asked."""
+    import fedbraid
+
+    home = Path(fedbraid.__file__).parent
+    h = hashlib.blake2b(digest_size=4)
+    for path in sorted(p for p in home.rglob("*") if p.suffix in (".py", ".hpp")):
+        h.update(str(path.relative_to(home)).encode() + b"\0" + path.read_bytes())
+    return f"{fedbraid.__version__}+{h.hexdigest()}"
 
 
 @lru_cache(maxsize=1)
@@ -249,7 +263,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     if "flops" in cell.keep:
         for record, flops in zip(history, by_step(of_clients(task, algorithm, cell.work), history)):
             record["flops"] = flops
-    line: Line = {"cell": cell.name, **cell.settings(), "steps": len(history)}
+    line: Line = {"cell": cell.name, **cell.settings(), "code": version(), "steps": len(history)}
     line |= {key: sum(r[key] for r in history) for key in ("bytes_up", "bytes_down", "bytes_broadcast")}
     line |= {"seconds": round(time.process_time() - begun, 1), "diverged": stopped}
     for key in set(TOTALS) & set(cell.keep):
@@ -287,6 +301,7 @@ def work(
     import torch
 
     torch.set_num_threads(1)
+    version()  # of the code that was imported, whatever is edited while it runs
     by_name = {cell.name: cell for cell in load(home, paper).cells()}
     book = Book(home / paper / "results")
     waiting = list(names)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fedbraid as fb
-from fedbraid.data.batches import FlipCrop
+from fedbraid.data.augment import FlipCrop
 from fedbraid.run.simulate import Run, judge
 from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
 
@@ -101,7 +101,9 @@ def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed
 
 IMAGES, LONG = 100, 200  # a client's, and rounds
 THEIR_WORK = fb.Work(lr=0.005, epochs=10, batch=50, momentum=0.9)
-THEIR_ALGORITHM = f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed(uniform(8), clients={INFERIOR})))"
+THEIR_ALGORITHM = (
+    f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed(uniform(8), clients={INFERIOR})))"
+)
 
 
 def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
@@ -133,7 +135,9 @@ def probe(run: Run) -> Line:
             w = x[slot.offset : slot.end]
             fan_in = slot.size // slot.shape[0]
             means[slot.name] = float(w.mean() / w.std() * fan_in**0.5)
-            other[slot.offset : slot.end] += w.mean() * (1.0 if shifted else -0.5)  # half of the cohort is quantised
+            other[slot.offset : slot.end] += w.mean() * (
+                1.0 if shifted else -0.5
+            )  # half of the cohort is quantised
     unlike = judge(run.engine, task, other)["accuracy"]
     side = {"before": unlike} if shifted else {"after": unlike}
     return {"means": means, "dead": dead(task, x), **side}

@@ -223,7 +223,9 @@ def test_flip_and_crop_do_what_they_say():
 
 def test_a_batch_may_share_one_draw():
     task = fb.Task.from_arrays(
-        nn.Flatten(), [(np.zeros((9, 1, 6, 6)), np.zeros(9, int))], augment=FlipCrop(2, per="batch")
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 2)),
+        [(np.zeros((9, 1, 6, 6)), np.zeros(9, int))],
+        augment=FlipCrop(2, per="batch"),
     )
     plan = Plan(task, fb.Work(batch=4), np.array([0]), 0, 0)
     first, second = (plan.batch(k).draws[0] for k in (0, 1))

@@ -99,7 +99,7 @@ def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed
 
 # The effect: the authors' training, in small ---------------------------------------------------------
 
-IMAGES, LONG = 100, 200  # a client's, and rounds
+IMAGES, LONG = 50, 200  # a client's, and rounds
 THEIR_WORK = fb.Work(lr=0.005, epochs=10, batch=50, momentum=0.9)
 THEIR_ALGORITHM = (
     f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed(uniform(8), clients={INFERIOR})))"
@@ -107,7 +107,7 @@ THEIR_ALGORITHM = (
 
 
 def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
-    """Dirichlet 100, a hundred images a client, the authors' network with 16 and 32 channels and 128 units."""
+    """Dirichlet 100, fifty images a client, the authors' network with 16 and 32 channels and 128 units."""
 
     def make() -> fb.Task:
         build = partial(fb.models.fedshift_cnn, width=16, units=128, bias=bias)
@@ -115,7 +115,7 @@ def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
         rows = torch.cat([whole.rows[lo : lo + IMAGES] for lo in whole.offsets[:-1]])
         return fb.Task.from_table(
             build, whole.inputs[rows], whole.targets[rows], torch.arange(len(rows)), IMAGES * np.arange(101),
-            test=whole.test, augment=FlipCrop() if augment else None, name="cifar10, 100 images a client",
+            test=whole.test, augment=FlipCrop() if augment else None, name="cifar10, 50 images a client",
         )  # fmt: skip
 
     make.__name__ = f"few_images_seed_{seed}{'_biases' * bias}{'_augmented' * augment}"

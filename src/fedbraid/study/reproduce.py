@@ -8,6 +8,7 @@ commands may share a grid, and a killed one leaves nothing behind.
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import importlib.util
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
-from fedbraid.schedule import Schedule
+from fedbraid.schedule import Buffered, Rounds, Schedule
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -80,7 +81,8 @@ class Cell:
         """Everything that decides what comes out."""
         task = self.task if isinstance(self.task, str) else f"{self.task.__name__}()"
         return {
-            "task": task, "algorithm": self.algorithm, "work": repr(self.work), "schedule": repr(self.schedule), "seed": self.seed,
+            "task": task, "algorithm": self.algorithm, "work": terse(repr(self.work)), "schedule": terse(repr(self.schedule)),
+            "seed": self.seed,
         } | ({} if self.target is None else {"target": self.target})  # fmt: skip
 
 
@@ -188,7 +190,25 @@ class Book:
 
 def same(line: Line, cell: Cell) -> bool:
     """Whether a line came from this very cell."""
-    return all(line.get(key) == value for key, value in cell.settings().items())
+    had = line | {key: terse(line[key]) for key in ("work", "schedule")}
+    return all(had.get(key) == value for key, value in cell.settings().items())
+
+
+@lru_cache(maxsize=4096)
+def terse(text: str) -> str:
+    """A work's or schedule's text without what is at its default, so that results outlive new keywords.
+
+    >>> terse("Work(lr=0.1, epochs=2, batch=20, last='keep')")
+    'Work(lr=0.1, epochs=2)'
+    """
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[ast.unparse(call.func)]
+    plain = {
+        f.name: repr(f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind)
+    }
+    told = [f"{k.arg}={v}" for k in call.keywords if (v := ast.unparse(k.value)) != plain.get(str(k.arg))]
+    return f"{kind.__name__}({', '.join(told)})"
 
 
 # Running --------------------------------------------------------------------------------------------

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 import fedbraid as fb
+from fedbraid.data.augment import CropJitter
+from fedbraid.run.simulate import Run
 from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
 
 HERE = Path(__file__).parent
@@ -73,6 +76,24 @@ def more_work(seed: int) -> list[Cell]:
     return [cell("work", n, METHODS[n], LONG, 5, "IID", seed, epochs=5) for n in ("FedDyn", "AdaBest")]
 
 
+def training(run: Run) -> Line:
+    """Accuracy on what the clients train on (Figure 5)."""
+    task, x = run.setup.task, run.setup.algorithm.server.judged(run.state.x, run.state.server)
+    _, classes = run.engine.evaluate(x, task.inputs[task.rows], task.targets[task.rows])
+    return {"train_accuracy": float((classes == task.targets[task.rows]).double().mean())}
+
+
+def theirs(seed: int) -> list[Cell]:
+    """Stability with the authors' weight decay and batches with replacement, and the training accuracy (Figure 5)."""
+    return [
+        replace(
+            c, name=c.name.replace("stability/", "theirs/"), work=replace(WORK, weight_decay=1e-3, last="keep", replace=True), probe=training,
+            keep=(*KEEP, "train_accuracy"),
+        )
+        for c in stability("IID", seed)
+    ]  # fmt: skip
+
+
 def mus(seed: int) -> list[Cell]:
     found = []
     for mu in MUS:
@@ -101,7 +122,8 @@ def cifar(seed: int) -> list[Cell]:
 
 
 def cells() -> list[Cell]:
-    found = [*stability("IID", 0), *mus(0), *stability("Dirichlet 0.3", 0), *betas(0)]
+    found = [c for seed in SEEDS for c in theirs(seed)]
+    found += [*stability("IID", 0), *mus(0), *stability("Dirichlet 0.3", 0), *betas(0)]
     for seed in SEEDS[1:]:
         found += stability("IID", seed)
     for seed in SEEDS[1:]:
@@ -111,6 +133,56 @@ def cells() -> list[Cell]:
     for seed in SEEDS[1:]:
         found += betas(seed)
     return found
+
+
+# The paper's own size --------------------------------------------------------------------------------
+
+
+class CentreCrop(nn.Module):
+    """The middle of an image that is larger than 24 pixels; training images were cropped before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = (x.shape[-1] - 24) // 2
+        return x[..., at : at + 24, at : at + 24]
+
+
+def feddyn_cnn(classes: int) -> nn.Module:
+    """FedDyn's network for CIFAR, on crops of 24."""
+    return nn.Sequential(
+        CentreCrop(), nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(576, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, classes),
+    )  # fmt: skip
+
+
+def _photographs(seed: int):  # type: ignore[no-untyped-def]
+    def make() -> fb.Task:
+        whole = fb.tasks.load(
+            "cifar100", clients=1000, partition="dirichlet(0.3, balanced=True)", seed=seed, statistics="none",
+            model=partial(feddyn_cnn, 100),
+        )  # fmt: skip
+        return replace(whole, augment=CropJitter(), spec=None)
+
+    make.__name__ = f"cifar100_1000_clients_{seed}"
+    return make
+
+
+FULL_SEEDS = (0, 1, 2, 3, 4)
+PHOTOGRAPHS = {s: _photographs(s) for s in FULL_SEEDS}
+THEIR_WORK = fb.Work(lr=0.1, lr_decay=0.998, epochs=5, batch=45, weight_decay=1e-3, replace=True)
+
+
+def full() -> list[Cell]:
+    """Figures 5 and 7 on CIFAR-100: 1,000 clients, the authors' crop, jitter, decay and batches with replacement."""
+    runs = [(n, a, 5) for n, a in METHODS.items()]
+    runs += [
+        (f"AdaBest {b:g}, {per} a round", f"adabest(mu=0.02, beta={b})", per)
+        for per in (5, 10, 50)
+        for b in BETAS
+    ]
+    return [
+        Cell(f"full-cifar100/Dirichlet 0.3/{n}/seed {seed}", PHOTOGRAPHS[seed], a, THEIR_WORK, fb.rounds(1000, clients=per), seed=seed, every=10, keep=KEEP)
+        for seed in FULL_SEEDS for n, a, per in runs
+    ]  # fmt: skip
 
 
 # Tables and pictures --------------------------------------------------------------------------------
@@ -142,13 +214,15 @@ def stability_table(done: Done) -> str:
     rows = []
     kinds = [("stability", p, n, "") for p in PARTITIONS for n in METHODS]
     kinds += [("work", "IID", n, ", 5 epochs") for n in ("FedDyn", "AdaBest")]
+    kinds += [("theirs", "IID", n, ", weight decay 1e-3, with replacement") for n in METHODS]
     for part, partition, name, note in kinds:
         lines = of(done, part, partition, name)
         if lines:
             rows.append([
                     f"{partition}, {name}{note}", spread([peak(x) for x in lines]), spread([final(x) for x in lines]),
                     spread([at(x, "norm", 0.1) for x in lines]), spread([at(x, "norm") for x in lines]),
-                    spread([at(x, "norm_h") for x in lines], 2) if lines[0]["curve"]["norm_h"][-1] is not None else "–", str(len(lines)),
+                    spread([at(x, "norm_h") for x in lines], 2) if lines[0]["curve"]["norm_h"][-1] is not None else "–",
+                    spread([100 * at(x, "train_accuracy") for x in lines]) if part == "theirs" else "–", str(len(lines)),
                 ])  # fmt: skip
     head = [
         "",
@@ -157,6 +231,7 @@ def stability_table(done: Done) -> str:
         f"‖θ‖, round {LONG // 10}",
         f"‖θ‖, round {LONG}",
         "‖h‖ at the end",
+        "training accuracy at the end",
         "seeds",
     ]
     return markdown(head, rows)

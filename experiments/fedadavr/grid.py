@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 
 from torch import nn
 
@@ -234,6 +234,13 @@ def short_cell(dataset: str, method: Method, client_lr: float, seed: int) -> Cel
     )  # fmt: skip
 
 
+FIGURE = (ours("adagrad", 0.01), *ablation("adagrad", 0.01)[:2])  # Figures 2 and 5: Adagrad, both rates 0.01
+
+
+def figure_cells(seed: int) -> list[Cell]:
+    return [short_cell("cifar10", m, CLIENT_LR, seed) for m in FIGURE]
+
+
 def short_cells(dataset: str, seed: int) -> list[Cell]:
     """With the first seed all that is tried, with the others the best client rate."""
     s = SHORT[dataset]
@@ -252,9 +259,46 @@ def cells() -> list[Cell]:
                         made = cell(dataset, partition, m.name, m.algorithm, client_lr, seed)
                         found.setdefault(made.name, made)
     for seed in SEEDS:
+        found |= {c.name: c for c in figure_cells(seed)}
+    for seed in SEEDS:
         for dataset in SHORT:
             found |= {c.name: c for c in short_cells(dataset, seed)}
     return list(found.values())
+
+
+# The paper's own size --------------------------------------------------------------------------------
+
+FULL_ROUNDS = dict(
+    zip(PARTITIONS, ((200, 20), (300, 30), (400, 40), (1500, 150), (500, 50), (500, 50)))
+)  # Table 2
+
+
+def full_methods() -> list[Method]:
+    found = [ours(o, r, memory) for memory in (None, "fp16") for o in OPTIMISERS for r in RATES]
+    found += [fedvarp(r) for r in SERVER_RATES]
+    return found + [Method(n, text, CLIENT_RATES) for n, text in BASELINES.items()]
+
+
+def full_cell(dataset: str, partition: str, method: Method, client_lr: float) -> Cell:
+    """Seed 42, as the paper's."""
+    rounds, last = FULL_ROUNDS.get(partition, (200, 20))
+    natural = dataset == "shakespeare"
+    task = (
+        f"load('shakespeare', partition=natural(), seed={SEEDS[0]}, test_clients=225, model='gru_char')"
+        if natural
+        else f"load('cifar10', clients=250, partition={PARTITIONS[partition]}, seed={SEEDS[0]}, model='resnet18_gn')"
+    )
+    return Cell(
+        f"full-{dataset}/{partition}/{method.name}/client {client_lr:g}/seed {SEEDS[0]}", task, method.algorithm,
+        fb.Work(lr=client_lr, epochs=5, batch=64 if natural else 20, momentum=0.9), fb.rounds(rounds, clients=5),
+        seed=SEEDS[0], every=10, last=last,
+    )  # fmt: skip
+
+
+def full() -> list[Cell]:
+    """Tables 4, 6 and 9, Figures 1 to 5: ResNet-18 and the GRU, the paper's rounds, its one seed."""
+    kinds = [("cifar10", p) for p in PARTITIONS] + [("shakespeare", "natural")]
+    return [full_cell(d, p, m, lr) for d, p in kinds for m in full_methods() for lr in m.client_lrs]
 
 
 # Tables and pictures --------------------------------------------------------------------------------
@@ -445,6 +489,27 @@ def short_table(done: Done, found: Scores, dataset: str, targets: tuple[int, ...
     return markdown(head, rows)
 
 
+def figure_table(done: Done) -> str:
+    """Figures 2 and 5: what is lost without the memory, and without the optimiser."""
+    rows, s = [], SHORT["cifar10"]
+    for m in FIGURE:
+        lines = [done[n] for seed in SEEDS if (n := short_cell("cifar10", m, CLIENT_LR, seed).name) in done]
+        fine = [x for x in lines if not x["diverged"]]
+        swing = [100 * pstdev(x["curve"]["accuracy"][len(x["curve"]["accuracy"]) // 2 :]) for x in fine]
+        rows.append([
+            m.name, spread([100 * tail(x, s.window) for x in fine]), spread(swing), spread([tail(x, s.window, "loss") for x in fine], 2),
+            f"{len(lines) - len(fine)} of {len(lines)}",
+        ])  # fmt: skip
+    head = [
+        "CIFAR-10, LQ-1",
+        f"accuracy, last {s.window} rounds",
+        "its deviation over the second half of a run",
+        "loss",
+        "diverge",
+    ]
+    return markdown(head, rows)
+
+
 def first(line: Line, target: float) -> int | None:
     """The first round at which the accuracy was seen to be reached."""
     curve = line["curve"]
@@ -463,6 +528,15 @@ def draw_short(done: Done) -> None:
             panels.append(Panel(f"{s.title}, {s.partition}", curves, y=label, limits=limits))
     if any(p.curves for p in panels):
         picture(HERE / "short.png", panels, columns=2)
+
+
+def draw_figure(done: Done) -> None:
+    panels = []
+    for key, label, limits in (("accuracy", "test accuracy", None), ("loss", "test loss", (0.0, 5.0))):
+        lines = [(m.name, done.get(short_cell("cifar10", m, CLIENT_LR, SEEDS[0]).name)) for m in FIGURE]
+        curves = [(n, x["curve"]["step"], x["curve"][key]) for n, x in lines if x is not None]
+        panels.append(Panel("CIFAR-10, LQ-1", curves, y=label, limits=limits))
+    picture(HERE / "figure2.png", panels, columns=2)
 
 
 def state(done: Done) -> str:
@@ -494,6 +568,14 @@ def state(done: Done) -> str:
                     f"{len(names & set(done))} of {len(names)}",
                 ]
             )
+    names = {c.name for seed in SEEDS for c in figure_cells(seed)}
+    rows.append(
+        [
+            "CIFAR-10, shortened: Figures 2 and 5",
+            ", ".join(map(str, SEEDS)),
+            f"{len(names & set(done))} of {len(names)}",
+        ]
+    )
     rows.append(["all", "", f"{len(done)} of {len(every)}"])
     return markdown(["cells", "seeds", "done"], rows)
 
@@ -513,6 +595,7 @@ TIERS = {
 
 
 def report(done: Done) -> dict[str, str]:
+    done = {name: line for name, line in done.items() if not name.startswith("full-")}
     found = scores(done)
     tables = {"state": state(done)}
     for dataset in EPOCHS:
@@ -526,5 +609,7 @@ def report(done: Done) -> dict[str, str]:
     tables["fmnist rounds"] = to_target(done, found, "fmnist", "LQ-1", (30, 40, 50, 60, 65, 70))
     tables["cifar10"] = short_table(done, found, "cifar10", (20, 25, 30, 35))
     tables["shakespeare"] = short_table(done, found, "shakespeare", (20, 30))
+    tables["figure 2"] = figure_table(done)
     draw_short(done)
+    draw_figure(done)
     return tables

@@ -103,6 +103,37 @@ def cells() -> list[Cell]:
     return [cell(t, k, name, optimiser, s) for t, k, s in order for name, optimiser in methods()]
 
 
+# The paper's own size --------------------------------------------------------------------------------
+
+FULL_SEEDS = (0, 1, 2, 3, 4)
+FULL_TASKS = {
+    "FEMNIST": ("load('femnist', partition=natural(), seed={seed}, model='fedgbo_cnn')", 30),
+    "CIFAR100": (
+        "load('cifar100', clients=500, partition=pachinko(0.1, 10.0), seed={seed}, model='fedgbo_cnn', augment='batch', statistics='cifar10')", 5,
+    ),
+    "Shakespeare": ("load('shakespeare', partition=natural(), seed={seed})", 7),
+}  # fmt: skip
+
+
+def full_cell(task: str, steps: int, name: str, optimiser: str, seed: int) -> Cell:
+    """Server-side optimisers start at v = 1, as the authors have them."""
+    algorithm, lr = build(task, steps, name, optimiser)
+    spec, per_round = FULL_TASKS[task]
+    return Cell(
+        f"full-{task}/K {steps}/{name} {optimiser}/seed {seed}", spec.format(seed=seed), algorithm.replace("eps=1e-3", "eps=1e-3, v0=1.0"),
+        fb.Work(lr=lr, steps=steps, batch=32), fb.rounds(5000, clients=per_round), seed=seed, every=50,
+        keep=("accuracy", "loss", "bytes_up", "bytes_down", "flops"),
+    )  # fmt: skip
+
+
+def full() -> list[Cell]:
+    """Figures 1 and 2: 5,000 rounds, the paper's networks, five seeds."""
+    return [
+        full_cell(task, steps, name, optimiser, seed)
+        for steps in (10, 50) for seed in FULL_SEEDS for task in FULL_TASKS for name, optimiser in methods()
+    ]  # fmt: skip
+
+
 # Tables and pictures --------------------------------------------------------------------------------
 
 Done = Mapping[str, Line]

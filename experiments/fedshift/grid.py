@@ -191,6 +191,55 @@ def cells() -> list[Cell]:
     return found
 
 
+# The paper's own size --------------------------------------------------------------------------------
+
+FULL_ROUNDS, FULL_BITS = 800, (4, 5, 6, 7, 8)
+FULL_METHODS = {
+    "FedPAQ": "fedavg(weights='uniform')", "Fed-EF": "error_feedback(fedavg(weights='uniform'))",
+    "FedProx": "fedprox(mu=0.01, weights='uniform')", "SCAFFOLD": "scaffold(weights='uniform')",
+}  # fmt: skip
+THEIR_CODECS = {"uniform": "uniform({bits})", "kmeans": "kmeans({bits}, iterations=4)"}
+THEIR_PARTITIONS = PARTITIONS | {"parity shards": "parity_shards(copies=2)"}
+
+
+def full_cell(
+    part: str, partition: str, quantiser: str, method: str, bits: int, shift: bool, seed: int
+) -> Cell:
+    codec = THEIR_CODECS[quantiser].format(bits=bits)
+    text = FULL_METHODS[method]
+    if bits < 32:
+        text = f"with_codecs({text}, up=of_weights(mixed({codec}, clients={INFERIOR})))"
+    return Cell(
+        f"full-{part}/{partition}/{quantiser}/{method} 32+{bits}{' shifted' * shift}/seed {seed}",
+        f"load('cifar10', clients=100, partition={THEIR_PARTITIONS[partition]}, seed={seed}, model='fedshift_cnn', augment=True)",
+        f"fedshift({text})" if shift else text,
+        THEIR_WORK, fb.rounds(FULL_ROUNDS, clients=cohorts(seed, FULL_ROUNDS)),
+        seed=seed, every=10, last=10, probe=probe, keep=("accuracy", "loss", "before", "after", "means", "dead"),
+    )  # fmt: skip
+
+
+def full() -> list[Cell]:
+    """Tables I and II as the authors ran them: their network, augmentation, cohorts, k-means and 800 rounds."""
+    found = []
+    for seed in SEEDS:
+        for method in FULL_METHODS:
+            found.append(full_cell("table1", "parity shards", "kmeans", method, 32, False, seed))
+            for bits in reversed(FULL_BITS):
+                found += [
+                    full_cell("table1", "parity shards", "kmeans", method, bits, s, seed)
+                    for s in (False, True)
+                ]
+    for seed in SEEDS:
+        for partition in list(PARTITIONS)[:0:-1]:
+            for quantiser in THEIR_CODECS:
+                for bits in reversed(FULL_BITS):
+                    found += [
+                        full_cell("table2", partition, quantiser, "FedPAQ", bits, s, seed)
+                        for s in (False, True)
+                    ]
+    return found
+
+
 # Tables and pictures --------------------------------------------------------------------------------
 
 Done = Mapping[str, Line]

@@ -233,8 +233,78 @@ def cells() -> list[Cell]:
     for seed in SEEDS:
         found |= {c.name: c for c in compared("fmnist", seed)}
     for seed in SEEDS:
+        found |= {c.name: c for c in skewed(seed)}
+    for seed in SEEDS:
         found |= {c.name: c for c in widths(seed) + compared("shakespeare", seed)}
     return list(found.values())
+
+
+# Size skew, and the paper's own size -------------------------------------------------------------------
+
+SKEWED = "load('fmnist', clients=5000, partition=power_law(0.1), seed={seed})"  # as the authors' CIFAR-10 is shared out
+
+
+def skewed(seed: int) -> list[Cell]:
+    """Fashion-MNIST again, with sizes by a power law, labels independent of clients and batches of 10."""
+    found = []
+    for name in list(NETWORKS)[:3]:
+        made = network("fmnist", name, NETWORKS[name], 100, seed)
+        found.append(replace(
+            made, name=made.name.replace("fmnist/", "sizes/"), task=SKEWED.format(seed=seed), work=fb.Work(lr=0.1, epochs=1, batch=10),
+        ))  # fmt: skip
+    return found
+
+
+@dataclass(frozen=True)
+class Full:
+    """A row of Table III, and its task."""
+
+    task: str
+    target: float
+    buffered: tuple[float, str]  # client rate, server
+    alone: tuple[float, str]
+    batch: int
+    concurrency: tuple[int, ...]
+
+
+FULL = {
+    "CIFAR-10": Full(
+        "load('cifar10', clients=5000, partition=power_law(0.1), seed={seed}, model='qafel_cnn')", 0.6, (1.95e-4, "lr=40.9"),
+        (100.0, "lr=6.4e-5"), 10, (100, 500, 1000),
+    ),
+    "CelebA": Full(
+        "load('celeba', partition=natural(), seed={seed})", 0.9, (4.7e-6, "lr=1000.0, momentum=0.3"), (5.7, "lr=2.8e-3"), 32, (100, 500, 1000),
+    ),
+    "Shakespeare": Full(
+        "load('shakespeare', partition=natural(), seed={seed}, model='lstm_char')", 0.54, (1.17, "lr=0.264"),
+        (17.0, "lr=0.203, momentum=0.5"), 32, (100, 500, 1000),
+    ),
+}  # fmt: skip
+
+
+def full_cell(part: str, name: str, algorithm: str, concurrency: int, seed: int) -> Cell:
+    f, alone = FULL[part], name.startswith("FedAsync")
+    (lr, server), buffer = (f.alone, 1) if alone else (f.buffered, 10)
+    return Cell(
+        f"full-{part}/{name}/concurrency {concurrency}/seed {seed}", f.task.format(seed=seed), algorithm.format(buffered=server, alone=server),
+        fb.Work(lr=lr, epochs=1, batch=f.batch),
+        fb.buffered(200_000 // buffer, buffer=buffer, concurrency=concurrency, durations=fb.clock.halfnormal()),
+        seed=seed, every=1000 // buffer, keep=("accuracy", "staleness"), target=f.target,
+    )  # fmt: skip
+
+
+def full() -> list[Cell]:
+    """Figures 7 to 10 and Table IV with the paper's networks, rates and concurrencies."""
+    found = [
+        full_cell(part, name, text, concurrency, seed)
+        for seed in SEEDS for part, f in FULL.items() for concurrency in f.concurrency for name, text in NETWORKS.items()
+    ]  # fmt: skip
+    flat = "{buffered}, staleness='constant'"
+    for seed in SEEDS:
+        for client, server in WIDTHS:
+            text = f"qafel({flat}, up=qsgd({client}), down={SERVER_CODECS[server]})"
+            found.append(full_cell("CelebA", f"QAFeL {client, server} bits", text, ARRIVALS_100, seed))
+    return found
 
 
 # Tables and pictures --------------------------------------------------------------------------------
@@ -268,6 +338,14 @@ def numbers(values: list[float]) -> str:
     if not values:
         return "–"
     return f"{min(values):.1e} to {max(values):.1e}" if len(values) > 1 else f"{values[0]:.1e}"
+
+
+def size_table(done: Mapping[str, Line]) -> str:
+    rows, base = [], [done[n] for s in SEEDS if (n := f"sizes/FedBuff/concurrency 100/seed {s}") in done]
+    for name in list(NETWORKS)[:3]:
+        lines = [done[n] for s in SEEDS if (n := f"sizes/{name}/concurrency 100/seed {s}") in done]
+        rows.append([name, *facts("fmnist", lines, base)])
+    return markdown(["Fashion-MNIST to 70 %, sizes by a power law, concurrency 100", *HEAD], rows)
 
 
 def their_table(done: Mapping[str, Line]) -> str:
@@ -418,6 +496,7 @@ def report(done: Mapping[str, Line]) -> dict[str, str]:
         **{part: concurrency_table(done, part) for part in SETTINGS},
         "widths": width_table(done),
         "theirs": their_table(done),
+        "sizes": size_table(done),
         "methods": markdown(["server to clients", "f − f*, 10 local steps", "f − f*, 1 local step", "bytes a broadcast", "bytes an upload"], methods),
         "local steps": markdown(["local steps", "server steps to f − f* < 0.01", "f − f* at the end"], local),
         "norms": markdown(["server codec", "mean ‖v − Q(v)‖²/‖v‖²", "largest ‖x‖", "f − f* at the end, a seed each"], norms),

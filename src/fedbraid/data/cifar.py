@@ -33,9 +33,10 @@ CIFAR100 = Home(
 Part = tuple[Bytes, Bytes]  # images, and a column or two of labels, the fine one last
 
 
-def cifar10(root: Root = None, augment: bool = False, statistics: str = "own") -> DataSet:
+def cifar10(root: Root = None, augment: bool | str = False, statistics: str = "own") -> DataSet:
     """50,000 and 10,000 photographs of ten classes; `augment=True` flips and shifts those trained on.
 
+    `augment="batch"` draws once for each batch.
     Images are normalised by their `statistics`: their "own", those of "cifar10", or "none" at all.
     """
     train = _binary(CIFAR10, root, "data_batch_?.bin", 1) or _parquet(CIFAR10, root, "train*", ("label",))
@@ -45,7 +46,7 @@ def cifar10(root: Root = None, augment: bool = False, statistics: str = "own") -
     return _dataset(train, test, 10, augment, statistics)
 
 
-def cifar100(root: Root = None, augment: bool = False, statistics: str = "own") -> DataSet:
+def cifar100(root: Root = None, augment: bool | str = False, statistics: str = "own") -> DataSet:
     """Photographs of 100 fine classes in 20 coarse ones; `augment=True` flips and shifts those trained on.
 
     FedGBO's authors normalise them by the `statistics` of "cifar10"; "own" and "none" as there.
@@ -86,7 +87,7 @@ def _fetched(home: Home, root: Root, repository: str, labels: tuple[str, ...]) -
     return train, test
 
 
-def _dataset(train: Part, test: Part, classes: int, augment: bool, statistics: str) -> DataSet:
+def _dataset(train: Part, test: Part, classes: int, augment: bool | str, statistics: str) -> DataSet:
     for pixels, labels in (train, test):
         if pixels.shape != (len(labels), 32, 32, 3):
             raise DataError(f"CIFAR images must be 32×32 in colour, one per label; found {pixels.shape}")
@@ -99,5 +100,5 @@ def _dataset(train: Part, test: Part, classes: int, augment: bool, statistics: s
         (test_inputs, yt[:, -1].contiguous()),
         classes,
         coarse=coarse,
-        augment=FlipCrop() if augment else None,
+        augment=FlipCrop(per="batch" if augment == "batch" else "sample") if augment else None,
     )

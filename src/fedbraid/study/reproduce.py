@@ -86,12 +86,38 @@ class Cell:
         } | ({} if self.target is None else {"target": self.target})  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Claim:
+    """One table, figure, theorem or sentence of a paper, and what came of it here."""
+
+    item: str
+    says: str
+    status: str  # one of STATUS
+    close: str  # how close, in numbers where there are any
+    command: str  # what shows it
+
+
+STATUS = {
+    "agrees": "what the paper says, in the paper's own size",
+    "in small": "what the paper says, in a smaller size",
+    "partly": "part of what it says",
+    "differs": "not what the paper says",
+    "tested": "a property that a test holds",
+    "open": "not run, or not enough of it",
+}
+
+
 class Grid(Protocol):
     """What a grid.py defines."""
 
     def cells(self) -> list[Cell]: ...
 
+    def full(self) -> list[Cell]:
+        """The same in the paper's own size, for machines that can bear it."""
+
     def report(self, done: Mapping[str, Line]) -> dict[str, str]: ...
+
+    def claims(self, done: Mapping[str, Line]) -> list[Claim]: ...
 
 
 # Grids ----------------------------------------------------------------------------------------------
@@ -124,10 +150,15 @@ def load(home: Path, paper: str) -> Grid:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    names = [cell.name for cell in module.cells()]
+    names = [cell.name for cell in every(cast(Grid, module))]
     if twice := {n for n in names if names.count(n) > 1}:
         raise ConfigError(f"{path} has two cells named {min(twice)!r}; name them apart")
     return cast(Grid, module)
+
+
+def every(grid: Grid) -> list[Cell]:
+    """The cells of both sizes."""
+    return [*grid.cells(), *grid.full()]
 
 
 def choose(cells: list[Cell], part: str | None = None, pattern: str | None = None) -> list[Cell]:
@@ -254,7 +285,8 @@ def version() -> str:
 
 
 @lru_cache(maxsize=1)
-def _task(make: str | Callable[[], Task]) -> Task:
+def make_task(make: str | Callable[[], Task]) -> Task:
+    """A cell's task; the last one is kept, for cells come in order."""
     from fedbraid.data import tasks
 
     return tasks.reload(make) if isinstance(make, str) else make()
@@ -267,7 +299,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     from fedbraid.study.flops import by_step, of_clients
 
     begun, stopped, judge = time.process_time(), None, Judge(cell, parent)
-    task, algorithm = _task(cell.task), algorithm_from(cell.algorithm)
+    task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
     try:
         simulate(
             task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
@@ -322,7 +354,7 @@ def work(
 
     torch.set_num_threads(1)
     version()  # of the code that was imported, whatever is edited while it runs
-    by_name = {cell.name: cell for cell in load(home, paper).cells()}
+    by_name = {cell.name: cell for cell in every(load(home, paper))}
     book = Book(home / paper / "results")
     waiting = list(names)
     try:
@@ -421,7 +453,7 @@ def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell
 def report(home: Path, paper: str) -> list[str]:
     """Make tables and pictures anew from the results alone; gives the names of the tables."""
     grid = load(home, paper)
-    tables = grid.report(Book(home / paper / "results").done(grid.cells()))
+    tables = grid.report(Book(home / paper / "results").done(every(grid)))
     fill(home / paper / "README.md", tables)
     return list(tables)
 

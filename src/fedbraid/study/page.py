@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from fedbraid.study import hours
-from fedbraid.study.reproduce import STATUS, Book, Cell, Claim, Line, every, load, markdown, papers
+from fedbraid.study.reproduce import STATUS, Book, Claim, every, load, markdown, papers
 
 HEAD = """# The papers' tables, figures, theorems and claims, and what came of them
 
@@ -29,13 +28,21 @@ def write(home: Path) -> Path:
     for paper in papers(home):
         grid = load(home, paper)
         done = Book(home / paper / "results").done(every(grid))
-        rows = [[c.item, c.says, c.status, c.close, f"`{c.command}`"] for c in grid.claims(done)]
+        rows = [
+            [_cell(v) for v in (c.item, c.says, c.status, c.close, f"`{c.command}`")]
+            for c in grid.claims(done)
+        ]
         text += ["", f"## {paper}", "", f"[The experiment's own page]({paper}/README.md).", ""]
         text += [markdown(["", "the paper", "status", "here", "command"], rows)]
     text += ["", "## Cells and hours", "", _hours(home), "", "## Which code made them", "", _codes(home)]
     page = home / "README.md"
     page.write_text("\n".join(text) + "\n")
     return page
+
+
+def _cell(text: str) -> str:
+    """Text that may hold the bars of a norm, in a table."""
+    return text.replace("|", r"\|").replace("`–`", "–")
 
 
 def claims(home: Path, paper: str) -> list[Claim]:
@@ -81,10 +88,6 @@ def _codes(home: Path) -> str:
     return markdown(["paper", "code", "cells"], rows)
 
 
-def held(test: str, why: str, item: str, says: str) -> Claim:
+def by_test(test: str, why: str, item: str, says: str) -> Claim:
     """A claim that a test of the repository holds."""
     return Claim(item, says, "tested", why, f"pytest {test}")
-
-
-def done_of(done: Mapping[str, Line], cells: list[Cell]) -> str:
-    return f"{sum(c.name in done for c in cells)} of {len(cells)} cells"

@@ -79,7 +79,7 @@ def more_work(seed: int) -> list[Cell]:
 
 def training(run: Run) -> Line:
     """Accuracy on what the clients train on (Figure 5)."""
-    task, x = run.setup.task, run.setup.algorithm.server.judged(run.state.x, run.state.server)
+    task, x = run.setup.task, run.state.average
     _, classes = run.engine.evaluate(x, task.inputs[task.rows], task.targets[task.rows])
     return {"train_accuracy": float((classes == task.targets[task.rows]).double().mean())}
 

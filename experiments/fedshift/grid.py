@@ -128,7 +128,7 @@ FEW = {(s, b, a): few_images(s, b, a) for s in SEEDS for b in (False, True) for 
 
 def probe(run: Run) -> Line:
     """Each layer's mean in units of σ/√fan_in, its dead units, and the accuracy on the other side of the shift."""
-    task, x = run.setup.task, run.setup.algorithm.server.judged(run.state.x, run.state.server)
+    task, x = run.setup.task, run.state.average
     shifted = "Shift" in repr(run.setup.algorithm.server)
     other, means = x.clone(), {}
     for slot in task.layout:

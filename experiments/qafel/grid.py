@@ -103,7 +103,7 @@ def in_file_order() -> fb.Task:
 
 def held(run: Run) -> Line:
     """The cost of the model that the clients hold, which is not the server's where it is sent in a few bits."""
-    x = run.state.sent[run.state.t]["vectors"]["x"]
+    x = run.state.sent[run.state.t].vectors["x"]
     return {"held": judge(run.engine, run.setup.task, x)["loss"] + L2 / 2 * float(x.norm()) ** 2}
 
 

@@ -108,10 +108,14 @@ THEIR_ALGORITHM = (
 
 
 def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
-    """Dirichlet 100, fifty images a client, the authors' network with a quarter of its channels and 64 units."""
+    """Dirichlet 100, fifty images a client, the authors' network with 16 and 32 channels and 128 units.
+
+    The cheapest in which the first dense layer's mean drifts: with 8 and 16 channels and 64 units it stays within
+    0.1 of σ/√fan_in, with these it is at −0.4 to −0.9 after three rounds.
+    """
 
     def make() -> fb.Task:
-        build = partial(fb.models.fedshift_cnn, width=8, units=64, bias=bias)
+        build = partial(fb.models.fedshift_cnn, width=16, units=128, bias=bias)
         whole = fb.tasks.load("cifar10", clients=100, partition="dirichlet(100)", seed=seed, model=build)
         rows = torch.cat([whole.rows[lo : lo + IMAGES] for lo in whole.offsets[:-1]])
         return fb.Task.from_table(

@@ -95,6 +95,14 @@ def theirs(seed: int) -> list[Cell]:
     ]  # fmt: skip
 
 
+AFTER = {"GHBM": "ghbm(tau=20, beta=0.9)"}  # 100 clients, 5 a round: everybody is heard of in 20
+
+
+def after(seed: int) -> list[Cell]:
+    """What came after the paper, on its ground."""
+    return [cell("after", n, a, LONG, 5, p, seed) for p in PARTITIONS for n, a in AFTER.items()]
+
+
 def mus(seed: int) -> list[Cell]:
     found = []
     for mu in MUS:
@@ -124,6 +132,7 @@ def cifar(seed: int) -> list[Cell]:
 
 def cells() -> list[Cell]:
     found = [c for seed in SEEDS for c in theirs(seed)]
+    found += [c for seed in SEEDS for c in after(seed)]
     found += [*stability("IID", 0), *mus(0), *stability("Dirichlet 0.3", 0), *betas(0)]
     for seed in SEEDS[1:]:
         found += stability("IID", seed)
@@ -215,6 +224,7 @@ def stability_table(done: Done) -> str:
     rows = []
     kinds = [("stability", p, n, "") for p in PARTITIONS for n in METHODS]
     kinds += [("work", "IID", n, ", 5 epochs") for n in ("FedDyn", "AdaBest")]
+    kinds += [("after", p, n, " (2025)") for p in PARTITIONS for n in AFTER]
     kinds += [("theirs", "IID", n, ", weight decay 1e-3, with replacement") for n in METHODS]
     for part, partition, name, note in kinds:
         lines = of(done, part, partition, name)

@@ -212,9 +212,10 @@ class Short:
 
 BOTH = (0.001, 0.01)  # client rates that the first seed tries; the others take the first of them
 TEXT = (0.1, 0.01)
+GHBM = Method("GHBM 50", "ghbm(tau=50, beta=0.9)", BOTH)  # 250 clients, 5 a round
 SHORT = {
     "cifar10": Short("CIFAR-10", "LQ-1", 1, 20, 300, 60, 10,
-        (ours("adabelief", 0.001), fedvarp(1.0, BOTH), *(Method(n, text, BOTH) for n, text in BASELINES.items())),
+        (ours("adabelief", 0.001), fedvarp(1.0, BOTH), *(Method(n, text, BOTH) for n, text in BASELINES.items()), GHBM),
         (ours("adam", 0.001, rates=(0.01, 0.001)), ours("lamb", 0.001), ours("lamb", 0.005), ours("yogi", 0.001), ours("adagrad", 0.005)),
     ),
     "shakespeare": Short("Shakespeare", "natural", 1, 64, 80, 10, 10,

@@ -178,6 +178,22 @@ NETWORKS = {
     "FedAsync": "fedasync({alone})",
     "FedAsync, direct 4 bits": "with_codecs(fedasync({alone}), up=qsgd(4), down=qsgd(4))",
 }
+AFTER = {  # what came after the paper, on its ground
+    "CA²FL": "ca2fl(lr=1.0)",
+    "ACE": "ace(lr=0.3)",
+    "FADAS": "fadas(lr=0.01, limit=10, eps=1e-3)",
+}
+
+
+def after(seed: int) -> list[Cell]:
+    """Fashion-MNIST at concurrency 100; ACE steps after every arrival, as FedAsync does."""
+    found = []
+    for name, text in AFTER.items():
+        made = network("fmnist", "FedAsync" if name == "ACE" else name, text, 100, seed)
+        found.append(replace(made, name=f"after/{name}/concurrency 100/seed {seed}"))
+    return found
+
+
 SERVER_CODECS = {
     8: "qsgd(8)",
     4: "qsgd(4)",
@@ -234,7 +250,7 @@ def cells() -> list[Cell]:
     for seed in SEEDS:
         found |= {c.name: c for c in compared("fmnist", seed)}
     for seed in SEEDS:
-        found |= {c.name: c for c in skewed(seed)}
+        found |= {c.name: c for c in skewed(seed) + after(seed)}
     for seed in SEEDS:
         found |= {c.name: c for c in widths(seed) + compared("shakespeare", seed)}
     return list(found.values())
@@ -386,7 +402,20 @@ def reached(part: str, lines: list[Line]) -> list[Line]:
 
 def uploads(line: Line) -> float:
     """In thousands."""
-    return line["steps"] * (1 if line["algorithm"].find("fedasync(") >= 0 else 10) / 1e3
+    alone = any(name in line["algorithm"] for name in ("fedasync(", "ace("))
+    return line["steps"] * (1 if alone else 10) / 1e3
+
+
+def after_table(done: Mapping[str, Line]) -> str:
+    base = of(done, "fmnist", "FedBuff", 100)
+    rows = [
+        [name, *facts("fmnist", of(done, "fmnist", name, 100), base)]
+        for name in ("FedBuff", "QAFeL, 4 bits", "FedAsync")
+    ]
+    for name in AFTER:
+        lines = [done[n] for s in SEEDS if (n := f"after/{name}/concurrency 100/seed {s}") in done]
+        rows.append([name, *facts("fmnist", lines, base)])
+    return markdown(["Fashion-MNIST to 70 %, concurrency 100", *HEAD], rows)
 
 
 def mean(lines: list[Line], key: str) -> float:
@@ -498,6 +527,7 @@ def report(done: Mapping[str, Line]) -> dict[str, str]:
         "widths": width_table(done),
         "theirs": their_table(done),
         "sizes": size_table(done),
+        "after": after_table(done),
         "methods": markdown(["server to clients", "f − f*, 10 local steps", "f − f*, 1 local step", "bytes a broadcast", "bytes an upload"], methods),
         "local steps": markdown(["local steps", "server steps to f − f* < 0.01", "f − f* at the end"], local),
         "norms": markdown(["server codec", "mean ‖v − Q(v)‖²/‖v‖²", "largest ‖x‖", "f − f* at the end, a seed each"], norms),

@@ -32,6 +32,9 @@ def reproduce(
     full: Annotated[
         bool, typer.Option("--full", help="The paper's own networks, rounds and seeds, for large machines.")
     ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Count cells whose definition has changed since as not done.")
+    ] = False,
     trial: Annotated[
         bool,
         typer.Option(
@@ -69,6 +72,7 @@ def reproduce(
       fedbraid reproduce --list
       fedbraid reproduce fedadavr --list
       fedbraid reproduce fedshift --full --try
+      fedbraid reproduce fedadavr --again --cells '*/SCAFFOLD/*'
       fedbraid reproduce --page
       fedbraid reproduce fedadavr --tables-only
     """
@@ -81,7 +85,7 @@ def reproduce(
         return _papers(home, json)
     if sum((list_, tables_only, trial)) > 1:
         raise ConfigError("two of --list, --tables-only and --try were given; give one of them")
-    grid, book = r.load(home, paper), r.Book(home / paper / "results")
+    grid, book = r.load(home, paper), r.Book(home / paper / "results", again)
     chosen = r.choose(grid.full() if full else grid.cells(), part, cells)
     if list_:
         return _list(paper, chosen, book, json)
@@ -90,7 +94,7 @@ def reproduce(
     if not tables_only:
         show = _Progress(paper, silent=json or quiet)
         try:
-            r.go(home, paper, chosen, runs, workers, show)
+            r.go(home, paper, chosen, runs, workers, show, again)
         except KeyboardInterrupt:
             done = len(book.done(chosen))
             complain(f"stopped with {done} of {len(chosen)} cells done; the same command continues")

@@ -284,7 +284,7 @@ def simulate(
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
         raise ConfigError(
-            "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+            "evaluate_on='clients' needs a test share per client; give client_tests=, natural ids or load(…, test_shares=True)"
         )
     if progress:
         from fedbraid.run.progress import Bar

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from fedbraid.study import hours
-from fedbraid.study.reproduce import STATUS, Book, Claim, every, load, markdown, papers
+from fedbraid.study.reproduce import STATUS, Book, Claim, every, load, markdown, outdated, papers
 
 HEAD = """# The papers' tables, figures, theorems and claims, and what came of them
 
@@ -35,6 +35,12 @@ def write(home: Path) -> Path:
         text += ["", f"## {paper}", "", f"[The experiment's own page]({paper}/README.md).", ""]
         text += [markdown(["", "the paper", "status", "here", "command"], rows)]
     text += ["", "## Cells and hours", "", _hours(home), "", "## Which code made them", "", _codes(home)]
+    text += [
+        "",
+        "Of these, made before SCAFFOLD's and FedShift's definitions were settled, and to be run again:",
+        "",
+        _again(home),
+    ]
     page = home / "README.md"
     page.write_text("\n".join(text) + "\n")
     return page
@@ -76,6 +82,24 @@ def parts(home: Path) -> list[tuple[str, str, int, int, str]]:
             ready = sum(name in done for name in mine)
             found.append((paper, part, len(mine), ready, hours.total(left[n] for n in mine if n in left)))
     return found
+
+
+def _again(home: Path) -> str:
+    """By part, the cells whose definition has changed since, and what they took."""
+    rows = []
+    for paper in papers(home):
+        cells = every(load(home, paper))
+        lines = Book(home / paper / "results").done(cells)
+        for part in dict.fromkeys(c.part for c in cells):
+            old = [
+                lines[c.name] for c in cells if c.part == part and c.name in lines and outdated(lines[c.name])
+            ]
+            if old:
+                took = hours.total([sum(line["seconds"] for line in old) / 3600])
+                rows.append(
+                    [paper, part, str(len(old)), took, f"`fedbraid reproduce {paper} --part {part} --again`"]
+                )
+    return markdown(["paper", "part", "cells", "hours of one core", "command"], rows)
 
 
 def _codes(home: Path) -> str:

@@ -177,8 +177,8 @@ def choose(cells: list[Cell], part: str | None = None, pattern: str | None = Non
 class Book:
     """The lines of finished cells, a file a part."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, again: bool = False) -> None:
+        self.folder, self.again = folder, again  # whether what is outdated is to be run again
         self._read: tuple[list[tuple[Path, int]], dict[str, Line]] = ([], {})
 
     def lines(self) -> dict[str, Line]:
@@ -204,7 +204,8 @@ class Book:
     def done(self, cells: Iterable[Cell]) -> dict[str, Line]:
         """The lines of these cells, left out where the grid has changed since."""
         lines = self.lines()
-        return {c.name: lines[c.name] for c in cells if c.name in lines and same(lines[c.name], c)}
+        found = {c.name: lines[c.name] for c in cells if c.name in lines and same(lines[c.name], c)}
+        return {name: line for name, line in found.items() if not (self.again and outdated(line))}
 
     def append(self, part: str, line: Line) -> None:
         """Add a line whole or not at all."""
@@ -223,6 +224,19 @@ def same(line: Line, cell: Cell) -> bool:
     """Whether a line came from this very cell."""
     had = line | {key: terse(line[key]) for key in ("work", "schedule")}
     return all(had.get(key) == value for key, value in cell.settings().items())
+
+
+def outdated(line: Line) -> bool:
+    """Whether a definition has changed since, and with it what came out.
+
+    Before lines said which code made them, SCAFFOLD divided by K where it now divides by the effective steps of
+    local momentum and remembered what it had sent, not what was received; FedShift moved biases too.
+    """
+    text, work = line["algorithm"], line["work"]
+    control = "scaffold" in text and (
+        ("momentum=0.0" not in work and "momentum=" in work) or "with_codecs(" in text
+    )
+    return "code" not in line and (control or "fedshift(" in text)
 
 
 @lru_cache(maxsize=4096)
@@ -346,7 +360,7 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 def work(
     home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None,
-    after: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None, again: bool = False,
 ) -> None:  # fmt: skip
     """Run those of the named cells that nobody has run or is running."""
     import torch
@@ -354,7 +368,7 @@ def work(
     torch.set_num_threads(1)
     version()  # of the code that was imported, whatever is edited while it runs
     by_name = {cell.name: cell for cell in every(load(home, paper))}
-    book = Book(home / paper / "results")
+    book = Book(home / paper / "results", again)
     waiting = list(names)
     try:
         while waiting:  # what another process holds is looked at again: it may be killed
@@ -413,19 +427,26 @@ class Pace:
             self.tell(len(self.done), len(self.cells), left)
 
 
-def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell: Tell) -> None:
+def go(
+    home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell: Tell, again: bool = False
+) -> None:
     """Run what is missing of these cells, in this process or in several of one thread each."""
-    pace = Pace(Book(home / paper / "results"), cells, tell)
+    pace = Pace(Book(home / paper / "results", again), cells, tell)
     left = [c.name for c in cells if c.name not in pace.done]
     if not left:
         return
     if workers == 1:
-        work(home, paper, left, runs, None, after=pace.look)
+        work(home, paper, left, runs, None, after=pace.look, again=again)
         return
     context = mp.get_context("spawn")
     told = context.Queue()
     crew = [
-        context.Process(target=work, args=(home, paper, left, runs, os.getpid(), told), daemon=True)
+        context.Process(
+            target=work,
+            args=(home, paper, left, runs, os.getpid(), told),
+            kwargs={"again": again},
+            daemon=True,
+        )
         for _ in range(min(workers, len(left)))
     ]
     for process in crew:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fedbraid.cli.options import KeepGoing
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet
 from fedbraid.errors import ConfigError
@@ -30,6 +31,7 @@ def resume(
     track: Track = None,
     patience: Patience = None,
     keep_best: KeepBest = None,
+    keep_going: KeepGoing = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -52,7 +54,11 @@ def resume(
     asked = _changed(before, target, track, patience, keep_best)
     over = asked == before and (run / "model.safetensors").exists()
     watching = [] if over else asked.callbacks()  # trackers need not hear of a run that is only read back
-    keep(run, json, quiet, asked, lambda callbacks: resume_run(run, callbacks=[*callbacks, *watching]))
+    going = keep_going or None
+    keep(
+        run, json, quiet, asked,
+        lambda callbacks: resume_run(run, callbacks=[*callbacks, *watching], keep_going=going),
+    )  # fmt: skip
 
 
 def _changed(

@@ -67,6 +67,8 @@ class Jobs:
 
     def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
         """The tick's replies in blocks with the versions they trained from, no client twice in one block."""
+        if not len(tick.clients):
+            return
         if not self.ahead:
             for version, clients in _runs(tick):
                 for reply in self.engine.train(order(state, version, clients)):

@@ -149,6 +149,24 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
+    _left: Record = field(default_factory=dict, repr=False)
+
+    def leave(self, client: int, reachable: bool = True) -> None:
+        """Let a client leave for good, before the next step.
+
+        What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
+        sends. One that cannot be reached leaves its share behind, and the next record says so.
+        """
+        if not 0 <= client < self.setup.task.clients or client in self.state.gone:
+            raise ConfigError(
+                f"client {client} is not there to leave; there are {self.setup.task.clients} from 0 on"
+            )
+        rule = self.setup.algorithm.rule
+        share = rule.leave(self.state.clients.get([client])) if reachable else None
+        self.state, stays = self.state.without(self.setup.algorithm, client, share)
+        self._left.setdefault("left", []).append(client)
+        if stays:
+            self._left.setdefault("left_share", []).append(client)
 
     def go(self) -> Result:
         """Run to the end, or from where the state stands."""
@@ -164,9 +182,10 @@ class Run:
                 continue
             if self.note.get("stopped"):
                 break
-            before = self.state.x
+            before, tick = self.state.x, tick.without(self.state.gone)
             self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
-            record |= self._measure(before)
+            record |= {**self._measure(before), **self._left}
+            self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers)
             if stop:
@@ -334,11 +353,12 @@ def resume(
     algorithm: Algorithm | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
+    keep_going: bool | None = None,
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
     A task or algorithm of your own making must be given again; those that fedbraid can build from
-    `run.json` need not be.
+    `run.json` need not be. `keep_going` overrides what the run began with.
     """
     folder = Folder(out)
     config = folder.config()
@@ -354,7 +374,7 @@ def resume(
             device=config["device"],
             progress=progress,
             callbacks=callbacks,
-            **config["options"],
+            **config["options"] | ({} if keep_going is None else {"keep_going": keep_going}),
         )
     except (KeyError, TypeError) as error:
         raise RunError(

@@ -53,7 +53,7 @@ class Tally:
 
     def mean(self, name: str) -> float:
         """The senders' weighted mean rate, steps or effective steps."""
-        return self.sums[name] / self.weight
+        return self.sums[name] / self.weight if self.weight else 0.0
 
     @property
     def train_loss(self) -> float:
@@ -61,7 +61,7 @@ class Tally:
 
     @property
     def stalest(self) -> int:
-        return max(int(s.max()) for s in self.staleness)
+        return max((int(s.max()) for s in self.staleness), default=0)
 
     def record(self, tick: Tick, versions: int) -> dict[str, Any]:
         """For the history."""
@@ -72,14 +72,13 @@ class Tally:
             "bytes_down": sum(self.down.values()),
             "up": self.up,
             "down": self.down,
-            "train_loss": self.train_loss,
-            "lr": self.mean("lr"),
-            "drift": self.drift / self.count,
         }
+        if self.count:
+            record |= {"train_loss": self.train_loss, "lr": self.mean("lr"), "drift": self.drift / self.count}
         if tick.dropped:
             record["dropped"] = tick.dropped
-        stale = np.concatenate(self.staleness)
-        if tick.live or stale.any():
+        stale = np.concatenate(self.staleness) if self.staleness else np.zeros(0, np.int64)
+        if len(stale) and (tick.live or stale.any()):
             record["staleness"] = float(stale.mean())
             record["staleness_max"] = int(stale.max())
             record["staleness_counts"] = np.bincount(stale).tolist()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,14 @@ class Tick:
     started: Ints  # clients that started from version `step` before this step closed
     live: frozenset[int]  # versions that jobs still in flight train from
     dropped: int = 0  # clients that were asked but came too late
+
+    def without(self, gone: Collection[int]) -> Tick:
+        """The tick without clients that have left."""
+        if not gone:
+            return self
+        here = ~np.isin(self.clients, list(gone))
+        started = self.started[~np.isin(self.started, list(gone))]
+        return replace(self, clients=self.clients[here], versions=self.versions[here], started=started)
 
 
 @dataclass(frozen=True)

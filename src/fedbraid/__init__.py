@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
+    from fedbraid.data.arrays import pad
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
     from fedbraid.links import codecs
@@ -59,6 +60,7 @@ _HOMES = {
     "core.rule": "Chain Local Rule chain",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
+    "data.arrays": "pad",
     "data.task": "Task",
     "errors": "FedbraidError",
     "links.codec": "Codec",

@@ -111,7 +111,7 @@ def _subject(
         task = cfg.task_of({"name": what} | shortcuts)
         return (
             task.module(),
-            task.inputs[:1],
+            task.sample,
             Crowd(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
         )
     if args:

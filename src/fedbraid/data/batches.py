@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.data import tree
+from fedbraid.data.tree import Tree
 
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
@@ -51,8 +53,8 @@ class Batch:
     `weight` is None where every row counts; a padded row weighs 0.
     """
 
-    inputs: Tensor  # the table, [T, ...]
-    targets: Tensor  # [T, ...]
+    inputs: Tree  # the table, [T, ...] each
+    targets: Tree  # [T, ...] each
     rows: Tensor  # int64 [m, B]
     weight: Tensor | None = None  # float32 [m, B]
     augment: Augment | None = None
@@ -73,16 +75,23 @@ class Batch:
         noise = self.noise if self.noise is None else self.noise[i : i + 1]
         return Batch(self.inputs, self.targets, rows, None, self.augment, picked, noise)
 
-    def x(self) -> Tensor:
-        """The inputs, `[m, B, ...]`; token ids come as int64."""
-        x = self.inputs[self.rows]
+    def x(self) -> Tree:
+        """The inputs, `[m, B, ...]` each; token ids come as int64."""
+        x = tree.take(self.inputs, self.rows)
         if self.augment is not None and self.draws is not None:
             x = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1)).view_as(x)
-        return x if x.is_floating_point() else x.long()
+        return tree.numbers(x)
 
-    def y(self) -> Tensor:
-        """The targets, `[m, B, ...]`."""
-        return self.targets[self.rows]
+    def y(self) -> Tree:
+        """The targets, `[m, B, ...]` each."""
+        return tree.take(self.targets, self.rows)
+
+    def alone(self) -> tuple[Tree, Tree]:
+        """The first client's (inputs, targets), `[B, ...]` each, cut to their longest where lengths differ."""
+        x = tree.take(self.inputs, self.rows[0])
+        if self.augment is not None and self.draws is not None:
+            x = self.augment(x, self.draws[0])
+        return tree.numbers(x), tree.take(self.targets, self.rows[0])
 
 
 class Plan:
@@ -148,13 +157,11 @@ class Plan:
         rows = task.row_ids(self.clients, picked)
         weight = None
         if inside is not None and not inside.all():
-            weight = torch.from_numpy(inside.astype(np.float32)).to(task.inputs.device)
+            weight = torch.from_numpy(inside.astype(np.float32)).to(task.device)
         draws = None
         if task.augment is not None:
             axes = (self.clients[:, None, None], k, np.arange(picked.shape[1])[:, None], np.arange(3))
-            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(
-                task.inputs.device
-            )
+            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.device)
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
             if task.stochastic

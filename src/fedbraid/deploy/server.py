@@ -25,8 +25,10 @@ from torch import Tensor
 from fedbraid.core import rng
 from fedbraid.core.gather import Tree
 from fedbraid.core.rows import Rows
+from fedbraid.data import tree
+from fedbraid.data.arrays import pair
 from fedbraid.data.batches import step_counts
-from fedbraid.data.task import Task, _pair
+from fedbraid.data.task import Task
 from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
@@ -494,8 +496,8 @@ def _fields(content: ConfigRecord, **kinds: type) -> dict[str, Any]:
 
 def _task(project: Project) -> Task:
     """The model and the server's test set; clients' data stays with the clients."""
-    test = None if project.test is None else _pair(project.test(), "the test set", project.loss)
-    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (test[0][:0], test[1][:0])
+    test = None if project.test is None else pair(project.test(), "the test set", project.loss)
+    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (tree.take(t, slice(0)) for t in test)
     return Task(
         project.model, x, y, torch.zeros(0, dtype=torch.int64), np.zeros(1, np.int64), test=test, loss=project.loss,
         buffers=project.buffers,

@@ -12,14 +12,15 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedbraid.core.rule import Gradient
+from fedbraid.data import tree
 from fedbraid.data.batches import Plan, batch_sizes, step_counts
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
@@ -52,17 +53,26 @@ def multiply_adds(task: Task) -> int:
 
     def count(module: nn.Module, _: Any, out: Any) -> None:
         nonlocal total
-        out = out[0] if isinstance(out, tuple) else out
+        out = next((o for o in _values(out) if isinstance(o, Tensor) and o.ndim), None)
+        if out is None:
+            return
         channels = out.shape[1] if out.ndim == 4 else out.shape[-1]
         total += sum(p.numel() for p in module.parameters(recurse=False)) * out[0].numel() // channels
 
-    module = task.module().to(task.inputs.device).eval()
+    module = task.module().to(task.device).eval()
     hooks = [m.register_forward_hook(count) for m in module.modules()]
     with torch.no_grad():
-        task._forward(module, task.inputs.device)
+        task._forward(module, task.device)
     for hook in hooks:
         hook.remove()
     return total
+
+
+def _values(out: Any) -> Iterable[Any]:
+    """What a module gave, one by one."""
+    if isinstance(out, Mapping):
+        return out.values()
+    return out if isinstance(out, tuple | list) else (out,)
 
 
 def guess(task: Task) -> str:
@@ -86,7 +96,7 @@ def best(task: Task, work: Work, cohort: int) -> str:
 def _candidates(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
     cores = len(os.sched_getaffinity(0))
     forks = min(cores, cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
-    on_cpu = task.inputs.device.type == "cpu"
+    on_cpu = task.device.type == "cpu"
     ways: dict[str, Callable[[], float]] = {}
     if on_cpu and Native.supports(task) is None:
         ways["native"] = lambda: _native_time(task, work, cohort) / min(cores, cohort)
@@ -128,7 +138,7 @@ def _time(grad: Gradient, task: Task, work: Work, m: int) -> float:
 
 def _key(task: Task, work: Work, cohort: int) -> str:
     facts = (
-        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tuple(task.inputs.shape[1:]),
+        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tree.shapes(task.inputs),
         str(task.augment), work.batch, cohort, *cpu_model(), len(os.sched_getaffinity(0)), torch.__version__,
         torch.get_num_threads(),
     )  # fmt: skip

@@ -166,7 +166,7 @@ def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
 
 
 def _native(task: Task, threads: int, required: bool) -> Gradient | None:
-    why = "the task is not on the CPU" if task.inputs.device != torch.device("cpu") else Native.supports(task)
+    why = "the task is not on the CPU" if task.device != torch.device("cpu") else Native.supports(task)
     if why is None:
         try:
             return Native(task, threads)

@@ -20,7 +20,7 @@ _FORWARD: weakref.WeakKeyDictionary[Task, float] = weakref.WeakKeyDictionary()
 def forward(task: Task) -> float:
     """FLOPs of a forward pass of the task's model, per sample."""
     if task not in _FORWARD:
-        _FORWARD[task] = forward_flops(task.module(), task.inputs[task.rows[:1]])
+        _FORWARD[task] = forward_flops(task.module(), task.sample, task.run)
     return _FORWARD[task]
 
 

@@ -24,6 +24,7 @@ import torch
 
 from fedbraid.core import rng
 from fedbraid.core.check import whole
+from fedbraid.data import tree
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
@@ -122,7 +123,7 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
     rows, offsets = _rows(task, kept)
     judged, _ = _rows(task, held)
     return dataclasses.replace(
-        task, rows=rows, offsets=offsets, test=(task.inputs[judged], task.targets[judged]), test_offsets=None, spec=None
+        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, judged), tree.take(task.targets, judged)), test_offsets=None, spec=None
     )  # fmt: skip
 
 

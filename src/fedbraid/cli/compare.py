@@ -12,6 +12,7 @@ import typer
 
 from fedbraid.cli import config as cfg
 from fedbraid.cli import shared
+from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds
@@ -45,6 +46,7 @@ def compare(
     ] = None,
     seeds: Seeds = "5",
     target: Goal = None,
+    metric: Metric = None,
     jobs: Jobs = None,
     out: Folder = None,
     sections: cfg.Config = {},  # noqa: B006
@@ -88,7 +90,7 @@ def compare(
         with Stoppable(place, watcher):
             result = comparing.compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
-                watcher=watcher, options=options,
+                watcher=watcher, options=options, metric=metric,
             )  # fmt: skip
     show(result, time.monotonic() - begun, json, quiet)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedbraid.core import rng
 from fedbraid.core.layout import Layout
+from fedbraid.core.names import TAKEN
 from fedbraid.data import arrays, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.batches import Augment
@@ -65,6 +66,7 @@ class Task:
     loss: str | Loss = "cross_entropy"
     buffers: str = "refuse"
     augment: Augment | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, (outputs, targets) -> number
     forward: Forward | None = None  # (module, inputs) -> outputs, where calling the model is not enough
     name: str = "custom"
     spec: str | None = None  # the call that loads it again, for run.json
@@ -318,6 +320,7 @@ class Task:
             raise DataError(f"client {empty[0]} has no samples; leave it out or give it at least one")
         if not callable(self.loss) and self.loss not in LOSSES:
             raise unknown("loss", str(self.loss), LOSSES)
+        _check_metrics(self.metrics)
         module = self.module()
         Layout.of(module, self.buffers)
         module.to(self.device).eval()
@@ -361,6 +364,18 @@ class Task:
                 raise DataError(
                     f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
                 )
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise DataError(f"metrics is a {type(metrics).__name__}; give a dict of functions by name")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in TAKEN:
+            raise DataError(f"a metric cannot be called {name!r}; take a word of its own, such as 'f1'")
+        if not callable(metric) and not hasattr(metric, "compute"):
+            raise DataError(
+                f"metric {name!r} is a {type(metric).__name__}; give a function (outputs, targets) -> number"
+            )
 
 
 class _Copy:

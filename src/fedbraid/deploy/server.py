@@ -37,7 +37,8 @@ from fedbraid.errors import InUseError, RunError, WireError
 from fedbraid.links.codec import pack_message
 from fedbraid.links.link import HiddenState, packet, receive, whole_state
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
-from fedbraid.run.simulate import Options, describe, judge
+from fedbraid.run.judge import judge
+from fedbraid.run.simulate import Options, describe
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Tick

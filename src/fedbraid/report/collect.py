@@ -63,6 +63,7 @@ class Collection:
     failed: dict[str, int] = field(default_factory=dict)
     known: Known | None = None
     why: str = ""  # why nothing is known of the task
+    metric: str | None = None  # what a comparison said that its runs are compared by
 
     @property
     def config(self) -> Record:
@@ -100,11 +101,12 @@ def collect(
     """The runs in these folders, which may be comparisons; refuses to mix tasks, and unfinished runs unless told."""
     runs: list[Stored] = []
     failed: dict[str, int] = {}
-    goal = target
+    goal, metric = target, None
     for path in paths:
         if (path / COMPARE).exists():
             planned = Folder(path).read_json(COMPARE)
             goal = planned.get("target") if goal is None else goal
+            metric = planned.get("metric") or metric
             runs += _cells(path, planned, unfinished, failed)
         else:
             runs.append(read(path, unfinished))
@@ -116,7 +118,7 @@ def collect(
             raise RunError(
                 f"{first.path} is of task {_task_name(first)} and {run.path} of {_task_name(run)}; report one task at a time"
             )
-    found = Collection(_grouped(runs), goal, failed, known)
+    found = Collection(_grouped(runs), goal, failed, known, metric=metric)
     if known is None:
         found.known, found.why = _known(first)
     return found

@@ -88,7 +88,7 @@
   function plot(place, metric, axis, options) {
     const width = Math.max(260, place.clientWidth), height = options.height;
     const shown = series(metric, axis);
-    const label = `${METRICS[metric]} over ${AXIS_TITLES[axis]}`;
+    const label = `${METRICS[metric] || metric} over ${AXIS_TITLES[axis]}`;
     if (!shown.length) return place.replaceChildren(html("p", { class: "empty" }, options.empty || "Nothing to draw: every curve is hidden."));
     const log = options.log && shown.every((s) => s.curve.mean.every((v) => v > 0));
     const xs = shown.flatMap((s) => s.curve.x[axis]);
@@ -123,7 +123,7 @@
     }
     drawn.append(svg("line", { class: "base", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
     drawn.append(svg("text", { x: left + (width - left - right) / 2, y: height - 4, "text-anchor": "middle" }, AXIS_TITLES[axis]));
-    drawn.append(svg("text", { x: 0, y: 12 }, METRICS[metric] + (log ? ", log scale" : "")));
+    drawn.append(svg("text", { x: 0, y: 12 }, (METRICS[metric] || metric) + (log ? ", log scale" : "")));
     const inside = svg("g", { "clip-path": `url(#${clip})` });
     for (const s of shown) if (s.curve.half) {
       const at = (j, sign) => `${X(s.curve.x[axis][j]).toFixed(1)},${Y(s.curve.mean[j] + sign * s.curve.half[j]).toFixed(1)}`;
@@ -165,7 +165,7 @@
       while (j < xs.length - 1 && Math.abs(xs[j + 1] - value) <= Math.abs(xs[j] - value)) j += 1;
       lines.push([s, s.curve.mean[j], s.curve.half ? s.curve.half[j] : null]);
     }
-    lines.sort((a, b) => (metric === "accuracy" ? b[1] - a[1] : a[1] - b[1]));
+    lines.sort((a, b) => (!METRICS[metric] || metric === "accuracy" ? b[1] - a[1] : a[1] - b[1]));
     const tip = $("tip");
     tip.replaceChildren(
       html("div", { class: "soft" }, `${along(axis, axis === "step" ? Math.round(value) : value)} ${axis === "bytes" ? "" : AXIS_TITLES[axis]}`.trim()),
@@ -183,11 +183,12 @@
   // Parts of the page --------------------------------------------------------------------------------
 
   function controls() {
-    const metrics = ["accuracy", "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
+    const own = new Set(data.groups.flatMap((g) => Object.keys(g.curves)).filter((m) => !METRICS[m]));
+    const metrics = ["accuracy", ...own, "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
     if (!metrics.includes(view.metric) && metrics.length) view.metric = metrics[0];
     const axes = Object.keys(AXES).filter((a) => data.groups.some((g) => Object.values(g.curves).some((c) => c && c.x[a])));
     if (!axes.includes(view.axis) && axes.length) view.axis = axes[0];
-    choose("metric", metrics.map((m) => [m, METRICS[m]]), view.metric, (m) => { view.metric = m; render(); });
+    choose("metric", metrics.map((m) => [m, METRICS[m] || m]), view.metric, (m) => { view.metric = m; render(); });
     choose("axis", axes.map((a) => [a, AXES[a]]), view.axis, (a) => { view.axis = a; render(); });
     choose("scale", view.metric === "accuracy" ? [] : [["linear", "Linear"], ["log", "Log"]], view.scale, (s) => { view.scale = s; render(); });
     const theme = document.documentElement.dataset.theme;
@@ -212,7 +213,7 @@
   function results() {
     const accuracy = data.metric === "accuracy";
     const columns = [
-      [accuracy ? "Accuracy" : METRICS[data.metric], (r) => within(r.final, data.metric), true],
+      [accuracy ? "Accuracy" : METRICS[data.metric] || data.metric, (r) => within(r.final, data.metric), true],
       ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
       ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
       ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbraid import algorithms
@@ -29,13 +28,14 @@ from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
 from fedbraid.engines.client import Engine, Setup
-from fedbraid.errors import ConfigError, DataError, RunError
+from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.links.link import codec_of
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
+from fedbraid.run.judge import judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
@@ -112,6 +112,7 @@ class Result:
             "steps": self.state.t,
             "accuracy": self.last("accuracy"),
             "loss": self.last("loss"),
+            **{name: self.last(name) for name in self.task.metrics},
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
             "engine": self.engine,
@@ -196,6 +197,11 @@ class Run:
                 pending = []
         return self._result()
 
+    def model(self) -> nn.Module:
+        """The torch module with the weights of this step, as they are evaluated."""
+        judged = self.setup.algorithm.server.judged(self.state.x, self.state.server)
+        return self.setup.task.layout.load(self.setup.task.module(), judged)
+
     def _measure(self, before: Tensor) -> Record:
         t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
         record: Record = {}
@@ -207,7 +213,7 @@ class Run:
                 record["norm_h"] = float(tree["h"].norm())
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
             x = self.setup.algorithm.server.judged(self.state.x, self.state.server)
-            record |= judge(self.engine, task, x, self.options.evaluate_on)
+            record |= judge(self.engine, task, x, self.options.evaluate_on, t)
         return record
 
     def _result(self) -> Result:
@@ -242,34 +248,6 @@ class Run:
     def _tell(self, name: str, subject: Any) -> None:
         for hook in self._hooks(name):
             hook(subject)
-
-
-def judge(engine: Engine, task: Task, x: Tensor, on: str = "test") -> Record:
-    """Loss and accuracy of a model on the pooled test set, or also by client."""
-    if task.test is None:
-        raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
-    losses, classes = engine.evaluate(x, *task.test)
-    record = {"loss": float(losses.double().mean())}
-    if on == "clients":
-        record["loss_clients"] = float(_by_client(losses, task).mean())
-    if classes is None:
-        return record
-    right = (classes == task.test[1]).double().cpu()
-    record["accuracy"] = float(right.mean())
-    if on == "clients":
-        shares = _by_client(right, task)
-        record["accuracy_clients"] = float(shares.mean())
-        record["accuracy_worst_tenth"] = float(np.sort(shares)[: max(1, len(shares) // 10)].mean())
-    return record
-
-
-def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
-    """The mean of a measurement over every client's test share, where it has one."""
-    assert task.test_offsets is not None
-    cuts, upto = task.test_offsets, np.concatenate([[0.0], np.cumsum(each.double().cpu().numpy())])
-    held = np.diff(cuts) > 0
-    means: NDArray[np.float64] = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
-    return means
 
 
 def simulate(

@@ -24,6 +24,7 @@ import torch
 
 from fedbraid.core import rng
 from fedbraid.core.check import whole
+from fedbraid.core.names import falls
 from fedbraid.data import tree
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure
@@ -145,6 +146,7 @@ class Plan:
     share: float = 0.2  # of clients, held out
     prune: str = "median"
     seed: int = 0
+    metric: str | None = None  # what is optimised, unless the accuracy or the loss
 
     def __post_init__(self) -> None:
         for value, known, kind in ((self.method, METHODS, "method"), (self.prune, PRUNERS, "pruner")):
@@ -178,7 +180,7 @@ class Sweep:
         done = [t for t in self.trials if t.state == "done" and t.value is not None]
         if not done:
             raise RunError(f"no trial of {self.out} came to its end; widen the space or lower the rates")
-        return min(done, key=lambda t: (t.value or 0.0) * (1 if self.metric in stats.FALLING else -1))
+        return min(done, key=lambda t: (t.value or 0.0) * (1 if falls(self.metric) else -1))
 
 
 class Watcher(Protocol):
@@ -230,7 +232,9 @@ class _Search:
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
         self.tuning = hold_out(task, plan.share, plan.seed)
-        self.metric = "accuracy" if task.classifies else "loss"
+        self.metric = plan.metric or ("accuracy" if task.classifies else "loss")
+        if self.metric not in (known := ("accuracy", "loss", *task.metrics)):
+            raise unknown("metric", self.metric, known)
         self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
         self.running: dict[int, tuple[Any, _Job]] = {}
 
@@ -253,7 +257,7 @@ class _Search:
         self.study = optuna.create_study(
             storage=optuna.storages.RDBStorage("sqlite://", engine_kwargs={"creator": self._connect}),
             study_name="sweep",
-            direction="minimize" if self.metric in stats.FALLING else "maximize",
+            direction="minimize" if falls(self.metric) else "maximize",
             load_if_exists=True,
         )
         before = len(self.study.trials)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fedbraid.errors import FedbraidError
     from fedbraid.links import codecs
     from fedbraid.links.codec import Codec
+    from fedbraid.models import lora
     from fedbraid.run import callbacks, export
     from fedbraid.run.simulate import Result, resume, simulate
     from fedbraid.run.state import State
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
     "cost": "study.cost",
-    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "models": "models",
+    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
+    "models": "models",
     "partition": "data.partition", "sweep": "study.sweep", "tasks": "data.tasks",
 }  # fmt: skip
 _HOMES = {

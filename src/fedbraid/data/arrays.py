@@ -204,6 +204,14 @@ def samples(given: Any, what: str) -> list[Any]:
         ) from error
 
 
+def items(inputs: Any, targets: Any, what: str) -> list[Any]:
+    """The rows of a table as a dataset gives them: dicts with their labels, where the inputs have names."""
+    found = samples((inputs, targets), what)
+    if not isinstance(inputs, Mapping):
+        return found
+    return [x if y is None else {**x, LABELS[0]: y} for x, y in found]
+
+
 def _one(given: Any, i: int) -> Any:
     if isinstance(given, Mapping):
         return {key: leaf[i] for key, leaf in given.items()}
@@ -212,23 +220,34 @@ def _one(given: Any, i: int) -> Any:
     return None if given is None else given[i]
 
 
-def read(dataset: Any, what: str, targets: str | None, collate: Collate | None) -> Any:
+def read(
+    dataset: Any, what: str, inputs: Sequence[str] | None, targets: str | None, collate: Collate | None
+) -> Any:
     """A map-style dataset: (inputs, targets) as tables, or its items where they are still to be collated."""
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     if collate is not None:
-        return [_renamed(item, what, targets) for item in items]
-    parts = [split(item, what, targets) for item in items]
+        return [_renamed(item, what, inputs, targets) for item in items]
+    parts = [_chosen(split(item, what, targets), inputs, what) for item in items]
     return _column([x for x, _ in parts], what), _column([y for _, y in parts], what)
 
 
-def _renamed(item: Any, what: str, targets: str | None) -> Any:
-    """A dict with its targets where collate functions look for them."""
-    if targets is None or targets in LABELS:
+def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:
+    """A dict of the chosen inputs, with its targets where collate functions look for them."""
+    if not isinstance(item, Mapping):
         return item
-    x, y = split(item, what, targets)
-    return {**x, LABELS[0]: y}
+    x, y = _chosen(split(item, what, targets), inputs, what)
+    return x if y is None else {**x, LABELS[0]: y}
+
+
+def _chosen(parts: tuple[Any, Any], inputs: Sequence[str] | None, what: str) -> tuple[Any, Any]:
+    """With the inputs that were asked for only."""
+    if inputs is None:
+        return parts
+    if missing := [key for key in inputs if key not in parts[0]]:
+        raise DataError(f"{what} has no {missing[0]!r}, only {', '.join(map(repr, parts[0]))}; see inputs=")
+    return {key: parts[0][key] for key in inputs}, parts[1]
 
 
 def _column(values: list[Any], what: str) -> Tree:
@@ -304,7 +323,7 @@ def collated(items: list[Any], collate: Collate, what: str) -> tuple[Tree, Tree]
         whole, each = collate(items), [collate([item]) for item in items]
     except Exception as error:
         raise DataError(
-            f"collate fails on the samples of {what}: {error}; mend it, or leave out what it cannot join"
+            f"collate fails on the samples: {error}; mend it, or leave out what it cannot join"
         ) from error
     whole, each = split(whole, what), [split(e, what) for e in each]
     return tuple(_lengths(whole[k], [e[k] for e in each], what) for k in (0, 1))

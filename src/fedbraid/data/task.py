@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from fedbraid.core import rng
 from fedbraid.core.layout import Layout
 from fedbraid.core.names import TAKEN
-from fedbraid.data import arrays, tree
+from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.batches import Augment
 from fedbraid.data.call import Forward, Loss, by_signature, call, logits
+from fedbraid.data.partition import Partition
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.errors import DataError, unknown
 
@@ -121,19 +122,28 @@ class Task:
     def from_datasets(
         cls,
         model: nn.Module | Build,
-        clients: Sequence[Any],
+        clients: Any,
         test: Any = None,
         loss: str | Loss = "cross_entropy",
         *,
+        by: str | None = None,
+        inputs: Sequence[str] | None = None,
         targets: str | None = None,
         collate: Collate | None = None,
         **options: Any,
     ) -> Task:
-        """A task from one map-style torch dataset per client, each item an (input, target) pair or a dict.
+        """A task from one map-style dataset per client, each item an (input, target) pair or a dict.
 
-        A dict has its targets under the name `targets`; unless told, that is "labels" or "label" where there is one.
+        With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
+        `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
+        unless told everything else.
         """
-        read = partial(arrays.read, targets=targets, collate=collate)
+        if by is not None:
+            return cls.from_table(
+                model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
+                loss=loss, collate=collate, **options,
+            )  # fmt: skip
+        read = partial(arrays.read, inputs=inputs, targets=targets, collate=collate)
         held = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
         return cls.from_arrays(model, held, tested, loss, collate=collate, **options)
@@ -143,14 +153,39 @@ class Task:
         cls,
         model: nn.Module | Build,
         inputs: Any,
-        targets: Any,
-        rows: Tensor | Sequence[NDArray[np.int64]],
+        targets: Any = None,
+        rows: Tensor | Sequence[NDArray[np.int64]] | None = None,
         offsets: NDArray[np.int64] | None = None,
         *,
-        test: tuple[Any, Any] | None = None,
+        by: Any = None,
+        partition: Partition | str | None = None,
+        clients: int | None = None,
+        seed: int = 0,
+        test: Any = None,
+        collate: Collate | None = None,
+        inputs_from: Sequence[str] | None = None,
         **options: Any,
     ) -> Task:
-        """A task over one table, with the rows that each client holds."""
+        """A task over one table, with the rows that each client holds.
+
+        Those are given as `rows`, or follow from `by`, a client id for each row, or are drawn by a `partition`
+        among so many `clients` with this `seed`. In a frame, a Hugging Face dataset or a dict of arrays, targets
+        and ids may be columns by name; then the inputs are the other columns, or those in `inputs_from`.
+        """
+        loss = options.get("loss", "cross_entropy")
+        names = targets, by
+        inputs, targets, by = columns.split(inputs, targets, by, "the training table", inputs_from)
+        if isinstance(names[0], str) and columns.names(test) is not None:
+            chosen = inputs_from or _keys(inputs, test, names)
+            test = columns.split(test, names[0], None, "the test set", chosen)[:2]
+        if collate is not None:
+            inputs, targets = arrays.collated(
+                arrays.items(inputs, targets, "the training table"), collate, "it"
+            )
+            if test is not None:
+                test = arrays.collated(arrays.items(test[0], test[1], "the test set"), collate, "it")
+        if rows is None:
+            rows = columns.deal(targets, by, arrays.count(inputs), partition, clients, seed)
         if not isinstance(rows, Tensor):
             if not len(rows):
                 raise DataError("no clients were given; pass the rows of at least one")
@@ -158,7 +193,6 @@ class Task:
             rows = torch.from_numpy(np.concatenate([np.asarray(r, np.int64) for r in rows]))
         if offsets is None or offsets[0] != 0 or offsets[-1] != len(rows):
             raise DataError(f"offsets must run from 0 to the {len(rows)} rows, one more of them than clients")
-        loss = options.get("loss", "cross_entropy")
         x, y = arrays.pair((inputs, targets), "the training table", loss)
         tested = None if test is None else arrays.pair(test, "the test set", loss)
         count = tree.length(x)
@@ -376,6 +410,12 @@ def _check_metrics(metrics: Any) -> None:
             raise DataError(
                 f"metric {name!r} is a {type(metric).__name__}; give a function (outputs, targets) -> number"
             )
+
+
+def _keys(inputs: Any, test: Any, names: tuple[Any, Any]) -> list[str] | None:
+    """The test set's columns that the training table has as inputs."""
+    known = columns.names(test) or []
+    return list(inputs) if isinstance(inputs, dict) else [n for n in known if n not in names]
 
 
 class _Copy:

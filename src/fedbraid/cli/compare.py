@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedbraid import files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import shared
 from fedbraid.cli.options import Metric
@@ -111,12 +112,12 @@ def contestant(config: cfg.Config, text: str) -> Contestant:
     from fedbraid.study.compare import Contestant
 
     name, colon, rest = text.partition(":")
-    if not colon or not re.fullmatch(r"[\w .+-]+", name.strip()):
+    if not colon or files.names_file(text.split()[0]) or not re.fullmatch(r"[\w .+-]+", name.strip()):
         name, rest = "", text
     words = shared.words(rest)
     config = cfg.merge(config, {})
     if words and not re.match(r"[\w.]+=", words[0]):
-        config["algorithm"] = {"name": words.pop(0)}
+        config["algorithm"] = {"name": files.absolute(words.pop(0))}
     for key, value in shared.settings(words):
         config = shared.override(config, key, value)
     if "name" not in config["algorithm"]:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fedbraid import files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.errors import ConfigError, unknown
@@ -55,7 +56,7 @@ def base(task: str, sections: cfg.Config) -> cfg.Config:
     """The sections of a file with the options on top, or those of a task's name with what suits it."""
     if task.endswith(".toml"):
         return cfg.merge(cfg.read(task), sections)
-    config = cfg.merge({"task": {"name": task}}, sections)
+    config = cfg.merge({"task": {"name": files.absolute(task)}}, sections)
     name, _ = cfg.task_call(config["task"])
     config["work"] = cfg.TASK_WORK.get(name, {}) | config["work"]
     return config

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedbraid import files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
@@ -87,9 +88,9 @@ def sweep(
     else:
         config, words = shared.base(task, sections), list(what or [])
         if words and "=" not in words[0].partition("(")[0]:
-            config["algorithm"] = {"name": words.pop(0)}
+            config["algorithm"] = {"name": files.absolute(words.pop(0))}
         plan = searching.Plan(method, trials, seeds, hold_out, prune, seed, metric)
-        place = out or new_folder(cfg.task_call(config["task"])[0], "sweep")
+        place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
     if "name" not in config["algorithm"]:
         raise ConfigError(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"

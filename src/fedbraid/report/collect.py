@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbraid import files
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 from fedbraid.run.checkpoint import Folder, Record
@@ -89,8 +90,9 @@ class Collection:
         from fedbraid.study import flops
 
         visit = None
-        if self.known is not None and group.config["algorithm"] is not None:
-            algorithm = algorithm_from(group.config["algorithm"])
+        name = group.config["algorithm"]
+        if self.known is not None and name is not None and not files.names_file(name):
+            algorithm = algorithm_from(name)
             visit = self.known.visits(algorithm, evaluate(group.config["work"], {"Work": Work}, "work"))
         return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
 
@@ -237,7 +239,7 @@ def _known(run: Stored) -> tuple[Known | None, str]:
     from fedbraid.data import tasks
     from fedbraid.run import known
 
-    if run.config["task"] is None:
+    if run.config["task"] is None or files.names_file(run.config["task"]):  # a report runs nobody's file
         found = known.noted(Folder(run.path))
         why = "The task was made in Python and not described in the run's folder, so who holds what is not known."
         return found, "" if found else why

@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedbraid import algorithms
+from fedbraid import algorithms, files
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
@@ -440,7 +440,7 @@ def task_of(folder: Folder, config: Record) -> Task:
 def _algorithm_of(folder: Folder, config: Record) -> Algorithm:
     with suppress(ConfigError):  # a part in it may be the user's own
         if config["algorithm"] is not None:
-            made = algorithm_from(config["algorithm"])
+            made = algorithm_of(config["algorithm"])
             if parts(made) == config["parts"]:
                 return made
     raise RunError(
@@ -455,6 +455,17 @@ def algorithm_from(text: str) -> Algorithm:
     if not isinstance(made, Algorithm):
         raise ConfigError(f"{text!r} is no algorithm; `fedbraid list` shows what there is")
     return made
+
+
+def algorithm_of(text: str) -> Algorithm:
+    """The same, or one of the user's own by the name `FILE.py:NAME`, whose file is imported."""
+    if not files.names_file(text):
+        return algorithm_from(text)
+    made: Algorithm = files.load(text, Algorithm, "algorithm", algorithms.BUILDERS)
+    with suppress(ConfigError):
+        if made.name and parts(algorithm_from(made.name)) == parts(made):
+            return made
+    return replace(made, name=files.absolute(text))
 
 
 def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:

@@ -27,7 +27,7 @@ from fedbraid.errors import ConfigError, EngineError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.metrics import format_bytes, format_count
-from fedbraid.run.simulate import SCHEDULES, Run, algorithm_from, parts, simulate
+from fedbraid.run.simulate import SCHEDULES, Run, algorithm_of, parts, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import flops, stats
 
@@ -314,7 +314,7 @@ class Grid:
             who = [
                 Contestant(
                     c["name"],
-                    algorithm_from(c["algorithm"]),
+                    algorithm_of(c["algorithm"]),
                     evaluate(c["work"], {"Work": Work}, "work"),
                     evaluate(c["schedule"], SCHEDULES, "schedule"),
                 )

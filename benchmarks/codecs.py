@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.links import _bits, codecs
 from fedbraid.links import _positions as positions
-from fedbraid.links.codec import Codec
 
 # FedShift's CNN: 2,156,490 parameters
 LAYOUT = Layout.from_shapes(

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links import _bits, codecs
 from fedbraid.links import _positions as positions
 from fedbraid.links._kmeans1d import centroids
-from fedbraid.links.codec import Codec
 
 ODD = Layout.from_shapes([("a", (3, 5)), ("a.bias", (7,)), ("c", (4, 4, 2)), ("none", (0, 3)), ("scale", ())])
 
@@ -434,8 +434,8 @@ def test_weights_and_mixed_nest_either_way():
         codecs.of_weights(codecs.mixed(codecs.int4(), share=0.5)),
         codecs.mixed(codecs.of_weights(codecs.int4()), share=0.5),
     ):
-        assert codec.weights
-        assert [codec.for_client(i).weights for i in range(2)] == [True, True]
+        assert codec.of_model
+        assert [codec.for_client(i).of_model for i in range(2)] == [True, True]
         assert [codec.for_client(i).lossless for i in range(2)] == [True, False]
         assert [codec.quantises(i) for i in range(2)] == [False, True]
 

@@ -129,7 +129,7 @@ def test_every_other_command(file, capsys):
 
 def test_a_search(file, capsys):
     pytest.importorskip("optuna", reason="the extra sweep is not installed")
-    call(
+    said = call(
         capsys, "sweep", "my.py:task", "my.py:algorithm", "algorithm.by=[0.0, 1.0]", *SHORT, "--method", "grid",
         "--jobs", 1, "--metric", "hits", "--prune", "none",
     )  # fmt: skip

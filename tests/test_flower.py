@@ -56,7 +56,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.links.codec import frame
+from fedbraid.core.wire import frame
 
 
 def model():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import random
@@ -20,7 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core import optim
+from fedbraid.core import passes
+from fedbraid.core.declare import DELTA
 from fedbraid.core.gather import WIDE, Info, Uploads
 from fedbraid.core.rows import Slab
 from fedbraid.data.batches import Batch, Flip
@@ -28,13 +28,12 @@ from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build
-from fedbraid.engines.native.moments import moments
+from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.run.database import Database
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 
-memory_module = importlib.import_module("fedbraid.algorithms.fedadavr")  # a builder has its name
 QUICK = tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
 ROWS = 90
 
@@ -440,9 +439,10 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
     if on_disk:
         for i, state in enumerate(states):
             databases.append(Database(tmp_path / f"{i}.db"))
-            state["rows"].attach(databases[-1], "rows", 3, alone=True)
-    swaps = [memory_module.swapper, lambda codec, layout: None]
-    assert swaps[0](algorithm.gather.codec, layout) is not None
+            state.rows.attach(databases[-1], "rows", 3, alone=True)
+    swaps = [swapper, passes.no_swap]
+    assert passes.swapper is swapper
+    assert swapper(states[0].rows.codec, layout) is not None
     draw = torch.Generator().manual_seed(0)
     for t in range(12):
         delta = torch.randn(5, layout.size, generator=draw)
@@ -451,10 +451,10 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         n = torch.full((5, 1), 20.0) + (torch.arange(5)[:, None] if t == 7 else 0)
         late = torch.full((5, 1), float(t == 9))
         lr = torch.full((5, 1), 0.03, dtype=torch.float64)
-        info = Info(t, 5, 11, 220.0, 0.03, 6.0, 0.0, layout, np.full(11, 20))
+        info = Info(t, 5, 11, 220.0, 0.03, 6.0, 6.0, 0.0, layout, np.full(11, 20))
         updates = []
         for i, swap in enumerate(swaps):
-            monkeypatch.setattr(memory_module, "swapper", swap)
+            monkeypatch.setattr(passes, "swapper", swap)
             acc = algorithm.gather.zero(x)
             for some in (slice(0, 2), slice(2, 5)) if i == 0 else (slice(0, 5),):
                 up = Uploads(
@@ -462,19 +462,21 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
                     {"delta": delta[some].clone()},
                     n[some],
                     n[some],
+                    n[some],
                     late[some],
                     lr[some],
-                    x[None],
+                    {"x": x[None]},
+                    {"delta": DELTA},
                 )
                 acc = algorithm.gather.add(acc, up, states[i], x)
             update, states[i] = algorithm.gather.close(acc, states[i], info)
             updates.append(update["delta"])
         assert torch.equal(*updates)
-    assert torch.equal(states[0]["sum"], states[1]["sum"])
-    rows = [s["rows"].get(range(11)) for s in states]
+    assert torch.equal(states[0].total, states[1].total)
+    rows = [s.rows.get(range(11)) for s in states]
     assert all(torch.equal(rows[0][name], rows[1][name]) for name in ("weight", "y"))
     total = sum(w * y for w, y in zip(rows[0]["weight"].double(), rows[0]["y"].double()))
-    assert torch.allclose(total, states[0]["sum"], rtol=1e-12, atol=1e-9)
+    assert torch.allclose(total, states[0].total, rtol=1e-12, atol=1e-9)
     for database in databases:
         database.close()
 
@@ -608,26 +610,8 @@ def test_what_a_code_cannot_hold_changes_no_row(memory, much):
     one = torch.ones(2, 1)
     delta = torch.ones(2, layout.size)
     delta[1, 7] = much  # over a rate of 0.03 it is beyond the codes
-    up = Uploads(np.arange(2), {"delta": delta}, one, one, 0 * one, 0.03 * one.double(), x[None])
+    sent, declared = {"x": x[None]}, {"delta": DELTA}
+    up = Uploads(np.arange(2), {"delta": delta}, one, one, one, 0 * one, 0.03 * one.double(), sent, declared)
     with pytest.raises(WireError):
         gather.add(gather.zero(x), up, state, x)
-    assert len(state["rows"]) == 0
-
-
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("kind", optim.FUSED)
-def test_moments_in_one_pass_are_those_of_torch(kind, corrected, monkeypatch):
-    optimiser = kind(beta1=0.9, beta2=0.99, eps=1e-3, corrected=corrected)
-    draw = torch.Generator().manual_seed(0)
-    found = [(optimiser.init(torch.zeros(WIDE + 3)), None) for _ in range(2)]
-    assert optim.moments() is not None
-    for T in range(1, 9):
-        g = torch.randn(WIDE + 3, generator=draw)
-        g[7] = 0
-        for i, run in enumerate([moments, lambda: None]):
-            monkeypatch.setattr(optim, "moments", run)
-            direction, stats = optimiser.follow(g, found[i][0], T)
-            found[i] = stats, direction
-        for name in ("m", "v"):
-            torch.testing.assert_close(found[0][0][name], found[1][0][name], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
+    assert len(state.rows) == 0

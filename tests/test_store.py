@@ -194,3 +194,41 @@ def test_bytes_on_disk_of_lenet_rows(tmp_path, name, share):
     db.close()
     used = sum(f.stat().st_size for f in tmp_path.iterdir())
     assert used <= share * count * layout.size * 4
+
+
+KINDS = {
+    "count": torch.tensor([2**60 + 1]),
+    "seen": torch.tensor([True, False, True]),
+    "half": torch.tensor([0.5, 1.5, -2.0], dtype=torch.float16),
+    "sum": torch.tensor([1 / 3, 2 / 3], dtype=torch.float64),
+    "h": torch.linspace(-1, 1, 9),
+    "y": torch.arange(9.0),
+    "turns": torch.arange(9),
+}
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_row_holds_numbers_of_any_kind(tmp_path, codec):
+    def same(rows, ids, want):
+        got = rows.get(ids)
+        for name in KINDS.keys() - ({"h", "y"} if CODECS[codec] else set()):
+            assert got[name].dtype == KINDS[name].dtype
+            assert torch.equal(got[name], torch.stack([w[name] for w in want]))
+        assert torch.allclose(got["y"], torch.stack([w["y"] for w in want]), atol=3)
+        assert rows.peek(ids, "count") == [int(w["count"]) for w in want]
+
+    other = {name: v.flip(0) for name, v in KINDS.items()} | {"count": torch.tensor([-(2**61) - 3])}
+    db = Database(tmp_path / "rows.db")
+    rows = Rows(KINDS, CODECS[codec], LAYOUT)
+    rows.attach(db, "rows", None)
+    for client in range(7):
+        rows.put([client], {name: v[None] for name, v in other.items()})
+    same(rows, [3], [other])
+    same(rows, [9, 6, 0], [KINDS, other, other])
+    with db.transaction():
+        rows.flush()
+    again = Rows(KINDS, CODECS[codec], LAYOUT)
+    again.attach(db, "rows", None)
+    same(again, [5, 8, 2], [other, KINDS, other])
+    db.close()

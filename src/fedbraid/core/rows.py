@@ -23,8 +23,8 @@ from fedbraid.core.rule import Vectors
 from fedbraid.errors import RunError
 
 if TYPE_CHECKING:
+    from fedbraid.core.codec import Codec
     from fedbraid.core.layout import Layout
-    from fedbraid.links.codec import Codec
     from fedbraid.run.database import Database
 
 
@@ -35,8 +35,8 @@ MADV_POPULATE_WRITE = 23  # of Linux; older ones refuse it
 class Rows:
     """Named vectors of fixed width for any number of clients, created on first visit.
 
-    `default` gives the row of a client that was never written, one `[width]` vector per name. With a
-    codec, names as wide as the layout are kept quantised.
+    `default` gives the row of a client that was never written, one `[width]` vector per name, which says
+    what kind of numbers that name holds. With a codec, fractions as wide as the layout are kept quantised.
 
     >>> rows = Rows({"h": torch.zeros(2)})
     >>> rows.put([7], {"h": torch.ones(1, 2)})
@@ -45,13 +45,13 @@ class Rows:
     """
 
     def __init__(self, default: Vectors, codec: Codec | None = None, layout: Layout | None = None) -> None:
-        self.default = {name: v.detach().reshape(-1).to("cpu", torch.float32) for name, v in default.items()}
+        self.default = {name: v.detach().reshape(-1).cpu() for name, v in default.items()}
         self.codec, self.layout = codec, layout
         self._spans: dict[str, tuple[int, int, bool]] = {}
         at = 0
         for name, v in sorted(self.default.items(), key=lambda item: self._coded(item[1])):
             coded = self._coded(v)
-            size = codec.row_size(layout) if coded and codec and layout else 4 * len(v)
+            size = codec.row_size(layout) if coded and codec and layout else -(-v.nbytes // 4) * 4
             self._spans[name] = (at, at + size, coded)
             at += size
         self.row_bytes = at
@@ -66,7 +66,9 @@ class Rows:
         self._alone = False
 
     def _coded(self, v: Tensor) -> bool:
-        return self.codec is not None and self.layout is not None and len(v) == self.layout.size
+        if self.codec is None or self.layout is None or not v.is_floating_point():
+            return False
+        return len(v) == self.layout.size
 
     def __len__(self) -> int:
         """How many clients have a row."""
@@ -98,7 +100,7 @@ class Rows:
                 part = picked.view(torch.uint8)[:, lo:hi]
                 values = self.codec.from_rows(part.contiguous(), self.layout)
             else:
-                values = picked[:, lo // 4 : hi // 4].view(torch.float32)
+                values = _from_words(picked[:, lo // 4 : hi // 4], self.default[name])
             if missing:
                 values[missing] = self.default[name]
             out[name] = values
@@ -108,9 +110,10 @@ class Rows:
         """The clients' values of a name of one number, without a look at their rows."""
         ids = [int(c) for c in clients]
         self._load(ids)
-        word, default = self._spans[name][0] // 4, float(self.default[name])
+        at, default = self._spans[name][0], self.default[name].item()
+        kind = self.default[name].numpy().dtype
         slots = map(self._slot.get, ids)
-        return [default if slot is None else self._slab.number(slot, word) for slot in slots]
+        return [default if slot is None else self._slab.number(slot, at, kind) for slot in slots]
 
     def _find(self, clients: Ids) -> tuple[list[int], list[int]]:
         """The clients' slots, and where in the list those are that have none."""
@@ -125,11 +128,12 @@ class Rows:
             return
         ids, parts = [int(c) for c in clients], []
         for name, (lo, _, coded) in self._spans.items():
-            values = vectors[name].detach().to("cpu", torch.float32)
             if coded and self.codec and self.layout:  # which may refuse them: nothing has changed yet
+                values = vectors[name].detach().to("cpu", torch.float32)
                 parts.append((lo, self.codec.to_rows(values, self.layout).numpy()))
             else:
-                parts.append((lo, values.numpy().view(np.int32)))
+                values = vectors[name].detach().to("cpu", self.default[name].dtype)
+                parts.append((lo, _words(values).numpy()))
         slots = self._slots(ids)
         for lo, words in parts:
             self._slab.write(slots, lo, words)
@@ -265,10 +269,11 @@ class Slab:
             out[mine] = chunk[at]
         return out
 
-    def number(self, slot: int, word: int) -> float:
-        """One word of a row, as a float32."""
+    def number(self, slot: int, lo: int, kind: np.dtype[Any]) -> float:
+        """The number of this kind at byte `lo` of a row."""
         chunk, at = divmod(slot, self.each)
-        return float(self.chunks[chunk].view(np.float32)[at, word])
+        number: float = np.frombuffer(self.chunks[chunk][at].data, kind, 1, lo)[0].item()
+        return number
 
     def write(self, slots: list[int], lo: int, values: NDArray[np.generic]) -> None:
         """Write `values` into the rows from byte `lo` on."""
@@ -293,6 +298,20 @@ class Slab:
             for k in np.unique(which).tolist():
                 mine = which == k
                 yield self.chunks[k], mine, where[mine]
+
+
+def _words(values: Tensor) -> Tensor:
+    """The bytes of numbers `[m, width]`, as whole words where they are."""
+    whole = values.element_size() % 4 == 0
+    return values.contiguous().view(torch.int32 if whole else torch.uint8)
+
+
+def _from_words(words: Tensor, like: Tensor) -> Tensor:
+    """Numbers of another tensor's kind and width, from words `[m, ·]`."""
+    if like.element_size() == 4:
+        return words.view(like.dtype)
+    octets = words.contiguous().view(torch.uint8)[:, : like.nbytes]
+    return octets.clone(memory_format=torch.contiguous_format).view(like.dtype)
 
 
 @lru_cache(maxsize=1)

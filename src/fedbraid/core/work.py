@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from fedbraid.core.check import plain_numbers, whole
 from fedbraid.errors import ConfigError
 
@@ -54,3 +56,8 @@ class Work:
     def rate(self, version: int) -> float:
         """η_c of a client that trains from this version."""
         return self.lr * self.lr_decay**version
+
+    def effective(self, K: Tensor) -> Tensor:
+        """a: how many plain steps go as far as K steps with this momentum."""
+        rho = self.momentum
+        return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)

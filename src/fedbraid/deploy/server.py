@@ -20,11 +20,9 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.gather import Tree
-from fedbraid.core.rows import Rows
+from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
 from fedbraid.data import tree
 from fedbraid.data.arrays import pair
 from fedbraid.data.batches import step_counts
@@ -34,8 +32,6 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import InUseError, RunError, WireError
-from fedbraid.links.codec import pack_message
-from fedbraid.links.link import HiddenState, packet, receive, whole_state
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
 from fedbraid.run.judge import judge
 from fedbraid.run.simulate import Options, describe
@@ -90,6 +86,7 @@ class Arrivals:
     """What stands in for the simulator's jobs: replies that are already here."""
 
     got: list[Arrival]
+    real = True
 
     def opens(self, tick: Tick) -> None: ...
 
@@ -117,22 +114,17 @@ class Driver:
         self.settings, self.grid = settings, grid
         self.algorithm, self.work = settings.what()
         self.schedule = settings.when()
-        self.hidden = isinstance(self.algorithm.down, HiddenState)
         self.task = _task(project)
         self.layout = self.task.layout
-        self.widths = self.algorithm.uploads(self.layout)
         self.judge = Loop(self.task) if self.task.test is not None else None
         self.folder = Folder(settings.out)
         self.id = self._open()
-        state = State.first(self.algorithm, self.layout, self.task.initial(settings.seed), settings.seed)
-        held = {"held": torch.tensor([-1.0, 0.0])} if self.hidden else {}
-        state = replace(state, clients=Rows(held))  # clients are apart and keep what they remember themselves
+        x = self.task.initial(settings.seed)
+        state = State.first(self.algorithm, self.layout, x, settings.seed, real=True)
         self.checkpoint = self._checkpoint(state)
         self.state, note = self.checkpoint.restore(state)
         self.roster = Roster.restore(note.get("roster", []))
-        self.names = list(self.state.sent[self.state.t]["vectors"])
-        if self.state.t == 0 and not self.hidden:
-            self._keep_message({})
+        self.names = list(self.algorithm.downloads)
         self.flying: dict[str, Job] = {}  # message id -> job
         self.online: set[int] = set()
         self.shunned: dict[int, float] = {}  # nodes that introduced themselves badly, and since when
@@ -190,8 +182,7 @@ class Driver:
         while self.state.t < steps:
             got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
             self._step(got)
-        judged = self.algorithm.server.judged(self.state.x, self.state.server)
-        save_model(self.folder.path / "model.safetensors", self.layout.views(judged))
+        save_model(self.folder.path / "model.safetensors", self.layout.views(self.state.average))
 
     def _step(self, got: list[Arrival]) -> None:
         clients = [a.job.client for a in got]
@@ -202,14 +193,12 @@ class Driver:
             self.state.t, time.monotonic() - self.begun, np.array(clients), np.array([a.job.version for a in got]),
             np.array([], np.int64), live, self.late,
         )  # fmt: skip
-        before, sizes = self.state, self.roster.sizes
-        task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(sizes)]))
+        task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(self.roster.sizes)]))
         task.__dict__["layout"] = self.layout
-        self.state, record = advance(self.algorithm, task, Arrivals(got), before, tick, self.settings.seed)
-        self._keep_message(before.wire)
+        setup = Setup(self.algorithm, task, self.work, self.settings.seed)
+        self.state, record = advance(setup, Arrivals(got), self.state, tick)
         record |= {
             "versions": [a.job.version for a in got],
-            "bytes_down": sum(a.job.down for a in got),
             "nodes": len(self.roster.at(self.online)),
             **self._judge(),
         }
@@ -225,29 +214,11 @@ class Driver:
             ", ".join(f"{k} {record[k]:.4f}" for k in ("loss", "accuracy", "train_loss") if k in record),
         )  # fmt: skip
 
-    def _vectors(self) -> dict[str, Tensor]:
-        return {"x": self.state.x, **self.algorithm.server.send(self.state.server)}
-
-    def _keep_message(self, before: Tree) -> None:
-        """Keep the newest broadcast while it may be sent: packets only for as long as they beat the whole state."""
-        seed, t = self.settings.seed, self.state.t
-        message = packet(self.algorithm.down, self._vectors(), before, seed, t, self.layout)
-        kept = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if not self.hidden:
-            self.state.sent[t]["message"] = kept
-            return
-        packets = {**before.get("log", {}), str(t): kept}
-        whole = len(whole_state(self.state.wire["hidden"], self.layout))
-        while packets and sum(len(p) for p in packets.values()) > whole:
-            del packets[min(packets, key=int)]
-        self.state.wire["log"] = packets
-
     def _judge(self) -> Record:
         every, t = self.settings.evaluate_every, self.state.t
         if self.judge is None or not every or (t % every and t != self.schedule.steps):
             return {}
-        x = self.algorithm.server.judged(self.state.x, self.state.server)
-        return judge(self.judge, self.task, x)  # type: ignore[arg-type]
+        return judge(self.judge, self.task, self.state.average)  # type: ignore[arg-type]
 
     # When a step closes -------------------------------------------------------------------------------
 
@@ -390,17 +361,10 @@ class Driver:
         self._send(job, MessageType.TRAIN, order)
 
     def _download(self, member: Member) -> tuple[int, bytes]:
-        """(the version that the message builds on, the message): missed packets, or everything if that is less."""
-        if not self.hidden:
-            return -1, bytes(self.state.sent[self.state.t]["message"].numpy())
-        packets = self.state.wire.get("log", {})
-        missed = [str(v) for v in range(member.held + 1, self.state.t + 1)]
-        if member.held < 0 or not all(v in packets for v in missed):
-            return -1, whole_state(self.state.sent[self.state.t]["vectors"], self.layout)
-        frames = {v: bytes(packets[v].numpy()) for v in missed}
-        if not frames:
-            return member.held, b""
-        return member.held, frames[missed[0]] if len(frames) == 1 else pack_message(frames)
+        """(the version that the message builds on, the message)."""
+        t = self.state.t
+        who = Caster(self.algorithm.downloads, t, self.settings.seed, self.layout, real=True)
+        return self.algorithm.down.order(self.state.sent[t], self.state.wire, member.held, who)
 
     def _send(self, job: Job, kind: str, content: dict[str, Any]) -> None:
         record = RecordDict({"fedbraid": ConfigRecord(content)})
@@ -457,15 +421,20 @@ class Driver:
     def _open_upload(self, job: Job, member: Member, answer: dict[str, Any]) -> Reply:
         if job.version not in self.state.sent:
             raise WireError(f"it trained from version {job.version}, which is no longer kept")
-        x = self.state.sent[job.version]["vectors"]["x"][None]
-        vectors, sizes = receive(self.algorithm.up, answer["blob"], job.client, x, self.widths, self.layout)
+        x, a, blob = self.state.sent[job.version].vectors["x"][None], self.algorithm, answer["blob"]
+        who = Sender(np.array([job.client]), job.version, self.settings.seed, x, a.uploads, self.layout)
+        frames = unbundle(blob, a.uploads, self.layout)
+        vectors = a.up.receive(frames, who)
         for name, v in vectors.items():
             norm = float(v.norm())
             if not math.isfinite(norm) or 0 < self.settings.max_norm < norm:
                 raise WireError(f"its {name} has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
         K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]
-        lr = torch.full_like(K, self.work.rate(job.version))
-        return Reply(np.array([job.client]), vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr)
+        lr = torch.full_like(K, self.work.rate(job.version), dtype=torch.float64)
+        sizes = {name: np.array([len(frame)]) for name, frame in frames.items()}
+        add_overhead(sizes)
+        down = {"x": np.array([job.down])}
+        return Reply(who.clients, vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr, down)
 
     def _accept(self, arrival: Arrival) -> None:
         self.roster.members[arrival.job.client].accepted = arrival.job.id

@@ -67,7 +67,7 @@ class Ray:
         self.grad: Gradient = gradient(setup, self.backend, 1)
         self.key, self.parcel = uuid.uuid4().hex, ray.put(parcel)
         self.task = ray.remote(num_cpus=1, max_retries=RETRIES)(_block)
-        row = 4 * sum(setup.algorithm.uploads(setup.task.layout).values())
+        row = 4 * sum(setup.algorithm.widths(setup.task.layout).values())
         self.wave = max(self.count, WAVE_BYTES // max(row, 1))
         self.down: tuple[Vectors, Any] = ({}, None)
 

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fedbraid.core.codec import F32
 from fedbraid.core.layout import Slot
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._kmeans1d import centroids
 from fedbraid.links._layers import LayerCodec, whole_bits
-from fedbraid.links.codec import F32
 
 _FEW = 32  # up to so many centroids, comparing with each border is faster than a binary search
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from fedbraid.core import rng
+from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._layers import CHUNK, LayerCodec, gather, scatter, whole_bits
-from fedbraid.links.codec import F32
 
 
 @dataclass(frozen=True, repr=False)

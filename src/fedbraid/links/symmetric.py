@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._layers import LayerCodec
-from fedbraid.links.codec import F32
 
 
 @dataclass(frozen=True, repr=False)

@@ -80,7 +80,7 @@ class KeepBest:
 
     def step(self, record: Record, run: Run) -> None:
         if self._better(record):
-            self.x = run.setup.algorithm.server.judged(run.state.x, run.state.server).clone()
+            self.x = run.state.average.clone()
             if self.path is not None:
                 save_model(self.path, run.setup.task.layout.views(self.x))
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedbraid.core.rows import Rows
 from fedbraid.errors import RunError
+from fedbraid.run import tree
 from fedbraid.run.database import Database
 from fedbraid.run.state import State
 
 Record = dict[str, Any]
-TREES = ("t", "x", "gather", "server", "wire")
+TREES = tuple(f.name for f in fields(State) if f.name not in ("sent", "clients"))  # which have tables
 
 
 class Folder:
@@ -102,6 +103,7 @@ class Checkpoint:
         except OSError as error:
             raise RunError(f"{folder.path / 'metrics.jsonl'} cannot be written: {error.strerror}") from error
         self._tables = tables
+        self._records = tree.records([getattr(state, name) for name in (*TREES, "sent")])
 
     def restore(self, state: State) -> tuple[State, Record]:
         """The last committed state and note (`state` itself where there is none), later records cut off."""
@@ -110,47 +112,38 @@ class Checkpoint:
             self.metrics.truncate(0)
             return state, {}
         try:
-            tree, tensors = json.loads(saved[0]), load_tensors(saved[1])
-            device, rows = state.x.device, {f"rows:{name}": r for name, r in self._tables.items()}
-
-            def build(skeleton: Any, values: dict[str, Tensor]) -> Any:
-                return _unpack(skeleton, lambda key: rows[key] if key in rows else values[key].to(device))
-
-            whole = build(tree["state"], tensors)
-            self._sent = set(tree["sent"])
-            sent = {}
-            for version, blob in self.db.read("sent", sorted(self._sent)):
-                head, values = _split(blob)
-                sent[version] = build(head, values)
+            head = json.loads(saved[0])
+            whole = self._unpack(saved[1], state)
+            self._sent = set(head["sent"])
+            sent = {v: self._unpack(blob, state) for v, blob in self.db.read("sent", sorted(self._sent))}
             if missing := self._sent - sent.keys():
                 raise KeyError(f"version {min(missing)}")
-        except (KeyError, ValueError, TypeError, SafetensorError) as error:
+            restored = State(**whole, sent=sent, clients=state.clients)
+        except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise RunError(
                 f"the checkpoint in {self.folder.path} is damaged or of another configuration ({error!r}); start a new run"
             ) from error
-        self.metrics.truncate(tree["metrics"])
+        self.metrics.truncate(head["metrics"])
         self.metrics.seek(0, os.SEEK_END)
-        return State(**whole, sent=sent, clients=state.clients), tree["note"]
+        return restored, head["note"]
+
+    def _unpack(self, blob: bytes, state: State) -> Any:
+        return tree.unpack(blob, self._tables, self._records, state.x.device)
 
     def commit(self, state: State, records: list[Record], note: Record) -> None:
         """One step, or several, for good."""
         for record in records:
             self._append(record)
-        tensors: dict[str, Tensor] = {}
-        skeleton = {name: _pack(getattr(state, name), name, tensors) for name in TREES}
+        whole = {name: getattr(state, name) for name in TREES}
+        blob = tree.pack(whole, "state", self._tables, self._records)
         try:
             self.metrics.flush()
-            tree = {
-                "state": skeleton,
-                "sent": sorted(state.sent),
-                "metrics": self.metrics.tell(),
-                "note": note,
-            }
+            head = {"sent": sorted(state.sent), "metrics": self.metrics.tell(), "note": note}
             with self.db.transaction():
                 for rows in self._tables.values():
                     rows.flush()
                 self._commit_sent(state)
-                self.db.put_state(json.dumps(tree), save_tensors(tensors))
+                self.db.put_state(json.dumps(head), blob)
         except OSError as error:
             raise self._full(error) from error
         for rows in self._tables.values():
@@ -160,11 +153,8 @@ class Checkpoint:
     def _commit_sent(self, state: State) -> None:
         """Versions are written once and deleted when nobody needs them."""
         self.db.delete("sent", self._sent - state.sent.keys())
-        for version in state.sent.keys() - self._sent:
-            tensors: dict[str, Tensor] = {}
-            head = json.dumps(_pack(state.sent[version], "sent", tensors)).encode()
-            blob = len(head).to_bytes(4, "little") + head + save_tensors(tensors)
-            self.db.write("sent", [version], [blob])  # type: ignore[arg-type]
+        new = sorted(state.sent.keys() - self._sent)
+        self.db.write("sent", new, [tree.pack(state.sent[v], "sent", {}, self._records) for v in new])
 
     def _append(self, record: Record) -> None:
         try:
@@ -184,11 +174,10 @@ class Checkpoint:
 
 
 def rows_of(state: State) -> Iterator[tuple[str, Rows]]:
-    """Every table of rows in a state, by name."""
+    """Every table of rows in a state, by its place."""
     yield "clients", state.clients
-    for name, value in state.gather.items():
-        if isinstance(value, Rows):
-            yield f"gather.{name}", value
+    for name in TREES:
+        yield from tree.tables(getattr(state, name), name)
 
 
 def row_limit(rows: Rows, memory: str, clients: int) -> int | None:
@@ -199,40 +188,6 @@ def row_limit(rows: Rows, memory: str, clients: int) -> int | None:
     if memory == "auto" and rows.row_bytes * clients <= room:
         return None
     return max(64, min(room, 2**28) // max(rows.row_bytes, 1))
-
-
-def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A tree as JSON, its tensors put aside under their paths."""
-    match value:
-        case Tensor():
-            tensors[path] = value.detach().cpu().contiguous().clone()
-            return {"$tensor": path}
-        case Rows():
-            return {"$tensor": f"rows:{path.replace('/', '.')}"}
-        case dict():
-            return {"$dict": [[k, _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
-        case None | bool() | int() | float() | str():
-            return value
-    raise RunError(
-        f"state {path!r} holds a {type(value).__name__}, which cannot be saved; use tensors and numbers"
-    )
-
-
-def _unpack(value: Any, lookup: Callable[[str], Any]) -> Any:
-    if isinstance(value, dict):
-        if "$tensor" in value:
-            return lookup(value["$tensor"])
-        return (
-            {k: _unpack(v, lookup) for k, v in value["$dict"]}
-            if "$dict" in value
-            else {k: _unpack(v, lookup) for k, v in value.items()}
-        )
-    return value
-
-
-def _split(blob: bytes) -> tuple[Any, dict[str, Tensor]]:
-    size = int.from_bytes(blob[:4], "little")
-    return json.loads(blob[4 : 4 + size]), load_tensors(bytes(blob[4 + size :]))
 
 
 def save_model(path: Path, tensors: dict[str, Tensor]) -> None:

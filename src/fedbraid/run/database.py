@@ -27,7 +27,7 @@ class Database:
             self._sql.execute("PRAGMA wal_autocheckpoint = 4000")
             with self.transaction():
                 self._sql.execute(
-                    "CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, tree TEXT, tensors BLOB)"
+                    "CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY, head TEXT, tree BLOB)"
                 )
         except sqlite3.Error as error:
             raise self._refusal(error) from error
@@ -65,7 +65,7 @@ class Database:
                 f'CREATE TABLE IF NOT EXISTS "{table}" (id INTEGER PRIMARY KEY, data BLOB NOT NULL)'
             )
 
-    def write(self, table: str, ids: Sequence[int], rows: np.ndarray) -> None:
+    def write(self, table: str, ids: Sequence[int], rows: Iterable[bytes] | np.ndarray) -> None:
         self._sql.executemany(
             f'INSERT OR REPLACE INTO "{table}" VALUES (?, ?)',
             ((i, memoryview(row)) for i, row in zip(ids, rows)),
@@ -90,12 +90,12 @@ class Database:
         total: int = self._sql.execute(f'SELECT COUNT(*) FROM "{table}"').fetchone()[0]
         return total - sum(1 for _ in self.read(table, list(excluding)))
 
-    def put_state(self, tree: str, tensors: bytes) -> None:
-        self._sql.execute("INSERT OR REPLACE INTO state VALUES (0, ?, ?)", (tree, tensors))
+    def put_state(self, head: str, tree: bytes) -> None:
+        self._sql.execute("INSERT OR REPLACE INTO state VALUES (0, ?, ?)", (head, tree))
 
     def get_state(self) -> tuple[str, bytes] | None:
         try:
-            row = self._sql.execute("SELECT tree, tensors FROM state WHERE id = 0").fetchone()
+            row = self._sql.execute("SELECT head, tree FROM state WHERE id = 0").fetchone()
         except sqlite3.Error as error:
             raise self._refusal(error) from error
         return row if row is None else (row[0], row[1])

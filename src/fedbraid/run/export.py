@@ -59,8 +59,7 @@ def export(
 
 def _safetensors(source: Result | str | os.PathLike[str], part: Path) -> None:
     if isinstance(source, Result):
-        judged = source.algorithm.server.judged(source.state.x, source.state.server)
-        save_model(part, source.task.layout.views(judged))
+        save_model(part, source.task.layout.views(source.x))
     else:
         shutil.copyfile(_file(Folder(source)), part)
 

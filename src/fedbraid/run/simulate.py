@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from fedbraid import algorithms, files
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
-from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Rule
 from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import Work
@@ -30,7 +30,6 @@ from fedbraid.engines import choose
 from fedbraid.engines.client import Engine, Setup
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
-from fedbraid.links.link import codec_of
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
@@ -44,17 +43,6 @@ from fedbraid.schedule import Buffered, Rounds, Schedule, clock
 log = logging.getLogger("fedbraid")
 
 
-class Callback(Protocol):
-    """Something that watches a run. Any of the three may be left out."""
-
-    def start(self, run: Run) -> None: ...
-
-    def step(self, record: Record, run: Run) -> bool | None:
-        """After each server step; True ends the run here."""
-
-    def end(self, result: Result) -> None: ...
-
-
 @dataclass
 class Options:
     """How a run is watched and kept, none of which changes its numbers."""
@@ -65,6 +53,7 @@ class Options:
     store: str = "auto"
     checkpoint_every: int = 1
     layers: bool = False
+    keep_going: bool = False
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None:
@@ -80,7 +69,7 @@ class Options:
 class Result:
     """What a run came to."""
 
-    x: Tensor  # the final model, flat float32: the one the server would send out next
+    x: Tensor  # the final model, flat float32: the averaged one, which was evaluated
     history: list[Record] = field(repr=False)  # one dict per server step
     task: Task = field(repr=False)
     state: State = field(repr=False)
@@ -90,9 +79,8 @@ class Result:
     work: Work | None = field(default=None, repr=False)
 
     def model(self) -> nn.Module:
-        """The torch module with the final weights; FedDyn and AdaBest give the averaged model, which they evaluate."""
-        judged = self.algorithm.server.judged(self.state.x, self.state.server)
-        return self.task.layout.load(self.task.module(), judged)
+        """The torch module with the final weights."""
+        return self.task.layout.load(self.task.module(), self.x)
 
     @property
     def bytes_up(self) -> int:
@@ -178,7 +166,7 @@ class Run:
             if self.note.get("stopped"):
                 break
             before = self.state.x
-            self.state, record = advance(setup.algorithm, task, jobs, self.state, tick, setup.seed)
+            self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
             record |= self._measure(before)
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers)
@@ -188,19 +176,19 @@ class Run:
             if self.checkpoint is None:
                 self.history += pending
                 pending = []
-            elif (
-                stop
-                or self.state.t == self.schedule.steps
-                or self.state.t % self.options.checkpoint_every == 0
-            ):
+            elif stop or self._due():
                 self.checkpoint.commit(self.state, pending, self.note)
                 pending = []
         return self._result()
 
     def model(self) -> nn.Module:
         """The torch module with the weights of this step, as they are evaluated."""
-        judged = self.setup.algorithm.server.judged(self.state.x, self.state.server)
-        return self.setup.task.layout.load(self.setup.task.module(), judged)
+        return self.setup.task.layout.load(self.setup.task.module(), self.state.average)
+
+    def _due(self) -> bool:
+        """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
+        t, last = self.state.t, self.state.t == self.schedule.steps
+        return last or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
 
     def _measure(self, before: Tensor) -> Record:
         t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
@@ -208,17 +196,13 @@ class Run:
         if self.options.layers:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
-        for tree in self.state.server.values():
-            if isinstance(tree, dict) and isinstance(tree.get("h"), Tensor):
-                record["norm_h"] = float(tree["h"].norm())
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
-            x = self.setup.algorithm.server.judged(self.state.x, self.state.server)
-            record |= judge(self.engine, task, x, self.options.evaluate_on, t)
+            record |= judge(self.engine, task, self.state.average, self.options.evaluate_on, t)
         return record
 
     def _result(self) -> Result:
         history = self.history if self.folder is None else list(self.folder.records())
-        x, task = self.state.x, self.setup.task
+        x, task = self.state.average, self.setup.task
         result = Result(
             x,
             history,
@@ -230,17 +214,14 @@ class Run:
             self.setup.work,
         )
         if self.folder is not None:
-            judged = self.setup.algorithm.server.judged(x, self.state.server)
-            save_model(self.folder.path / "model.safetensors", task.layout.views(judged))
+            save_model(self.folder.path / "model.safetensors", task.layout.views(x))
         self._tell("end", result)
         return result
 
     def _message(self) -> tuple[float, float]:
         """Bytes down and up of one visit, for schedules that charge transfer time."""
-        layout, up = self.setup.task.layout, codec_of(self.setup.algorithm.up)
-        one = up.size(layout) or len(up.encode(torch.zeros(layout.size), layout))
-        wide = [w for w in self.setup.algorithm.uploads(layout).values() if w == layout.size]
-        return float(sum(self.state.sent[max(self.state.sent)]["sizes"].values())), float(one * len(wide))
+        a, newest = self.setup.algorithm, self.state.sent[max(self.state.sent)]
+        return float(sum(newest.sizes.values())), float(a.up.size(a.uploads, self.setup.task.layout))
 
     def _hooks(self, name: str) -> list[Any]:
         return [getattr(cb, name) for cb in self.options.callbacks if hasattr(cb, name)]
@@ -267,13 +248,14 @@ def simulate(
     store: str = "auto",
     checkpoint_every: int = 1,
     layers: bool = False,
+    keep_going: bool = False,
 ) -> Result:
     """Train a task with an algorithm and return what came of it.
 
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
     `evaluate_every=None` skips evaluation. `store` says where per-client rows live: "memory", "disk",
     or "auto", by size. `layers=True` records how far each layer moved. `checkpoint_every` commits less
-    often.
+    often. A model that grows beyond reason ends the run unless `keep_going`.
     """
     _check(task, algorithm, work, schedule)
     seed, device = _seed(seed), _device(device)
@@ -285,7 +267,7 @@ def simulate(
         from fedbraid.run.progress import Bar
 
         callbacks = [*callbacks, Bar()]
-    options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers)
+    options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going)
     if (doubt := unproven(algorithm, schedule)) is not None:
         log.warning(doubt)
     folder = None if out is None else Folder(out)
@@ -400,7 +382,7 @@ def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options,
         "device": device,
         "options": {
             "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "store": options.store,
-            "checkpoint_every": options.checkpoint_every, "layers": options.layers,
+            "checkpoint_every": options.checkpoint_every, "layers": options.layers, "keep_going": options.keep_going,
         },
         "versions": {
             "fedbraid": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
@@ -473,8 +455,7 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
     plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
     known = all(
-        isinstance(s, Scale) or (isinstance(s, Precondition) and isinstance(s.optimiser, Momentum))
-        for s in steps
+        isinstance(s, Scale) or (isinstance(s, Optimise) and isinstance(s.optimiser, Momentum)) for s in steps
     )
     if not schedule.asynchronous or (plain and known):
         return None

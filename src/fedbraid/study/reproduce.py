@@ -207,11 +207,10 @@ class Judge:
             raise KeyboardInterrupt
         t, end = record["step"], run.schedule.steps
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
-            x = run.setup.algorithm.server.judged(run.state.x, run.state.server)
-            record.update(judge(run.engine, run.setup.task, x))
+            record.update(judge(run.engine, run.setup.task, run.state.average))
             if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
                 task = run.setup.task
-                _, classes = run.engine.evaluate(x, *task.test)  # type: ignore[misc]
+                _, classes = run.engine.evaluate(run.state.average, *task.test)  # type: ignore[misc]
                 record["predicted"] = (
                     None if classes is None else classes.bincount(minlength=task.classes).tolist()
                 )

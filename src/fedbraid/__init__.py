@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
     from fedbraid.data.arrays import pad
+    from fedbraid.data.lazy import folders
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
     from fedbraid.links import codecs
@@ -66,6 +67,7 @@ _HOMES = {
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
     "data.arrays": "pad",
+    "data.lazy": "folders",
     "data.task": "Task",
     "errors": "FedbraidError",
     "core.codec": "Codec",

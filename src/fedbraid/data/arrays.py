@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -224,13 +225,38 @@ def read(
     dataset: Any, what: str, inputs: Sequence[str] | None, targets: str | None, collate: Collate | None
 ) -> Any:
     """A map-style dataset: (inputs, targets) as tables, or its items where they are still to be collated."""
-    items = [dataset[i] for i in range(len(dataset))]
-    if not items:
+    if not len(dataset):
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
+    items = _unrandom(dataset, what)
     if collate is not None:
         return [_renamed(item, what, inputs, targets) for item in items]
+    return tables(items, what, inputs, targets)
+
+
+def tables(
+    items: list[Any], what: str, inputs: Sequence[str] | None = None, targets: str | None = None
+) -> tuple[Tree, Tree]:
+    """Samples as (inputs, targets), below each other."""
     parts = [_chosen(split(item, what, targets), inputs, what) for item in items]
     return _column([x for x, _ in parts], what), _column([y for _, y in parts], what)
+
+
+def _unrandom(dataset: Any, what: str) -> list[Any]:
+    """All items, of a dataset whose items stay the same."""
+    before = _states()
+    items = [dataset[i] for i in range(len(dataset))]
+    if _states() != before or repr(items[0]) != repr(dataset[0]):
+        raise DataError(
+            f"{what} draws random numbers when an item is read, which would be frozen for all rounds; use"
+            " from_datasets(..., lazy=True), which draws anew at each visit, or a transform without chance"
+        )
+    return items
+
+
+def _states() -> tuple[Any, ...]:
+    """Where the generators stand that transforms draw from."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
 def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.batches import Augment
 from fedbraid.data.call import Forward, Loss, by_signature, call, logits
+from fedbraid.data.lazy import Column, Seen, Store
 from fedbraid.data.partition import Partition
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.errors import DataError, unknown
@@ -130,13 +131,15 @@ class Task:
         inputs: Sequence[str] | None = None,
         targets: str | None = None,
         collate: Collate | None = None,
+        lazy: bool = False,
         **options: Any,
     ) -> Task:
         """A task from one map-style dataset per client, each item an (input, target) pair or a dict.
 
         With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
         `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
-        unless told everything else.
+        unless told everything else. `lazy=True` leaves the data where it is: a client's items are read at each
+        visit, ahead of the training, and what their transforms draw is drawn anew; the test set is read at once.
         """
         if by is not None:
             return cls.from_table(
@@ -144,6 +147,14 @@ class Task:
                 loss=loss, collate=collate, **options,
             )  # fmt: skip
         read = partial(arrays.read, inputs=inputs, targets=targets, collate=collate)
+        if lazy:
+            if collate is not None:
+                raise DataError("lazy=True takes no collate=; let the datasets give items of one length")
+            store = Store(clients, loss, inputs, targets)
+            tested = None if test is None else arrays.pair(read(test, "the test set"), "the test set", loss)
+            rows = torch.arange(int(store.offsets[-1]))
+            x, y = Column(store, 0), Column(store, 1)
+            return cls._make(model, x, y, rows, store.offsets, test=tested, loss=loss, **options)
         held = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
         return cls.from_arrays(model, held, tested, loss, collate=collate, **options)
@@ -199,6 +210,13 @@ class Task:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
             bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
             raise DataError(f"a client holds row {bad} of a table of {count}; use rows 0 to {count - 1}")
+        return cls._make(model, x, y, rows, np.asarray(offsets, np.int64), test=tested, **options)
+
+    @classmethod
+    def _make(
+        cls, model: nn.Module | Build, inputs: Tree, targets: Tree, rows: Tensor, offsets: Any, **options: Any
+    ) -> Task:
+        """The task of a model and data that are as they should be, once it was tried."""
         start, given = None, _given(model)
         if given is not None:
             module = copy.deepcopy(given)
@@ -206,7 +224,7 @@ class Task:
             build: Build = _Copy(module)
         else:
             build = model
-        task = cls(build, x, y, rows, np.asarray(offsets, np.int64), test=tested, start=start, **options)
+        task = cls(build, inputs, targets, rows, offsets, start=start, **options)
         task._check()
         return task
 
@@ -240,14 +258,35 @@ class Task:
         """The outputs that losses and metrics see."""
         return logits(call(module, inputs) if self.forward is None else self.forward(module, inputs))
 
+    def visited(self, clients: NDArray[np.int64], version: int, seed: int) -> Task:
+        """The task as these clients see it who train from this version: lazy data is read now."""
+        if not isinstance(self.inputs, Column):
+            return self
+        return cast("Task", Seen(self, clients, self.inputs.store.table(clients, version, seed)))
+
+    def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
+        """Who will be visited next, for lazy data to be read ahead."""
+        if isinstance(self.inputs, Column):
+            self.inputs.store.ahead(clients, version, seed)
+
+    def close(self) -> None:
+        """Stop what reads ahead."""
+        if isinstance(self.inputs, Column):
+            self.inputs.store.stop()
+
+    @property
+    def _like(self) -> Tree:
+        """Targets to tell their kind from: all of them, or some where they are on disk."""
+        return self.targets.example if isinstance(self.targets, Column) else self.targets
+
     @property
     def classifies(self) -> bool:
         """Whether targets are class numbers, so that there is an accuracy."""
-        return isinstance(self.targets, Tensor) and not self.targets.is_floating_point()
+        return isinstance(self._like, Tensor) and not self._like.is_floating_point()
 
     def guess(self, outputs: Any) -> Tensor | None:
         """The classes that the outputs name, where there is one for each sample."""
-        if not (self.classifies and self.targets.ndim == 1 and isinstance(outputs, Tensor)):
+        if not (self.classifies and self._like.ndim == 1 and isinstance(outputs, Tensor)):
             return None
         if self.loss == "logistic":
             return (outputs.reshape(len(outputs)) > 0).long()
@@ -256,7 +295,8 @@ class Task:
     @cached_property
     def classes(self) -> int:
         """How many classes the targets name."""
-        return int(self.targets.max()) + 1 if self.classifies and self.targets.numel() else 0
+        seen = self._like
+        return int(seen.max()) + 1 if self.classifies and seen.numel() else 0
 
     @cached_property
     def stochastic(self) -> bool:
@@ -341,7 +381,7 @@ class Task:
     def _tensors(self) -> Iterator[Tensor]:
         """All that the run's numbers depend on, keys of trees apart."""
         for some in (self.inputs, self.targets, self.rows, *(self.test or ())):
-            for leaf in tree.leaves(some):
+            for leaf in tree.leaves(some.example if isinstance(some, Column) else some):
                 yield from (leaf.values, leaf.lengths) if isinstance(leaf, Padded) else (leaf,)
         if self.start is not None:
             yield from self.module().state_dict().values()
@@ -388,10 +428,8 @@ class Task:
 
     def _check_labels(self, out: Tensor) -> None:
         classes = out.shape[1] if self.loss == "cross_entropy" else 2
-        for what, y in (
-            ("training", self.targets),
-            ("test", self.test[1] if self.test else self.targets[:0]),
-        ):
+        seen = self._like
+        for what, y in (("training", seen), ("test", self.test[1] if self.test else seen[:0])):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                 bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
                 outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"

@@ -264,7 +264,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", [pytest.param("fedavg", marks=pytest.mark.quick), *list(EQUAL)[1:]])
 def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
     fleet.run(algorithm=EQUAL[name], schedule=ROUNDS)
     result, expected = simulated(user, algorithm_from(EQUAL[name]), TWO)
@@ -313,6 +313,7 @@ ALL = [[0, 1, 2]] * 3
 THREE = {"algorithm": "scaffold()", "schedule": f"rounds(3, clients={ALL})"}
 
 
+@pytest.mark.quick
 def test_the_server_is_killed_and_the_run_goes_on(fleet, user):
     fleet.misbehave(1, "honest", "hold")
     fleet.submit(**THREE)
@@ -533,6 +534,7 @@ def fedbraid(*words):
     )
 
 
+@pytest.mark.quick
 def test_init_and_trial_run_as_they_are(tmp_path):
     folder = tmp_path / "my fleet"
     assert fedbraid("deploy", "init", str(folder)).returncode == 0
@@ -580,6 +582,7 @@ def _words(process):
         return []
 
 
+@pytest.mark.quick
 def test_trial_of_nothing_says_what_to_do(tmp_path):
     done = fedbraid("deploy", "trial", str(tmp_path))
     assert done.returncode == 2

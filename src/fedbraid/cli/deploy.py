@@ -47,7 +47,7 @@ def init(folder: Folder, json: Json = False) -> None:
 @app.command()
 def trial(
     folder: Folder,
-    nodes: Annotated[int, typer.Option(help="SuperNodes to start on this machine.")] = 3,
+    nodes: Annotated[int, typer.Option(min=1, max=1000, help="SuperNodes to start on this machine.")] = 3,
     set_: Annotated[
         list[str] | None,
         typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
@@ -94,7 +94,7 @@ def keys(
         list[str] | None,
         typer.Option(help="Name or address that nodes reach the server by; may be given again."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="How many nodes need a key.")] = 0,
+    nodes: Annotated[int, typer.Option(min=0, max=100_000, help="How many nodes need a key.")] = 0,
     json: Json = False,
 ) -> None:
     """Make a CA, the server's certificate and the nodes' keys; what is there already is kept.

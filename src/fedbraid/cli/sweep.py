@@ -11,6 +11,7 @@ import typer
 
 from fedbraid import files
 from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.options import Metric
@@ -51,6 +52,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-sweep-n, a new one).")
     ] = None,
+    own_work: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -60,7 +62,7 @@ def sweep(
     A space is a list, or uniform(low, high), log(low, high) or integer(low, high), with a third number for how
     many points a grid takes. Keys are those of a file: lr, batch, algorithm.mu, schedule.buffer. The best
     settings are printed as a command and saved as best.toml. Killed or stopped, the same command with the same
-    --out, or `fedbraid sweep FOLDER`, goes on. Needs fedbraid[sweep].
+    --out, or `fedbraid sweep FOLDER`, goes on. Searching with "bayes" needs the extra sweep.
 
     \b
     Examples:
@@ -91,6 +93,8 @@ def sweep(
             config["algorithm"] = {"name": files.absolute(words.pop(0))}
         plan = searching.Plan(method, trials, seeds, hold_out, prune, seed, metric)
         place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
+        if "name" in config["algorithm"]:
+            config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), own_work)
     if "name" not in config["algorithm"]:
         raise ConfigError(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"
@@ -177,6 +181,7 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         [*best.settings, "", result.metric, "steps"],
         [[*(_short(v) for v in t.settings.values()), t.state, _value(t, result.metric), str(t.steps)] for t in ranked[:SHOWN]],
         left=len(best.settings) + 1,
+        order=[len(best.settings) + 1, *range(len(best.settings) + 1), len(best.settings) + 2],
     )  # fmt: skip
     print(f"best: {command}")
     print(f"saved: fedbraid run {place}")

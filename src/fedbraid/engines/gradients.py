@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import Called
 from fedbraid.data.tree import Tree
+from fedbraid.engines.frozen import Frozen
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -30,14 +32,19 @@ class Torch:
         self.judge = task.module().to(task.device).eval()
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
         self.channels_last = convolves and isinstance(task.inputs, Tensor) and task.inputs.ndim == 4
+        self.test = None if task.test is None else task.test[0]
+        self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
 
     def outputs(self, x: Tensor, inputs: Tree) -> Iterator[tuple[slice, Tree, Any]]:
         """(rows, inputs, outputs) of a table, chunk by chunk."""
         self.layout.load(self.judge, x)
+        known = self.frozen_test if inputs is self.test else None
         for lo in range(0, tree.length(inputs), CHUNK):
             at = slice(lo, lo + CHUNK)
             a = tree.numbers(tree.take(inputs, at))
-            yield at, a, self.run(self.judge, a)
+            with known.at(torch.arange(lo, lo + tree.length(a))) if known else nullcontext():
+                out = self.run(self.judge, a)
+            yield at, a, out
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor | None]:
@@ -64,6 +71,7 @@ class Loop(Torch):
         self.buffers = [(s, buffers[s.name]) for s in self.layout if s.buffer]
         self._out = torch.empty(0, 0)
         self._at = (0, 0)
+        self.frozen = Frozen.of(task, self.module)
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._out.shape != y.shape:
@@ -85,7 +93,8 @@ class Loop(Torch):
         x, t = batch.alone()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        loss = self.loss(self.run(self.module, x), t, x).mean()
+        with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext():
+            loss = self.loss(self.run(self.module, x), t, x).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for slot, buffer in self.buffers:
             y[slot.offset : slot.end] = buffer.reshape(-1)

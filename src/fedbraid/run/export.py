@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedbraid.data import tree
@@ -18,7 +17,7 @@ from fedbraid.data.call import call
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Tree
 from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
-from fedbraid.run.checkpoint import Folder, save_model
+from fedbraid.run.checkpoint import Folder, load_model, save_model
 from fedbraid.run.simulate import Result, task_of
 
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torchscript", ".pts": "torchscript", ".onnx": "onnx"}
@@ -61,7 +60,9 @@ def _safetensors(source: Result | str | os.PathLike[str], part: Path) -> None:
     if isinstance(source, Result):
         save_model(part, source.task.layout.views(source.x))
     else:
-        shutil.copyfile(_file(Folder(source)), part)
+        path = _file(Folder(source))
+        load_model(path)
+        shutil.copyfile(path, part)
 
 
 def _file(folder: Folder) -> Path:
@@ -80,7 +81,7 @@ def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[
         folder = Folder(source)
         path = _file(folder)
         task = task or task_of(folder, folder.config())
-        tensors = load_file(path)
+        tensors = load_model(path)
         if set(tensors) != {s.name for s in task.layout}:
             raise DataError(f"{path} holds another model than the task's; pass the task it was trained on")
         x = torch.cat([tensors[s.name].flatten() for s in task.layout])

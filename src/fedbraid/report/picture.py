@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedbraid.errors import ConfigError, DataError, MissingExtra
 
@@ -26,6 +27,8 @@ def label_counts(task: Task) -> Counts:
     """How many samples of each label every client holds, `[clients, labels]`."""
     if not task.classifies:
         raise DataError(f"task {task.name} has no class labels to count; only classification can be drawn")
+    if not isinstance(task.targets, Tensor):
+        raise DataError(f"task {task.name} leaves its labels on disk; only those in memory are counted")
     labels = task.targets[task.rows].numpy()
     if labels.ndim != 1:
         raise DataError(

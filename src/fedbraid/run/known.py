@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbraid import files
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.run.checkpoint import Folder, Record
 
@@ -69,7 +70,7 @@ def _partition(task: Task) -> Record:
 
 def note(folder: Folder, task: Task) -> None:
     """Describe a task made in Python in the run's folder."""
-    if task.spec is not None:
+    if task.spec is not None and not files.names_file(task.spec):
         return
     known = of_task(task.to("cpu"))
     sizes = None if known.sizes is None or len(known.sizes) > SIZES else known.sizes.tolist()

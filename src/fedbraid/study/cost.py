@@ -28,6 +28,9 @@ from fedbraid.core.link import Caster, Sender
 from fedbraid.core.optim import Adam, RMSProp, SGDm
 from fedbraid.core.rule import Chain, Local, Rule, finished
 from fedbraid.core.work import Work
+from fedbraid.data import tree
+from fedbraid.data.call import Forward, call
+from fedbraid.data.tree import Tree
 from fedbraid.links import codecs
 from fedbraid.models.linear import BagOfWords
 from fedbraid.run.checkpoint import rows_of
@@ -71,7 +74,13 @@ class Cost:
 
 
 def estimate(
-    module: nn.Module, sample: Tensor, algorithm: Algorithm, work: Work, crowd: Crowd, buffers: str = "refuse"
+    module: nn.Module,
+    sample: Tree,
+    algorithm: Algorithm,
+    work: Work,
+    crowd: Crowd,
+    buffers: str = "refuse",
+    run: Forward = call,
 ) -> Cost:
     """The cost of a round of this algorithm, on this model and with one sample like this."""
     layout = Layout.of(module, buffers)
@@ -88,7 +97,7 @@ def estimate(
         rows["clients"],
         uploads(algorithm, layout, x, state, crowd),
         downloads(algorithm, layout, x, state, crowd),
-        client_flops(algorithm, work, forward_flops(module, sample), layout.size, crowd.samples),
+        client_flops(algorithm, work, forward_flops(module, sample, run), layout.size, crowd.samples),
         steps,
     )
 
@@ -160,7 +169,7 @@ def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samp
     )
 
 
-def forward_flops(module: nn.Module, sample: Tensor) -> float:
+def forward_flops(module: nn.Module, sample: Tree, run: Forward = call) -> float:
     """Operations of a forward pass, per sample: torch's count of multiply-adds, added biases, and RNN gates."""
     extra: list[float] = []
     hooks = [m.register_forward_hook(lambda m, i, o: extra.append(_extra(m, i, o))) for m in module.modules()]
@@ -168,12 +177,12 @@ def forward_flops(module: nn.Module, sample: Tensor) -> float:
     module.eval()
     try:
         with torch.no_grad(), _plain_kernels(), counter:
-            module(sample if sample.is_floating_point() else sample.long())
+            run(module, tree.numbers(sample))
     finally:
         module.train(was)
         for hook in hooks:
             hook.remove()
-    return (counter.get_total_flops() / 2 + sum(extra)) / len(sample)
+    return (counter.get_total_flops() / 2 + sum(extra)) / tree.length(sample)
 
 
 @contextmanager

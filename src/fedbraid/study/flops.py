@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
+from fedbraid.data import tree
 from fedbraid.data.task import Task
 from fedbraid.run.metrics import Record
 from fedbraid.study.cost import client_flops, forward_flops
@@ -20,7 +21,7 @@ _FORWARD: weakref.WeakKeyDictionary[Task, float] = weakref.WeakKeyDictionary()
 def forward(task: Task) -> float:
     """FLOPs of a forward pass of the task's model, per sample."""
     if task not in _FORWARD:
-        _FORWARD[task] = forward_flops(task.module(), task.inputs[task.rows[:1]])
+        _FORWARD[task] = forward_flops(task.module(), tree.take(task.sample, slice(1)), task.run)
     return _FORWARD[task]
 
 

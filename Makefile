@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 ENGINES := .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium clean
+.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,10 +44,10 @@ SET ?= engines  # or quick: the few that show that it works at all
 test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too; SET=quick for few
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -rs -m $(SET) tests
 
-$(ENGINES)/.ready: pyproject.toml constraints.txt
+$(ENGINES)/.ready: pyproject.toml constraints-engines.txt
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray,flower]'
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt torch
+	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt --editable '.[dev,ray,flower]'
 	@touch $@
 
 lint: $(READY)  ## ruff, format and rules
@@ -85,6 +85,19 @@ class: $(VENV)/.docs  ## run the short notebooks for a class, some ten seconds e
 $(ENGINES)/.notebooks: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pip install --quiet 'nbclient>=0.10' 'ipykernel>=6.29'
 	@touch $@
+
+# constraints.in holds torch and the tools; everything else is the newest that fits
+define pinned
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --constraint constraints.in torch
+	build/lock/bin/python -m pip install --quiet --constraint constraints.in '.[$(1)]'
+	{ echo '# Every version that make installs; made by `make lock`.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > $(2)
+endef
+comma := ,
+
+lock:  ## pin every version that make installs, anew
+	$(call pinned,dev$(comma)docs,constraints.txt)
+	$(call pinned,dev$(comma)ray$(comma)flower,constraints-engines.txt)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .hypothesis build dist

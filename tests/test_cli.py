@@ -444,7 +444,7 @@ def test_the_same_command_continues_and_another_is_refused(call: Call, done: Pat
     [
         ("run.json", b"{", "run.json cannot be read"),
         ("run.json", b"[]", "does not hold a configuration"),
-        ("run.json", b"{}", "lacks or garbles"),
+        ("run.json", b"{}", "of format 1, and this fedbraid reads format 2"),
         ("run.json", None, "is no run folder"),
         ("state.db", b"no database, but long enough to look at" * 100, "cannot be read or written"),
         ("target.json", b"{}", "remove it to run to the last step"),
@@ -460,6 +460,47 @@ def test_a_broken_folder_is_refused_and_left_alone(
     before = tree(done)
     refused(call("resume", "here"), said)
     assert tree(done) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "digits", "fedavg", *FAST, "-o", "x" * 300], "cannot be written: File name too long"),
+        (["run", "digits", "fedavg", *FAST, "-o", "a\0b"], "is not text"),
+        (["run", "digits", "fedavg", *FAST, "-o", "a\udcffb"], "is not text"),
+        (["resume", "x" * 300], "cannot be read"),
+        (["resume", "/etc/passwd"], "is no run folder"),
+        (["deploy", "init", "/etc/passwd"], "/etc/passwd"),
+        (["deploy", "keys", "secrets", "--nodes", "-1"], "'--nodes'"),
+        (["watch", "x" * 300], "File name too long"),
+    ],
+)
+def test_paths_and_numbers_that_cannot_be(words: list[str], said: str, call: Call) -> None:
+    refused(call(*words), said)
+
+
+def test_other_bits_are_asked_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedbraid.run import bits
+
+    class Stop(Exception):
+        pass
+
+    class StopAt:
+        def step(self, record: Any, run: Any) -> None:
+            if record["step"] == 3:
+                raise Stop
+
+    task = fb.tasks.load("digits", clients=4)
+    with pytest.raises(Stop):
+        fb.simulate(
+            task, fb.fedavg(), fb.Work(lr=0.1, steps=1), fb.rounds(4), out="here", callbacks=[StopAt()]
+        )
+    real = bits.describe
+    monkeypatch.setattr(bits, "describe", lambda engine: real(engine) | {"torch": "9.9"})
+    refused(
+        call("resume", "here"), "and is 9.9; resume it where it began, or take them with --accept-other-bits"
+    )
+    assert call("resume", "here", "--accept-other-bits", "--quiet")[0] == 0
 
 
 def test_a_checkpoint_cut_short_is_refused(call: Call, done: Path) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 import fedbraid as fb
 from fedbraid.cli import config as cfg
 from fedbraid.cli import main
-from fedbraid.report import page
+from fedbraid.report import page, watch
 from fedbraid.report.collect import collect
 from fedbraid.report.watch import serve
 from fedbraid.run.checkpoint import Folder
@@ -211,7 +212,7 @@ def test_not_a_run(tmp_path, capsys):
 def test_a_broken_folder(single, tmp_path, capsys):
     for name, text, said in (
         ("run.json", "{", "cannot be read"),
-        ("run.json", "{}", "lacks 'task'"),
+        ("run.json", "{}", "of format 1"),
         ("metrics.jsonl", "{]\n", "is damaged"),
         ("metrics.jsonl", '{"step": 1}\n', "not a step's"),
     ):
@@ -314,6 +315,33 @@ def test_watch_reads_only(watched, single):
     assert fetch(watched.address, method="POST")[0] == 501
     assert fetch(watched.address, Host="evil.example")[0] == 403
     assert before == {p: p.read_bytes() for p in single.iterdir()}
+
+
+def test_any_loopback_address_is_for_this_machine_alone(single):
+    with serve([single], host="127.0.0.2", port=0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        assert fetch(server.address)[0] == fetch(server.address, Host="localhost")[0] == 200
+        assert fetch(server.address, Host="[::1]:80")[0] == 200
+        assert fetch(server.address, Host="evil.example")[0] == 403
+        assert fetch(server.address, Host="127.0.0.1.evil.example:80")[0] == 403
+        server.shutdown()
+
+
+def test_connections_have_a_limit(watched):
+    with ExitStack() as stack:
+        for _ in range(watch.MOST):
+            idle = stack.enter_context(socket.create_connection(watched.server_address))
+            idle.sendall(b"GET / HTTP/1.1\r\n")  # and no more
+        more = stack.enter_context(socket.create_connection(watched.server_address))
+        assert more.recv(1) == b""
+
+
+def test_marks_in_a_name_are_only_a_name(single):
+    data = page.describe(collect([single]))
+    text = page.render({**data, "title": "/*script*//*data*//*style*/"})
+    assert "<title>/*script*//*data*//*style*/" in text
+    assert page.render(data).count("<script>") == text.count("<script>")
+    assert len(text) == len(page.render({**data, "title": "x" * len("/*script*//*data*//*style*/")}))
 
 
 def test_a_port_in_use(single, capsys):

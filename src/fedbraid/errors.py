@@ -15,7 +15,8 @@ Each message says what happened, the value, and what to do about it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FedbraidError(Exception):
@@ -72,6 +73,21 @@ class EngineError(FedbraidError, RuntimeError):
 
 class WireError(FedbraidError, ValueError):
     """A message that is malformed, hostile or of another model."""
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Turn whatever happens to a reader of files that are not as they were written into one sentence."""
+    try:
+        yield
+    except FedbraidError:
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        raise RunError(
+            f"{what} holds what no run writes ({error!r}); restore it from a copy or start a new run"
+        ) from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:

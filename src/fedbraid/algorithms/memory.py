@@ -124,8 +124,8 @@ class ClusterVarp(Beside):
 
     def shares(self, info: Info) -> Tensor:
         """Each cluster's share of all clients' weight."""
-        n = info.sizes if self.weights == "samples" else np.ones(info.N)
-        totals = np.bincount(self.of(np.arange(info.N)), weights=n, minlength=self.count)
+        n = info.sizes if self.weights == "samples" else info.sizes > 0
+        totals = np.bincount(self.of(np.arange(len(n))), weights=n, minlength=self.count)
         return torch.from_numpy(totals / totals.sum())
 
 

@@ -26,7 +26,7 @@ from fedbraid.cli import (
     watch,
 )
 from fedbraid.cli.show import complain
-from fedbraid.errors import FedbraidError
+from fedbraid.errors import ConfigError, FedbraidError
 
 
 class Commands(typer.core.TyperGroup):
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for what the caller can mend, 130 after Ctrl-C."""
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
+        _readable(given)
         return app(given, prog_name="fedbraid", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         complain("stopped")
@@ -96,11 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read the output has gone
         return 1
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        complain(f"{where}{error.strerror}; check the path, its permissions and the disk")
+        return 2
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's errors about the command's arguments
             raise
         complain(_usage(error))
         return 2
+
+
+def _readable(given: list[str]) -> None:
+    for word in given:
+        if "\0" in word or (not word.isascii() and word != word.encode(errors="replace").decode()):
+            raise ConfigError(
+                f"the argument {word!a} is not text; leave out what is not UTF-8, and zero bytes"
+            )
 
 
 def _usage(error: Exception) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError
@@ -47,6 +48,7 @@ def compare(
     target: Goal = None,
     jobs: Jobs = None,
     out: Folder = None,
+    own_work: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -81,7 +83,7 @@ def compare(
             raise ConfigError(f"{task} is a run, not a comparison; continue it with: fedbraid resume {task}")
         config = shared.base(task, sections)
         run = config["run"]
-        who = [contestant(config, text) for text in contestants or []]
+        who = [contestant(config, text, own_work) for text in contestants or []]
         loaded = cfg.task_of(config["task"])
         options = {k: v for k, v in run.items() if k in ("evaluate_every", "evaluate_on", "store", "layers")}
         place = out or new_folder(loaded.name, "compare")
@@ -90,7 +92,17 @@ def compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
                 watcher=watcher, options=options,
             )  # fmt: skip
+        if not json and not quiet:
+            print("\n".join(f"{w}: {', '.join(names)}" for w, names in _works(who).items()))
     show(result, time.monotonic() - begun, json, quiet)
+
+
+def _works(who: Sequence[Contestant]) -> dict[str, list[str]]:
+    """Who does what work."""
+    works: dict[str, list[str]] = {}
+    for one in who:
+        works.setdefault(repr(one.work), []).append(one.name)
+    return {work: names if len(works) > 1 else ["all"] for work, names in works.items()}
 
 
 def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
@@ -107,7 +119,7 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     print(f"next: fedbraid report {result.out}")
 
 
-def contestant(config: cfg.Config, text: str) -> Contestant:
+def contestant(config: cfg.Config, text: str, own_work: bool = False) -> Contestant:
     """`[name:] [algorithm] key=value …` on top of what all share."""
     from fedbraid.study.compare import Contestant
 
@@ -122,10 +134,11 @@ def contestant(config: cfg.Config, text: str) -> Contestant:
         config = shared.override(config, key, value)
     if "name" not in config["algorithm"]:
         raise ConfigError(f"{text!r} names no algorithm, and no file does; write it as 'fedavg lr=0.1'")
+    algorithm = cfg.algorithm_of(config["algorithm"])
     return Contestant(
         name.strip() or " ".join(rest.split()),
-        cfg.algorithm_of(config["algorithm"]),
-        cfg.work_of(config["work"]),
+        algorithm,
+        cfg.work_of(shared.work_of(config, algorithm, own_work)),
         cfg.schedule_of(config["schedule"]),
     )
 

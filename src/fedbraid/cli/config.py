@@ -30,6 +30,7 @@ SCHEDULE = (
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
+    "keep_going",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
 ONLY_ROUNDS = ("per_round", "over", "timeout")
@@ -117,7 +118,7 @@ def plan(config: Config) -> Plan:
     algorithm = algorithm_of(config["algorithm"])
     schedule = schedule_of(config["schedule"])
     name, settings = task_call(config["task"])
-    work = work_of(TASK_WORK.get(name, {}) | config["work"])
+    work = work_of(start_of_work(name, algorithm) | config["work"])
     return Plan(_load(name, settings), algorithm, work, schedule, run, target)
 
 
@@ -249,6 +250,21 @@ def work_of(section: Section) -> Work:
         settings["batch"] = _batch(settings["batch"])
     _numbers(settings, [key for key in WORK if key != "last"], "work")
     return Work(**settings)
+
+
+def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:
+    """What a task's clients do unless told otherwise; with an algorithm, as its paper has them."""
+    return DEFAULT_WORK | TASK_WORK.get(task, {}) | dict(algorithm.work if algorithm else {})
+
+
+def own_work(algorithm: Algorithm, given: Section) -> str | None:
+    """What of the work comes from the algorithm's paper, as a sentence."""
+    taken = {key: value for key, value in algorithm.work.items() if key not in given}
+    if not taken:
+        return None
+    said = ", ".join(f"{key} {value:g}" for key, value in taken.items())
+    options = " and ".join(f"--{key.replace('_', '-')}" for key in taken)
+    return f"clients work as in {algorithm.name.partition('(')[0]}'s paper: {said} ({options} changes it)"
 
 
 def _batch(text: str) -> int | None:

@@ -69,6 +69,8 @@ def run(
     track: o.Track = None,
     patience: o.Patience = None,
     keep_best: o.KeepBest = False,
+    keep_going: o.KeepGoing = False,
+    accept_other_bits: o.AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -107,14 +109,17 @@ def run(
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, store=store, out=out,
-            evaluate_every=evaluate_every, target=target,
+            evaluate_every=evaluate_every, target=target, keep_going=keep_going or None,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
     plan = cfg.plan(whole)
+    if not json and not quiet and (said := cfg.own_work(plan.algorithm, whole["work"])) is not None:
+        print(said)
     asked = Asked(track, patience, keep_best, plan.target)
     watching = asked.callbacks()
     with _folder(whole) as place:
+        plan.options["accept_other_bits"] = accept_other_bits
         keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
 
 

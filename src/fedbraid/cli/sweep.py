@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.show import Json, Quiet, give, table
@@ -47,6 +48,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-sweep-n, a new one).")
     ] = None,
+    own_work: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -87,6 +89,8 @@ def sweep(
             config["algorithm"] = {"name": words.pop(0)}
         plan = searching.Plan(method, trials, seeds, hold_out, prune, seed)
         place = out or new_folder(cfg.task_call(config["task"])[0], "sweep")
+        if "name" in config["algorithm"]:
+            config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), own_work)
     if "name" not in config["algorithm"]:
         raise ConfigError(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"

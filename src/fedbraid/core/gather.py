@@ -54,7 +54,7 @@ class Info:
     a: float  # weighted mean of the senders' effective steps
     quantised: float  # the share of quantised senders
     layout: Layout
-    sizes: NDArray[np.int64]  # n_j of every known client
+    sizes: NDArray[np.int64]  # n_j by client number, 0 for numbers that nobody has
     stalest: int = 0  # the age of the oldest upload
 
 
@@ -94,6 +94,7 @@ class Gather:
     """Fold uploads into one update; the schedule says when it closes."""
 
     weights: ClassVar[str] = "uniform"  # how it weighs clients, "samples" or "uniform"
+    alone: ClassVar[bool] = False  # whether a step that nobody came to makes an update all the same
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
         """State that lives from step to step."""

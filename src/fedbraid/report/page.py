@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -63,14 +64,16 @@ def render(data: Record) -> str:
     here = files("fedbraid.report")
     text = (here / "page.html").read_text("utf-8")
     embedded = json.dumps(finite(data), separators=(",", ":")).replace("<", "\\u003c")
-    for mark, content in (
-        ("/*connect*/'none'", "'self'" if data["live"] else "'none'"),
-        ("/*title*/", html.escape(data["title"])),
-        *((mark, (here / file).read_text("utf-8")) for mark, file in FILES.items()),
-        ("/*data*/", embedded),
-    ):
-        text = text.replace(mark, content, 1)
-    return text
+    parts = {
+        "/*connect*/'none'": "'self'" if data["live"] else "'none'",
+        "/*title*/": html.escape(data["title"]),
+        **{mark: (here / file).read_text("utf-8") for mark, file in FILES.items()},
+        "/*data*/": embedded,
+    }
+    marks = "|".join(re.escape(mark) for mark in parts)
+    return re.sub(
+        marks, lambda found: parts[found[0]], text
+    )  # in one pass: what goes in is not looked at again
 
 
 def finite(value: Any) -> Any:

@@ -67,6 +67,8 @@ class Jobs:
 
     def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
         """The tick's replies in blocks with the versions they trained from, no client twice in one block."""
+        if not len(tick.clients):
+            return
         if not self.ahead:
             for version, clients in _runs(tick):
                 for reply in self.engine.train(order(state, version, clients)):
@@ -99,7 +101,7 @@ class Jobs:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if tick.started is tick.clients:  # a round: all started from this version, and nobody twice
+    if tick.together:
         yield tick.step, tick.clients
         return
     run: list[int] = []

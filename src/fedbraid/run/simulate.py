@@ -32,6 +32,7 @@ from fedbraid.engines.client import Engine, Setup
 from fedbraid.errors import ConfigError, DataError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
+from fedbraid.run import bits
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
@@ -54,6 +55,7 @@ class Options:
     checkpoint_every: int = 1
     layers: bool = False
     keep_going: bool = False
+    accept_other_bits: bool = False
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None:
@@ -149,6 +151,24 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
+    _left: Record = field(default_factory=dict, repr=False)
+
+    def leave(self, client: int, reachable: bool = True) -> None:
+        """Let a client leave for good, before the next step.
+
+        What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
+        sends. One that cannot be reached leaves its share behind, and the next record says so.
+        """
+        if not 0 <= client < self.setup.task.clients or client in self.state.gone:
+            raise ConfigError(
+                f"client {client} is not there to leave; there are {self.setup.task.clients} from 0 on"
+            )
+        rule = self.setup.algorithm.rule
+        share = rule.leave(self.state.clients.get([client])) if reachable else None
+        self.state, stays = self.state.without(self.setup.algorithm, client, share)
+        self._left.setdefault("left", []).append(client)
+        if stays:
+            self._left.setdefault("left_share", []).append(client)
 
     def go(self) -> Result:
         """Run to the end, or from where the state stands."""
@@ -164,9 +184,10 @@ class Run:
                 continue
             if self.note.get("stopped"):
                 break
-            before = self.state.x
+            before, tick = self.state.x, tick.without(self.state.gone)
             self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
-            record |= self._measure(before)
+            record |= {**self._measure(before), **self._left}
+            self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers)
             if stop:
@@ -272,25 +293,28 @@ def simulate(
     checkpoint_every: int = 1,
     layers: bool = False,
     keep_going: bool = False,
+    accept_other_bits: bool = False,
 ) -> Result:
     """Train a task with an algorithm and return what came of it.
 
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
     `evaluate_every=None` skips evaluation. `store` says where per-client rows live: "memory", "disk",
     or "auto", by size. `layers=True` records how far each layer moved. `checkpoint_every` commits less
-    often. A model that grows beyond reason ends the run unless `keep_going`.
+    often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
         raise ConfigError(
-            "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+            "evaluate_on='clients' needs a test share per client; give client_tests=, natural ids or load(…, test_shares=True)"
         )
     if progress:
         from fedbraid.run.progress import Bar
 
         callbacks = [*callbacks, Bar()]
-    options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going)
+    options = Options(
+        evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going, accept_other_bits
+    )
     for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
         if doubt is not None:
             log.warning(doubt)
@@ -303,7 +327,7 @@ def simulate(
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
-    with _opened(runner, setup):
+    with bits.as_before(known), _opened(runner, setup):
         if folder is not None:
             config = describe(setup, schedule, runner, options, device)
             if known is None:
@@ -323,6 +347,8 @@ def _go(setup: Setup, schedule: Schedule, runner: Engine, options: Options, fold
     run.checkpoint = Checkpoint(folder, state, options.store, setup.task.clients)
     try:
         run.state, run.note = run.checkpoint.restore(state)
+        if run.state.t < schedule.steps:
+            bits.agree(folder, bits.describe(runner), run.state.t, options.accept_other_bits)
         return run.go()
     finally:
         run.checkpoint.close()
@@ -335,11 +361,14 @@ def resume(
     algorithm: Algorithm | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
+    keep_going: bool | None = None,
+    accept_other_bits: bool = False,
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
     A task or algorithm of your own making must be given again; those that fedbraid can build from
-    `run.json` need not be.
+    `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
+    says which, and goes on with `accept_other_bits=True`.
     """
     folder = Folder(out)
     config = folder.config()
@@ -355,7 +384,8 @@ def resume(
             device=config["device"],
             progress=progress,
             callbacks=callbacks,
-            **config["options"],
+            accept_other_bits=accept_other_bits,
+            **config["options"] | ({} if keep_going is None else {"keep_going": keep_going}),
         )
     except (KeyError, TypeError) as error:
         raise RunError(
@@ -408,6 +438,7 @@ def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options,
             "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "store": options.store,
             "checkpoint_every": options.checkpoint_every, "layers": options.layers, "keep_going": options.keep_going,
         },
+        "bits": bits.describe(engine),
         "versions": {
             "fedbraid": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
         },
@@ -465,6 +496,8 @@ def algorithm_from(text: str) -> Algorithm:
 
 def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     """A caution where no paper defines an algorithm under asynchrony, else None."""
+    if (algorithm.name.split("(")[0]) in ("ca2fl", "ace", "fadas"):
+        return None
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
     plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
     known = all(
@@ -532,7 +565,8 @@ def _spilled(state: State, store: str, clients: int) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="fedbraid-") as scratch:
-        db = Database(Path(scratch) / "rows.db", max(rows.row_bytes for _, rows in rows_of(state)))
+        widest = max(rows.row_bytes for _, rows in rows_of(state))
+        db = Database(Path(scratch) / "rows.db", widest, scratch=True)
         for name, rows in rows_of(state):
             rows.attach(db, name, limits.get(name), alone=True)
         try:

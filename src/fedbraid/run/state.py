@@ -12,6 +12,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster, Version
 from fedbraid.core.rows import Rows
+from fedbraid.core.rule import Vectors
 from fedbraid.errors import Diverged
 
 GROWTH = 1e4  # a norm or a loss so many times what it began with is beyond reason
@@ -59,6 +60,7 @@ class State:
     watch: Watch
     sent: dict[int, Version]  # version -> what clients hold of it, while somebody needs it
     clients: Rows  # what simulated clients remember
+    gone: tuple[int, ...] = ()  # clients that have left for good
 
     @classmethod
     def first(cls, algorithm: Algorithm, layout: Layout, x: Tensor, seed: int, real: bool = False) -> State:
@@ -68,3 +70,21 @@ class State:
         rows = Rows(algorithm.down.remembers() if real else algorithm.remembers(x, layout))
         watch = Watch.first(x, layout)
         return cls(0, x, x, gather, server, cast.state, watch, {0: cast.version}, rows)
+
+    def without(self, algorithm: Algorithm, client: int, share: Vectors | None) -> tuple[State, bool]:
+        """(the state after a client has left for good, whether its share stays).
+
+        What the server holds of it goes. What the client holds goes by the negative share that it sends, such as
+        `rule.leave` makes of its memory; None where it cannot be asked.
+        """
+        own = self.clients.get([client])
+        mirrored = algorithm.rule.leave(own) if own.keys() >= algorithm.rule.init(self.x).keys() else {}
+        server = self.server
+        if share is not None:
+            server = algorithm.server.leave(
+                server, {name: v.reshape(-1).to(self.x.device) for name, v in share.items()}
+            )
+        self.clients.drop(client)
+        gather = algorithm.gather.leave(self.gather, client)
+        gone = tuple(sorted({*self.gone, client}))
+        return replace(self, gather=gather, server=server, gone=gone), share is None and bool(mirrored)

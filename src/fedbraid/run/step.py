@@ -31,8 +31,8 @@ def advance(
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather what the tick's clients upload, step, broadcast."""
     algorithm, task = setup.algorithm, setup.task
-    layout, x = task.layout, state.x
-    tally = Tally(algorithm.gather.weights)
+    layout, x, sizes = task.layout, state.x, known_sizes(setup, state)
+    tally = Tally(algorithm.gather.weights, state.t + 1)
     acc = algorithm.gather.zero(x)
     state.clients.expect()
     source.opens(tick)
@@ -44,17 +44,21 @@ def advance(
         state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
     source.closes(tick)
-    info = Info(
-        state.t, tally.count, task.clients, float(task.offsets[-1]), tally.mean("lr"), tally.mean("K"), tally.mean("a"),
-        tally.quantised / tally.count, layout, task.sizes, tally.stalest,
-    )  # fmt: skip
-    u, gather = algorithm.gather.close(acc, state.gather, info)
-    new, average, server = two_strokes(algorithm, u, state.server, x, info)
+    N = int(np.count_nonzero(sizes)) if state.gone or source.real else task.clients
+    if tally.count or algorithm.gather.alone:
+        info = Info(
+            state.t, tally.count, N, float(sizes.sum()), tally.mean("lr"), tally.mean("K"), tally.mean("a"),
+            tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
+        )  # fmt: skip
+        u, gather = algorithm.gather.close(acc, state.gather, info)
+        new, average, server = two_strokes(algorithm, u, state.server, x, info)
+    else:  # nobody came: the version counts on, and nothing moves
+        new, average, gather, server = x, state.average, state.gather, state.server
     norm = _finite_norm(average, new, state.t + 1)
-    watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going)
+    watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going) if tally.count else state.watch
     who = Caster(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)
     try:
-        cast = algorithm.down.send(algorithm.send(new, server, info.N), state.wire, who)
+        cast = algorithm.down.send(algorithm.send(new, server, N), state.wire, who)
     except WireError as error:
         raise _unsendable(error, state.t + 1) from error
     record = {
@@ -93,6 +97,15 @@ def two_strokes(
     if buffers is not None:
         new[buffers] = average[buffers]
     return new, average, server
+
+
+def known_sizes(setup: Setup, state: State) -> NDArray[np.int64]:
+    """Samples by client number, 0 for who has left."""
+    sizes = setup.task.sizes
+    if state.gone:
+        sizes = sizes.copy()
+        sizes[list(state.gone)] = 0
+    return sizes
 
 
 def uploads(setup: Setup, state: State, reply: Reply, versions: NDArray[np.int64]) -> Uploads:

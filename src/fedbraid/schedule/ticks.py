@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,19 @@ class Tick:
     started: Ints  # clients that started from version `step` before this step closed
     live: frozenset[int]  # versions that jobs still in flight train from
     dropped: int = 0  # clients that were asked but came too late
+    together: bool = False  # all of them started from this version, and nobody twice
     spans: Floats | None = None  # [senders, 2]: when each began and ended, where a clock says so
+
+    def without(self, gone: Collection[int]) -> Tick:
+        """The tick without clients that have left."""
+        if not gone:
+            return self
+        here = ~np.isin(self.clients, list(gone))
+        started = self.started[~np.isin(self.started, list(gone))]
+        spans = None if self.spans is None else self.spans[here]
+        return replace(
+            self, clients=self.clients[here], versions=self.versions[here], started=started, spans=spans
+        )
 
     def clocked(self) -> dict[str, list[Any]]:
         """What a record says of the clock: by sender, the version trained from, and when that began and ended."""
@@ -132,7 +144,7 @@ class Rounds(Schedule):
             versions = np.full(len(clients), step, np.int64)
             spans = None if spans is None else spans + now
             now += took
-            yield Tick(step, now, clients, versions, clients, frozenset(), dropped, spans)
+            yield Tick(step, now, clients, versions, clients, frozenset(), dropped, True, spans)
 
     def _round(
         self, N: int, seed: int, step: int, message: tuple[float, float]

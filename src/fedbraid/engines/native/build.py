@@ -49,6 +49,7 @@ def lanes() -> int:
 
 @lru_cache(maxsize=8)
 def version(command: tuple[str, ...]) -> str:
+    """What a compiler calls itself."""
     try:
         done = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, timeout=30, check=False

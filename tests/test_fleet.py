@@ -90,6 +90,7 @@ def asked(client, port, path, message, **headers):
     return client.post(url, content=message.SerializeToString(), headers=POST | headers).status_code
 
 
+@pytest.mark.quick
 def test_a_stranger_with_the_ca_certificate_gets_nowhere(flower, fleet, app, secrets, tmp_path):
     """Next to the documented fleet, which works; the stranger is on the same machine, even."""
     with flower.operator as operator:

@@ -96,6 +96,7 @@ def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
     assert not any("trouble" in r for r in fleet.records)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", EQUAL)
 def test_the_servers_numbers_are_the_simulators(name, user, tmp_path):
     """The same without processes, to the last bit."""

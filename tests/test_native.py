@@ -702,7 +702,13 @@ def test_a_run_of_a_wide_model_does_not_depend_on_threads(algorithm):
 def test_algorithms_end_where_the_loop_ends(model):
     task = make_task(model, (5,), tokens=7)
     # No Adam: the true gradient of the keys' bias is zero, and rounding is all that there is to normalise.
-    for algorithm in (fb.fedavg(), fb.scaffold(), fb.fedadavr("sgd"), fb.adabest(), fb.fedgbo("sgdm", beta=0.9)):
+    for algorithm in (
+        fb.fedavg(),
+        fb.scaffold(),
+        fb.fedadavr("sgd"),
+        fb.adabest(),
+        fb.fedgbo("sgdm", beta=0.9),
+    ):
         native, loop = (
             fb.simulate(
                 task, algorithm, fb.Work(lr=0.1, batch=8, momentum=0.5), fb.rounds(3, clients=2),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fedbraid.data import formats, shakespeare, sources, tasks
-from fedbraid.data.batches import FlipCrop
+from fedbraid.data.augment import FlipCrop
 from fedbraid.data.partition import label_chunks, natural, pachinko
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, DataError, MissingExtra

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbraid.core import rng
 from fedbraid.core.layout import Layout
-from fedbraid.data.batches import Augment
+from fedbraid.data.augment import Augment
 from fedbraid.errors import DataError, unknown
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss per example

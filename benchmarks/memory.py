@@ -102,6 +102,7 @@ def fill(folder: str, memory: str | None, clients: int, store: str) -> Checkpoin
     """A run folder with a row for each of so many LeNet-5 clients."""
     algorithm, x = fb.fedadavr("adam", memory=memory), torch.zeros(LAYOUT.size)
     state = State.first(algorithm, LAYOUT, x, 0)
+    Folder(folder).create({})
     checkpoint = Checkpoint(Folder(folder), state, store, clients)
     draw = torch.Generator().manual_seed(0)
     block = torch.randn(100, LAYOUT.size, generator=draw)

@@ -15,7 +15,8 @@ Each message says what happened, the value, and what to do about it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FedbraidError(Exception):
@@ -34,9 +35,24 @@ class MissingExtra(FedbraidError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(
-            f"{what} needs an optional dependency; install it with: pip install 'fedbraid[{extra}]'"
-        )
+        super().__init__(f"{what} needs the extra {extra!r}; install it with: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """The command that brings what an extra needs, wherever fedbraid itself came from."""
+    from importlib import metadata
+
+    try:
+        listed = metadata.requires("fedbraid") or []
+    except metadata.PackageNotFoundError:
+        listed = []
+    marked = (line.partition(";") for line in listed)
+    needs = [what.strip() for what, _, when in marked if f"extra=={extra!r}" in _tight(when)]
+    return f"pip install {' '.join(map(repr, needs)) or repr(f'.[{extra}]')}"
+
+
+def _tight(marker: str) -> str:
+    return marker.replace(" ", "").replace('"', "'")
 
 
 class RunError(FedbraidError):
@@ -57,6 +73,21 @@ class EngineError(FedbraidError, RuntimeError):
 
 class WireError(FedbraidError, ValueError):
     """A message that is malformed, hostile or of another model."""
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Turn whatever happens to a reader of files that are not as they were written into one sentence."""
+    try:
+        yield
+    except FedbraidError:
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError
+    ) as error:  # fmt: skip
+        raise RunError(
+            f"{what} holds what no run writes ({error!r}); restore it from a copy or start a new run"
+        ) from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -113,13 +113,13 @@ class GlobalEstimate(Transform):
         return {"h": s.total / N}
 
     def accounts(self) -> tuple[Upload, ...]:
-        return Upload("h_sent", uniform=True), Upload("moved")
+        return Upload("h_sent", uniform=True), Upload("h_moved")
 
     def account(self, up: Uploads) -> Vectors:
-        return {"h_sent": up.sent["h"], "moved": up.vectors["delta"]}
+        return {"h_sent": up.sent["h"], "h_moved": up.vectors["delta"]}
 
     def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
-        fresh = u["moved"] / (info.a * info.lr) - u["h_sent"]
+        fresh = u["h_moved"] / (info.a * info.lr) - u["h_sent"]
         return u, Total(s.total + info.cohort * fresh)
 
     def leave(self, s: Total, share: Vectors) -> Total:

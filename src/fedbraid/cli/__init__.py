@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+import typer.core
 
 from fedbraid.cli import (
     catalogue,
@@ -24,10 +26,22 @@ from fedbraid.cli import (
     watch,
 )
 from fedbraid.cli.show import complain
-from fedbraid.errors import FedbraidError
+from fedbraid.errors import ConfigError, FedbraidError
+
+
+class Commands(typer.core.TyperGroup):
+    """Lists every command with its whole first sentence, however narrow the terminal."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, c.get_short_help_str(10_000)) for name, c in found if c is not None and not c.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 app = typer.Typer(
     name="fedbraid",
+    cls=Commands,
     help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
     epilog=(
         "Start with: fedbraid demo. Exit codes: 0 when all went well, 2 for what you can mend (one sentence on stderr"
@@ -59,12 +73,10 @@ app.add_typer(deploy.app, name="deploy")
 @app.callback(invoke_without_command=True)
 def nothing(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    version: bool = typer.Option(False, "--version", help="Print the versions of what is here, and exit."),
 ) -> None:
     if version:
-        from fedbraid import __version__
-
-        print(f"fedbraid {__version__}")
+        print(doctor.versions())
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -74,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for what the caller can mend, 130 after Ctrl-C."""
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
+        _readable(given)
         return app(given, prog_name="fedbraid", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         complain("stopped")
@@ -84,11 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read the output has gone
         return 1
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        complain(f"{where}{error.strerror}; check the path, its permissions and the disk")
+        return 2
     except Exception as error:
         if not hasattr(error, "format_message"):  # typer's errors about the command's arguments
             raise
         complain(_usage(error))
         return 2
+
+
+def _readable(given: list[str]) -> None:
+    for word in given:
+        if "\0" in word or (not word.isascii() and word != word.encode(errors="replace").decode()):
+            raise ConfigError(
+                f"the argument {word!a} is not text; leave out what is not UTF-8, and zero bytes"
+            )
 
 
 def _usage(error: Exception) -> str:

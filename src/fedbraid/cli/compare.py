@@ -111,7 +111,10 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     if quiet:
         return
     head, rows = result.cells()
-    table(f"{result.task} ({format_seconds(seconds)})", head, rows)
+    said = ["", result.metric, "up", "down", "rank", "seeds", "time", "FLOPs"]
+    goal = [h for h in head if h not in said]  # what it took to reach the target
+    order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]
+    table(f"{result.task} ({format_seconds(seconds)})", head, rows, order=[head.index(h) for h in order])
     print(result.verdict)
     print(f"next: fedbraid report {result.out}")
 
@@ -216,9 +219,9 @@ class Board:
         from rich.table import Table
 
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=self._left(), title_justify="left")
-        grid.add_column("")
+        grid.add_column("", no_wrap=True, overflow="ellipsis", min_width=8)
         for name in ("seeds done", "running at", "now"):
-            grid.add_column(name, justify="right")
+            grid.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
         for name in dict.fromkeys(c.contestant.name for c in self.cells):
             mine = [self._key(c) for c in self.cells if c.contestant.name == name]
             going = [k for k in mine if k in self.steps and k not in self.ready]

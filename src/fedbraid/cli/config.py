@@ -208,6 +208,13 @@ def _argument(value: Any, annotation: str, key: str) -> ast.expr:
     text = value if isinstance(value, str) else repr(value)
     if isinstance(value, str) and "str" in annotation and not _is_literal(value):
         text = repr(value)
+    if (
+        text.isidentifier()
+        and "Codec" not in annotation
+        and "Algorithm" not in annotation
+        and not _is_literal(text)
+    ):
+        raise ConfigError(f"{key}={value} is no number; write one, such as {key}=0.01")
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError as error:

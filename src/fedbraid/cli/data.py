@@ -22,7 +22,7 @@ def data(
     partition: o.Partition = None,
     seed: Annotated[int | None, typer.Option(help="Seed that draws the partition (0).")] = None,
     png: Annotated[
-        Path | None, typer.Option(help="Also draw it into this PNG file (needs fedbraid[plot]).")
+        Path | None, typer.Option(help="Also draw it into this PNG file (needs the extra plot).")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

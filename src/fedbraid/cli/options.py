@@ -103,3 +103,10 @@ Patience = Annotated[
 KeepBest = Annotated[
     bool, typer.Option("--keep-best", help="Run: also keep the most accurate model, as best.safetensors.")
 ]
+AcceptOtherBits = Annotated[
+    bool,
+    typer.Option(
+        "--accept-other-bits",
+        help="Run: continue a folder where torch, processor or compiler are others than before.",
+    ),
+]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedbraid.cli.show import Json, Quiet, facts, give
-from fedbraid.errors import ConfigError, unknown
+from fedbraid.errors import ConfigError, reading, unknown
 from fedbraid.run.metrics import format_bytes
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or those of comparisons.")]
@@ -55,8 +55,9 @@ def report(
 
     if axis not in AXES:
         raise unknown("axis", axis, AXES)
-    found = collect(runs, target, unfinished)
-    data = page.describe(found)
+    with reading(", ".join(map(str, runs))):
+        found = collect(runs, target, unfinished)
+        data = page.describe(found)
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     made: dict[Path, bytes] = {place: page.render(data).encode()}
     for path, kind in ((png, "png"), (pdf, "pdf")):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedbraid.cli.options import KeepGoing
+from fedbraid.cli.options import AcceptOtherBits, KeepGoing
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet
 from fedbraid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedbraid.run.simulate import Result
 
 Track = Annotated[
     str | None, typer.Option(help="Log to other trackers than before, or to 'none'; see `fedbraid run`.")
@@ -32,13 +35,15 @@ def resume(
     patience: Patience = None,
     keep_best: KeepBest = None,
     keep_going: KeepGoing = False,
+    accept_other_bits: AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Continue a run that was stopped or killed, to the very bits of one that was not.
 
     The run's --target, --track, --patience and --keep-best are remembered; give them to change them. A run
-    that had ended early goes on when the target or the patience changes.
+    that had ended early goes on when the target or the patience changes. Where torch, the processor or the
+    compiler are others than before, it says which and asks for --accept-other-bits.
 
     \b
     Examples:
@@ -54,11 +59,16 @@ def resume(
     asked = _changed(before, target, track, patience, keep_best)
     over = asked == before and (run / "model.safetensors").exists()
     watching = [] if over else asked.callbacks()  # trackers need not hear of a run that is only read back
-    going = keep_going or None
-    keep(
-        run, json, quiet, asked,
-        lambda callbacks: resume_run(run, callbacks=[*callbacks, *watching], keep_going=going),
-    )  # fmt: skip
+
+    def go(callbacks: list[Any]) -> Result:
+        return resume_run(
+            run,
+            callbacks=[*callbacks, *watching],
+            keep_going=keep_going or None,
+            accept_other_bits=accept_other_bits,
+        )
+
+    keep(run, json, quiet, asked, go)
 
 
 def _changed(

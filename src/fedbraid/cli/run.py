@@ -17,7 +17,7 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
 from fedbraid.errors import ConfigError, RunError
-from fedbraid.run.metrics import best, format_bytes, format_seconds, format_share, rounds_to
+from fedbraid.run.metrics import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,6 +70,7 @@ def run(
     patience: o.Patience = None,
     keep_best: o.KeepBest = False,
     keep_going: o.KeepGoing = False,
+    accept_other_bits: o.AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -118,6 +119,7 @@ def run(
     asked = Asked(track, patience, keep_best, plan.target)
     watching = asked.callbacks()
     with _folder(whole) as place:
+        plan.options["accept_other_bits"] = accept_other_bits
         keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
 
 
@@ -297,12 +299,38 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 "best": None if facts_["best_accuracy"] is None else format_share(facts_["best_accuracy"]),
                 "loss": None if facts_["loss"] is None else f"{facts_['loss']:.4f}",
                 "to target": _reached(target, facts_["rounds_to_target"]),
-                "bytes up": format_bytes(result.bytes_up),
+                "bytes up": _sent(result),
                 "bytes down": format_bytes(result.bytes_down),
+                "server keeps": _kept(result),
                 "took": format_seconds(seconds),
                 "run": facts_["run"],
             }
         )
+        if facts_["hint"] is not None:
+            complain(facts_["hint"])
+
+
+def _sent(result: Result) -> str:
+    """What travelled, and in how many bits a number."""
+    bits = bits_up(result.history, result.task.layout.size)
+    return format_bytes(result.bytes_up) + ("" if bits is None else f", sent in {bits:.3g} bits a number")
+
+
+def _kept(result: Result) -> str | None:
+    """What the server remembers of clients, which may take other bits than what travels."""
+    size, numbers = remembered(result)
+    if not size:
+        return None
+    return f"{format_bytes(size)} of clients' updates, kept in {8 * size / numbers:.3g} bits a number"
+
+
+def remembered(result: Result) -> tuple[int, int]:
+    """The bytes of what the server remembers of clients, and how many numbers they hold."""
+    from fedbraid.run.checkpoint import rows_of
+
+    seen = len({c for r in result.history for c in r["clients"]})
+    sizes = [rows.row_bytes for name, rows in rows_of(result.state) if name != "clients"]
+    return seen * sum(sizes), seen * len(sizes) * result.task.layout.size
 
 
 def _reached(target: float | None, step: int | None) -> str | None:
@@ -324,6 +352,8 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "loss": result.last("loss"),
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
+        "bytes_kept": remembered(result)[0],
+        "hint": hint(result.history, result.task.classes if result.task.classifies else None),
         "target": target,
         "rounds_to_target": None if target is None else rounds_to(result.history, target),
     }

@@ -58,7 +58,7 @@ def sweep(
     A space is a list, or uniform(low, high), log(low, high) or integer(low, high), with a third number for how
     many points a grid takes. Keys are those of a file: lr, batch, algorithm.mu, schedule.buffer. The best
     settings are printed as a command and saved as best.toml. Killed or stopped, the same command with the same
-    --out, or `fedbraid sweep FOLDER`, goes on. Needs fedbraid[sweep].
+    --out, or `fedbraid sweep FOLDER`, goes on. Searching with "bayes" needs the extra sweep.
 
     \b
     Examples:
@@ -177,6 +177,7 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         [*best.settings, "", result.metric, "steps"],
         [[*(_short(v) for v in t.settings.values()), t.state, _value(t, result.metric), str(t.steps)] for t in ranked[:SHOWN]],
         left=len(best.settings) + 1,
+        order=[len(best.settings) + 1, *range(len(best.settings) + 1), len(best.settings) + 2],
     )  # fmt: skip
     print(f"best: {command}")
     print(f"saved: fedbraid run {place}")

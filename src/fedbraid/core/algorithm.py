@@ -18,7 +18,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.link import Direct, Down, Plain, Up
 from fedbraid.core.rule import Local, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, FedbraidError
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def rehearse(a: Algorithm) -> None:
             raise ConfigError("the server's parts end without a delta as wide as the model; let one make it")
         a.server.settle(u["delta"], server, info)
         a.server.adjust(x - u["delta"], server, info)
+    except FedbraidError:
+        raise
     except KeyError as error:
         has = "what the server sends" if stage == "rule" else "what the clients upload"
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedbraid.data.batches import Batch
+from fedbraid.engines.frozen import Frozen
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -26,6 +28,8 @@ class Torch:
         self.judge = task.module().to(task.inputs.device).eval()
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
         self.channels_last = convolves and task.inputs.ndim == 4
+        self.test = None if task.test is None else task.test[0]
+        self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -34,7 +38,9 @@ class Torch:
         losses, classes = [], []
         for lo in range(0, len(inputs), CHUNK):
             a = inputs[lo : lo + CHUNK]
-            out = self.judge(a if a.is_floating_point() else a.long())
+            known = self.frozen_test if inputs is self.test else None
+            with known.at(torch.arange(lo, lo + len(a))) if known else nullcontext():
+                out = self.judge(a if a.is_floating_point() else a.long())
             losses.append(self.loss(out, targets[lo : lo + CHUNK]))
             if (guessed := self.guess(out)) is not None:
                 classes.append(guessed)
@@ -55,6 +61,7 @@ class Loop(Torch):
         self.buffers = [(s, buffers[s.name]) for s in self.layout if s.buffer]
         self._out = torch.empty(0, 0)
         self._at = (0, 0)
+        self.frozen = Frozen.of(task, self.module)
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._out.shape != y.shape:
@@ -76,7 +83,8 @@ class Loop(Torch):
         x = batch.x()[0]
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        loss = self.loss(self.module(x), batch.y()[0]).mean()
+        with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext():
+            loss = self.loss(self.module(x), batch.y()[0]).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for slot, buffer in self.buffers:
             y[slot.offset : slot.end] = buffer.reshape(-1)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any
 
-from fedbraid.errors import ConfigError, FedbraidError
+from fedbraid.errors import ConfigError, FedbraidError, reading
 from fedbraid.report import page
 from fedbraid.report.collect import Collection, collect
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST = 64  # connections at a time
 
 
 class Watch:
@@ -26,7 +29,7 @@ class Watch:
         self.look()
 
     def look(self) -> dict[str, Any]:
-        with self.lock:
+        with self.lock, reading(", ".join(map(str, self.paths))):
             known, why = (None, "") if self.found is None else (self.found.known, self.found.why)
             self.found = collect(self.paths, self.target, unfinished=True, known=known)
             self.found.why = self.found.why or why
@@ -39,14 +42,25 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, watch: Watch, host: str = "127.0.0.1", port: int = 8765) -> None:
-        self.watch, self.host = watch, host
+        self.watch, self.host, self.room = watch, host, BoundedSemaphore(MOST)
         try:
             super().__init__((host, port), _Answer)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"port {port} on {host} cannot be used ({why}); give another with --port"
             ) from error
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.room.acquire(blocking=False):
+            return super().process_request(request, client_address)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.room.release()
 
     @property
     def address(self) -> str:
@@ -56,6 +70,7 @@ class Server(ThreadingHTTPServer):
 class _Answer(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
+    timeout = 30  # seconds that a connection may stay silent
 
     def do_GET(self) -> None:
         if not self._asked_here():
@@ -75,10 +90,8 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _asked_here(self) -> bool:
         """On loopback, refuse other names, so that no web site can point its own at this page."""
-        if self.server.host not in LOOPBACK:
-            return True
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        return host.strip("[]") in LOOPBACK
+        asked = self.headers.get("Host", "")
+        return not _loopback(self.server.host) or _loopback(re.sub(r":\d*$", "", asked).strip("[]"))
 
     def _say(self, code: int, kind: str, text: str) -> None:
         body = text.encode()
@@ -93,6 +106,12 @@ class _Answer(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Silence: the terminal is the user's."""
+
+
+def _loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 def serve(

@@ -1,12 +1,14 @@
 """Run folders: `run.json` says what runs, `metrics.jsonl` what came of each step, `state.db` where it stands.
 
-Each step is one transaction of model, optimiser, clients' rows and the length of `metrics.jsonl`. Killed at
-any instant, a run resumes from its last committed step.
+Each step is one transaction of model, optimiser, clients' rows and the step's record, which is on the disk
+itself before the step is told to anybody. Killed at any instant, or without power, a run resumes from there;
+`metrics.jsonl` follows, and is made again from `state.db` where it lost something.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
@@ -22,10 +25,14 @@ from fedbraid.core.rows import Rows
 from fedbraid.errors import RunError
 from fedbraid.run import tree
 from fedbraid.run.database import Database
+from fedbraid.run.files import checksum, make_folder, private, sync, write_whole
 from fedbraid.run.state import State
 
 Record = dict[str, Any]
 TREES = tuple(f.name for f in fields(State) if f.name not in ("sent", "clients"))  # which have tables
+
+
+FORMAT = 2  # of a run's folder
 
 
 class Folder:
@@ -33,34 +40,53 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if "\0" in str(path):
+            raise RunError(f"{str(path)!r} cannot name a folder; leave out the zero byte")
 
     @property
     def exists(self) -> bool:
-        return (self.path / "run.json").exists()
+        return os.path.lexists(self.path / "run.json")
 
     def create(self, config: Record) -> None:
         """Write run.json; the folder must be new or empty."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             if any(f.name != ".run.json.part" for f in self.path.iterdir()):
                 raise RunError(
                     f"{self.path} holds other files and no run.json; give out= a new or empty folder"
                 )
-            self.write_json("run.json", config)
+            self.write_config(config)
         except OSError as error:
             raise RunError(
                 f"the run folder {self.path} cannot be written: {error.strerror}; choose another out="
             ) from error
 
+    def write_config(self, config: Record) -> None:
+        said = {"format": FORMAT, **config}
+        self.write_json("run.json", said | {"checksum": fingerprint(said)})
+
     def config(self) -> Record:
-        return self.read_json("run.json")
+        """What run.json says, as it was written."""
+        config = self.read_json("run.json")
+        if config.get("format") != FORMAT:
+            raise RunError(
+                f"{self.path} is a run folder of format {config.get('format', 1)!r}, and this fedbraid reads format {FORMAT};"
+                " read it with the version that wrote it, or start a new run"
+            )
+        said = config.pop("checksum", None)
+        if said != fingerprint(config):
+            raise RunError(
+                f"{self.path / 'run.json'} is not as the run wrote it (its checksum does not fit); restore it or start a"
+                " new run in another folder"
+            )
+        return config
 
     def read_json(self, name: str) -> Record:
         try:
-            config = json.loads((self.path / name).read_text())
-        except FileNotFoundError as error:
+            config = json.loads((self.path / name).read_bytes())
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise RunError(f"{self.path} is no run folder (it has no {name}); check the path") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(
                 f"{self.path / name} cannot be read ({error}); restore it or start a new run"
             ) from error
@@ -81,10 +107,16 @@ class Folder:
                         yield json.loads(line)
         except FileNotFoundError:
             return
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(
                 f"{self.path / 'metrics.jsonl'} is damaged ({error}); resume the run to repair it"
             ) from error
+
+
+def fingerprint(config: Record) -> str:
+    """A text that differs for other configurations, however they are written down."""
+    plain = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.blake2b(plain, digest_size=16).hexdigest()
 
 
 class Checkpoint:
@@ -92,63 +124,103 @@ class Checkpoint:
 
     def __init__(self, folder: Folder, state: State, memory: str = "auto", clients: int = 0) -> None:
         self.folder = folder
-        tables = dict(rows_of(state))
-        self.db = Database(folder.path / "state.db", max((r.row_bytes for r in tables.values()), default=0))
-        for name, rows in tables.items():
-            rows.attach(self.db, name, row_limit(rows, memory, clients))
-        self.db.create("sent")
-        self._sent: set[int] = set()
-        try:
-            self.metrics = open(folder.path / "metrics.jsonl", "ab")  # noqa: SIM115
-        except OSError as error:
-            raise RunError(f"{folder.path / 'metrics.jsonl'} cannot be written: {error.strerror}") from error
-        self._tables = tables
+        config = folder.config()
+        self._config = fingerprint({k: v for k, v in config.items() if not k.startswith("bits")})
+        self._tables = dict(rows_of(state))
         self._records = tree.records([getattr(state, name) for name in (*TREES, "sent")])
+        self._sent: set[int] = set()
+        self._end: Record = {"count": 0, "bytes": 0, "sum": 0}  # of metrics.jsonl
+        widest = max((r.row_bytes for r in self._tables.values()), default=0)
+        self.db = Database(folder.path / "state.db", widest)
+        try:
+            self._open(memory, clients)
+        except BaseException:
+            self.db.close()
+            raise
+
+    def _open(self, memory: str, clients: int) -> None:
+        self._saved = self.db.get_state()
+        try:
+            self.metrics = open(self.folder.path / "metrics.jsonl", "a+b", opener=private)  # noqa: SIM115
+        except OSError as error:
+            raise RunError(
+                f"{self.folder.path / 'metrics.jsonl'} cannot be written: {error.strerror}"
+            ) from error
+        if self._saved is None and self.metrics.tell():
+            self.metrics.close()
+            raise self.db.damaged("it holds no step, and metrics.jsonl does")
+        for name, rows in self._tables.items():
+            rows.attach(self.db, name, row_limit(rows, memory, clients))
+        for table in ("sent", "records"):
+            self.db.create(table)
 
     def restore(self, state: State) -> tuple[State, Record]:
-        """The last committed state and note (`state` itself where there is none), later records cut off."""
-        saved = self.db.get_state()
-        if saved is None:
-            self.metrics.truncate(0)
+        """The last committed state and note, `state` itself where there is none."""
+        if self._saved is None:
             return state, {}
+        (head, blob), self._saved = self._saved, None
+        if head["config"] != self._config:
+            raise RunError(
+                f"{self.folder.path / 'run.json'} is not that of the run in state.db; restore it or start a new run in"
+                " another folder"
+            )
         try:
-            head = json.loads(saved[0])
-            whole = self._unpack(saved[1], state)
+            whole = self._unpack(blob, state)
             self._sent = set(head["sent"])
             sent = {v: self._unpack(blob, state) for v, blob in self.db.read("sent", sorted(self._sent))}
-            if missing := self._sent - sent.keys():
-                raise KeyError(f"version {min(missing)}")
             restored = State(**whole, sent=sent, clients=state.clients)
         except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise RunError(
-                f"the checkpoint in {self.folder.path} is damaged or of another configuration ({error!r}); start a new run"
+                f"the checkpoint in {self.folder.path} is of another version or configuration ({error!r}); start a new run"
             ) from error
-        self.metrics.truncate(head["metrics"])
-        self.metrics.seek(0, os.SEEK_END)
+        self._end = head["metrics"]
+        self._mend()
         return restored, head["note"]
 
     def _unpack(self, blob: bytes, state: State) -> Any:
         return tree.unpack(blob, self._tables, self._records, state.x.device)
 
-    def commit(self, state: State, records: list[Record], note: Record) -> None:
-        """One step, or several, for good."""
-        for record in records:
-            self._append(record)
-        whole = {name: getattr(state, name) for name in TREES}
-        blob = tree.pack(whole, "state", self._tables, self._records)
+    def _mend(self) -> None:
+        """Cut metrics.jsonl to what was committed, or make it again."""
         try:
-            self.metrics.flush()
-            head = {"sent": sorted(state.sent), "metrics": self.metrics.tell(), "note": note}
-            with self.db.transaction():
-                for rows in self._tables.values():
-                    rows.flush()
-                self._commit_sent(state)
-                self.db.put_state(json.dumps(head), blob)
+            left, found = self._end["bytes"], 0
+            self.metrics.seek(0)
+            while left and (some := self.metrics.read(min(left, 2**20))):
+                left, found = left - len(some), checksum(some, found)
+            if not left and found == self._end["sum"]:
+                self.metrics.truncate(self._end["bytes"])
+            else:
+                self.metrics.truncate(0)
+                for _, line in self.db.every("records"):
+                    self.metrics.write(line)
+                self.metrics.flush()
+            self.metrics.seek(0, os.SEEK_END)
         except OSError as error:
             raise self._full(error) from error
+
+    def commit(self, state: State, records: list[Record], note: Record) -> None:
+        """One step, or several, for good."""
+        lines = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records]
+        text = b"".join(lines)
+        done, size, before = self._end["count"], self._end["bytes"], self._end["sum"]
+        end = {"count": done + len(lines), "bytes": size + len(text), "sum": checksum(text, before)}
+        head = {"config": self._config, "sent": sorted(state.sent), "metrics": end, "note": note}
+        whole = {name: getattr(state, name) for name in TREES}
+        blob = tree.pack(whole, "state", self._tables, self._records)
+        with self.db.transaction():
+            for rows in self._tables.values():
+                rows.flush()
+            self._commit_sent(state)
+            self.db.write("records", range(done, done + len(lines)), lines)
+            self.db.put_state(head, blob)
         for rows in self._tables.values():
             rows.committed()
-        self._sent = set(state.sent)
+        self._sent, self._end = set(state.sent), end
+        try:
+            self.metrics.write(text)
+            self.metrics.flush()
+        except OSError as error:
+            raise self._full(error) from error
 
     def _commit_sent(self, state: State) -> None:
         """Versions are written once and deleted when nobody needs them."""
@@ -156,19 +228,13 @@ class Checkpoint:
         new = sorted(state.sent.keys() - self._sent)
         self.db.write("sent", new, [tree.pack(state.sent[v], "sent", {}, self._records) for v in new])
 
-    def _append(self, record: Record) -> None:
-        try:
-            self.metrics.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        except OSError as error:
-            raise self._full(error) from error
-
     def _full(self, error: OSError) -> RunError:
         return RunError(
             f"{self.folder.path} cannot be written ({error.strerror}); free space, then resume: the last committed step is intact"
         )
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what was not flushed was not committed either
+        with contextlib.suppress(OSError):  # what it lost is in state.db
             self.metrics.close()
         self.db.close()
 
@@ -191,9 +257,13 @@ def row_limit(rows: Rows, memory: str, clients: int) -> int | None:
 
 
 def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
-    """The model's named tensors as a safetensors file, whole or not at all."""
-    data = save_tensors({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
+    """The model's named tensors as a safetensors file with its checksum, whole or not at all."""
+    plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    data = save_tensors(plain, {"checksum": model_checksum(plain)})
     try:
+        metrics = path.with_name("metrics.jsonl")
+        if metrics.exists():  # a model says that the run came this far
+            sync(metrics)
         write_whole(path, data)
     except OSError as error:
         raise RunError(
@@ -201,12 +271,22 @@ def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
         ) from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole, or leave no trace."""
-    part = path.with_name(f".{path.name}.part")
+def load_model(path: Path) -> dict[str, Tensor]:
+    """The tensors that `save_model` wrote."""
     try:
-        part.write_bytes(data)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            said = (file.metadata() or {}).get("checksum")
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} cannot be read ({error}); resume its run to write it again") from error
+    if said != model_checksum(tensors):
+        raise RunError(f"{path} is damaged (its checksum does not fit); resume its run to write it again")
+    return tensors
+
+
+def model_checksum(tensors: dict[str, Tensor]) -> str:
+    kinds = [(name, str(v.dtype), list(v.shape)) for name, v in sorted(tensors.items())]
+    total = checksum(json.dumps(kinds).encode())
+    for _, v in sorted(tensors.items()):
+        total = checksum(v.flatten().view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"

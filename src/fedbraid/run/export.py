@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
-from fedbraid.run.checkpoint import Folder, save_model
+from fedbraid.run.checkpoint import Folder, load_model, save_model
 from fedbraid.run.simulate import Result, task_of
 
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torchscript", ".pts": "torchscript", ".onnx": "onnx"}
@@ -58,7 +57,9 @@ def _safetensors(source: Result | str | os.PathLike[str], part: Path) -> None:
     if isinstance(source, Result):
         save_model(part, source.task.layout.views(source.x))
     else:
-        shutil.copyfile(_file(Folder(source)), part)
+        path = _file(Folder(source))
+        load_model(path)
+        shutil.copyfile(path, part)
 
 
 def _file(folder: Folder) -> Path:
@@ -77,7 +78,7 @@ def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[
         folder = Folder(source)
         path = _file(folder)
         task = task or task_of(folder, folder.config())
-        tensors = load_file(path)
+        tensors = load_model(path)
         if set(tensors) != {s.name for s in task.layout}:
             raise DataError(f"{path} holds another model than the task's; pass the task it was trained on")
         x = torch.cat([tensors[s.name].flatten() for s in task.layout])

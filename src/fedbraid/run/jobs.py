@@ -101,7 +101,7 @@ class Jobs:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if tick.started is tick.clients:  # a round: all started from this version, and nobody twice
+    if tick.together:
         yield tick.step, tick.clients
         return
     run: list[int] = []

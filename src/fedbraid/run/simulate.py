@@ -32,6 +32,7 @@ from fedbraid.engines.client import Engine, Setup
 from fedbraid.errors import ConfigError, DataError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
+from fedbraid.run import bits
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
@@ -54,6 +55,7 @@ class Options:
     checkpoint_every: int = 1
     layers: bool = False
     keep_going: bool = False
+    accept_other_bits: bool = False
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None:
@@ -291,13 +293,14 @@ def simulate(
     checkpoint_every: int = 1,
     layers: bool = False,
     keep_going: bool = False,
+    accept_other_bits: bool = False,
 ) -> Result:
     """Train a task with an algorithm and return what came of it.
 
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
     `evaluate_every=None` skips evaluation. `store` says where per-client rows live: "memory", "disk",
     or "auto", by size. `layers=True` records how far each layer moved. `checkpoint_every` commits less
-    often. A model that grows beyond reason ends the run unless `keep_going`.
+    often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
     seed, device = _seed(seed), _device(device)
@@ -309,9 +312,12 @@ def simulate(
         from fedbraid.run.progress import Bar
 
         callbacks = [*callbacks, Bar()]
-    options = Options(evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going)
-    if (doubt := unproven(algorithm, schedule)) is not None:
-        log.warning(doubt)
+    options = Options(
+        evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going, accept_other_bits
+    )
+    for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
+        if doubt is not None:
+            log.warning(doubt)
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -321,7 +327,7 @@ def simulate(
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
-    with _opened(runner, setup):
+    with bits.as_before(known), _opened(runner, setup):
         if folder is not None:
             config = describe(setup, schedule, runner, options, device)
             if known is None:
@@ -341,6 +347,8 @@ def _go(setup: Setup, schedule: Schedule, runner: Engine, options: Options, fold
     run.checkpoint = Checkpoint(folder, state, options.store, setup.task.clients)
     try:
         run.state, run.note = run.checkpoint.restore(state)
+        if run.state.t < schedule.steps:
+            bits.agree(folder, bits.describe(runner), run.state.t, options.accept_other_bits)
         return run.go()
     finally:
         run.checkpoint.close()
@@ -354,11 +362,13 @@ def resume(
     progress: bool = False,
     callbacks: Sequence[Any] = (),
     keep_going: bool | None = None,
+    accept_other_bits: bool = False,
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
     A task or algorithm of your own making must be given again; those that fedbraid can build from
-    `run.json` need not be. `keep_going` overrides what the run began with.
+    `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
+    says which, and goes on with `accept_other_bits=True`.
     """
     folder = Folder(out)
     config = folder.config()
@@ -374,6 +384,7 @@ def resume(
             device=config["device"],
             progress=progress,
             callbacks=callbacks,
+            accept_other_bits=accept_other_bits,
             **config["options"] | ({} if keep_going is None else {"keep_going": keep_going}),
         )
     except (KeyError, TypeError) as error:
@@ -427,6 +438,7 @@ def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options,
             "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "store": options.store,
             "checkpoint_every": options.checkpoint_every, "layers": options.layers, "keep_going": options.keep_going,
         },
+        "bits": bits.describe(engine),
         "versions": {
             "fedbraid": __version__, "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
         },
@@ -553,7 +565,8 @@ def _spilled(state: State, store: str, clients: int) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="fedbraid-") as scratch:
-        db = Database(Path(scratch) / "rows.db", max(rows.row_bytes for _, rows in rows_of(state)))
+        widest = max(rows.row_bytes for _, rows in rows_of(state))
+        db = Database(Path(scratch) / "rows.db", widest, scratch=True)
         for name, rows in rows_of(state):
             rows.attach(db, name, limits.get(name), alone=True)
         try:

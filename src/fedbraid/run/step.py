@@ -32,7 +32,7 @@ def advance(
     """One server step: gather what the tick's clients upload, step, broadcast."""
     algorithm, task = setup.algorithm, setup.task
     layout, x, sizes = task.layout, state.x, known_sizes(setup, state)
-    tally = Tally(algorithm.gather.weights)
+    tally = Tally(algorithm.gather.weights, state.t + 1)
     acc = algorithm.gather.zero(x)
     state.clients.expect()
     source.opens(tick)

@@ -19,8 +19,8 @@ from fedbraid.schedule import Tick
 class Tally:
     """Counts of one step, and means over its senders, weighed as its gather weighs them."""
 
-    def __init__(self, weights: str) -> None:
-        self.kind = weights
+    def __init__(self, weights: str, step: int) -> None:
+        self.kind, self.step = weights, step
         self.clients: list[int] = []
         self.staleness: list[NDArray[np.int64]] = []
         self.up: dict[str, int] = {}
@@ -44,8 +44,8 @@ class Tally:
         if not math.isfinite(self.drift):
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
             raise Diverged(
-                f"client {bad}'s update is not finite; lower the learning rate, or clip gradients with clip=. The last"
-                " committed step is intact"
+                f"client {bad}'s update at step {self.step} is not finite; lower the learning rate, or clip gradients with"
+                " clip=. The last committed step is intact"
             )
         for total, more in ((self.up, {n: int(s.sum()) for n, s in reply.sizes.items()}), (self.down, down)):
             for name, size in more.items():
@@ -83,7 +83,7 @@ class Tally:
             record["staleness_max"] = int(stale.max())
             record["staleness_counts"] = np.bincount(stale).tolist()
             record["versions_kept"] = versions
-        return record
+        return record | tick.clocked()
 
 
 def _plus(total: float, more: Tensor) -> float:

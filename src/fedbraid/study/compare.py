@@ -1,8 +1,7 @@
 """Several algorithms times several seeds on one task, each cell a run folder of its own.
 
->>> from fedbraid.compare import compare                                                  # doctest: +SKIP
->>> print(compare(task, {"FedAvg": fb.fedavg(), "FedAdaVR": fb.fedadavr("adam", lr=0.01)},
-...               fb.Work(lr=0.05, batch=10), fb.rounds(100, clients=5), seeds=5, out="runs/duel"))
+>>> print(fb.compare(task, {"FedAvg": fb.fedavg(), "FedAdaVR": fb.fedadavr("adam", lr=0.01)},  # doctest: +SKIP
+...                  fb.Work(lr=0.05, batch=10), fb.rounds(100, clients=5), seeds=5, out="runs/duel"))
 
 Given the same folder again, cells that are done are skipped and cells that were stopped go on.
 """
@@ -10,6 +9,7 @@ Given the same folder again, cells that are done are skipped and cells that were
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import time
@@ -29,7 +29,7 @@ from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.metrics import format_bytes, format_count
 from fedbraid.run.simulate import SCHEDULES, Run, algorithm_from, parts, simulate
 from fedbraid.schedule import Schedule
-from fedbraid.study import flops, stats
+from fedbraid.study import callable_module, flops, stats
 
 FILE = "compare.json"
 FAILED = "failed.json"
@@ -345,6 +345,7 @@ class Grid:
 
     def _job(self, cell: Cell, ask: Ask) -> None:
         c = cell.contestant
+        logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # say it once
         simulate(
             self.task, c.algorithm, c.work, c.schedule, seed=cell.seed, engine=ENGINE, out=cell.place,
             callbacks=[_Told(ask)], **self.options,
@@ -390,3 +391,6 @@ def _check(who: Sequence[Contestant], seeds: Sequence[int], target: float | None
     whole("seeds", len(seeds))
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
+
+
+callable_module(__name__)

@@ -247,7 +247,11 @@ def operations(a: Algorithm, work: Work) -> Operations:
     with step:
         _, s = a.rule.step(g, y, s, loc)
     with visit:
-        a.rule.remember(finished(a.rule, y, s, loc), s, loc)
+        a.rule.finish(y, s, loc)
+    got = finished(a.rule, y, s, loc)
+    full = full[: len(full) // 2]  # it was finished twice
+    with visit:
+        a.rule.remember(got, s, loc)
     extra = 2 * bool(work.momentum) + 2 * bool(work.weight_decay) + 3 * (work.clip is not None)
     known = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
     per_step = round(step.count / d) + 2 if known is None else known

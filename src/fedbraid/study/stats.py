@@ -169,7 +169,8 @@ def curve(group: Runs, key: str, points: int = POINTS) -> Record | None:
     if len(common) > points:
         common = [common[round(j * (len(common) - 1) / (points - 1))] for j in range(points)]
     at = [(step, [(n, index[j][step]) for j, n in enumerate(kept)]) for step in common]
-    bands = [interval([group.histories[n][i][key] for n, i in where]) for _, where in at]
+    values = [[group.histories[n][i][key] for n, i in where] for _, where in at]
+    bands = [interval(each) for each in values]
     known = [a for a in AXES if all(a in spent[n] for n in kept)]
     return {
         "x": {
@@ -177,6 +178,8 @@ def curve(group: Runs, key: str, points: int = POINTS) -> Record | None:
         },
         "mean": [b.mean for b in bands],
         "half": [b.half for b in bands] if len(kept) > 1 else None,
+        "low": [min(each) for each in values] if len(kept) > 1 else None,
+        "high": [max(each) for each in values] if len(kept) > 1 else None,
         "seeds": len(kept),
     }
 

@@ -29,7 +29,7 @@ from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Run, simulate
-from fedbraid.study import stats
+from fedbraid.study import callable_module, stats
 from fedbraid.study.compare import ENGINE, Contestant
 
 FILE = "sweep.json"
@@ -415,3 +415,6 @@ def _key(settings: Settings) -> str:
 
 def _said(settings: Settings) -> str:
     return ", ".join(f"{k}={v}" for k, v in settings.items())
+
+
+callable_module(__name__)

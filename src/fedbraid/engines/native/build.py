@@ -48,7 +48,8 @@ def lanes() -> int:
 
 
 @lru_cache(maxsize=8)
-def _version(command: tuple[str, ...]) -> str:
+def version(command: tuple[str, ...]) -> str:
+    """What a compiler calls itself."""
     try:
         done = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, timeout=30, check=False
@@ -95,7 +96,7 @@ def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise NativeUnavailable("no C++ compiler was found; install g++ or set CXX")
-    parts = (source, *flags, *command, _version(tuple(command)), *cpu_model())
+    parts = (source, *flags, *command, version(tuple(command)), *cpu_model())
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
     path = cache_folder() / f"{key}.so"
     if not _ours(path):

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
-from fedbraid.core.rows import Rows
 from fedbraid.data.batches import step_counts
 from fedbraid.data.task import Task, _pair
 from fedbraid.deploy.backoff import Resting
@@ -153,8 +152,7 @@ class Driver:
 
     def _first(self, x: Tensor) -> State:
         """A run's first state from this model; clients keep what they remember themselves."""
-        state = State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
-        return replace(state, clients=Rows({}))
+        return State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
 
     def _checkpoint(self, state: State, patience: float = 30.0) -> Checkpoint:
         """A server outlives its SuperLink by some seconds; the next one waits for it to let go."""

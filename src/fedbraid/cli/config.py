@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbraid import files
+import fedbraid.files as files
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:

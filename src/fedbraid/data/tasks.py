@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedbraid import files, models
+import fedbraid.files as files
+from fedbraid import models
 from fedbraid.core import rng
 from fedbraid.data import celeba, cifar, digits, femnist, mnist, mushrooms, sent140, shakespeare, synthetic
 from fedbraid.data.dataset import DataSet, Ints

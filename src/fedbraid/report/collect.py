@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbraid import files
+import fedbraid.files as files
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 from fedbraid.run.checkpoint import Folder, Record

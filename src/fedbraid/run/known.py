@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid import files
+import fedbraid.files as files
 from fedbraid.data.counts import label_counts
 from fedbraid.engines import flops
 from fedbraid.errors import FedbraidError, RunError

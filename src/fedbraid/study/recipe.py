@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from fedbraid import files
+import fedbraid.files as files
 from fedbraid.core.work import Work
 from fedbraid.parse import evaluate
 from fedbraid.run.metrics import Record

@@ -50,9 +50,10 @@ $(ENGINES)/.ready: pyproject.toml constraints-engines.txt
 	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt --editable '.[dev,ray,flower]'
 	@touch $@
 
-lint: $(READY)  ## ruff, format and rules
+lint: $(READY)  ## ruff, format and rules, and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 types: $(READY)  ## mypy, strict on the package
 	$(BIN)/mypy

@@ -1,6 +1,6 @@
 """Make the gallery's pictures from real runs: a comparison in a terminal, its report, a clock's timeline, a live page.
 
-    make pictures     needs Chromium; takes a minute or two, most of it training
+make pictures     needs Chromium; takes a minute or two, most of it training
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as p:
-        found = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+        found = p.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
         yield found
         found.close()
 

@@ -24,6 +24,8 @@ import torch
 
 from fedbraid.core import rng
 from fedbraid.core.check import whole
+from fedbraid.core.names import falls
+from fedbraid.data import tree
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
@@ -145,7 +147,7 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
     rows, offsets = _rows(task, kept)
     judged, _ = _rows(task, held)
     return dataclasses.replace(
-        task, rows=rows, offsets=offsets, test=(task.inputs[judged], task.targets[judged]), test_offsets=None, spec=None
+        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, judged), tree.take(task.targets, judged)), test_offsets=None, spec=None
     )  # fmt: skip
 
 
@@ -167,6 +169,7 @@ class Plan:
     share: float = 0.2  # of clients, held out
     prune: str = "median"
     seed: int = 0
+    metric: str | None = None  # what is optimised, unless the accuracy or the loss
 
     def __post_init__(self) -> None:
         for value, known, kind in ((self.method, METHODS, "method"), (self.prune, PRUNERS, "pruner")):
@@ -201,7 +204,7 @@ class Sweep:
         done = [t for t in self.trials if t.state == "done" and t.value is not None]
         if not done:
             raise RunError(f"no trial of {self.out} came to its end; widen the space or lower the rates")
-        return min(done, key=lambda t: (t.value or 0.0) * (1 if self.metric in stats.FALLING else -1))
+        return min(done, key=lambda t: (t.value or 0.0) * (1 if falls(self.metric) else -1))
 
 
 class Watcher(Protocol):
@@ -253,7 +256,9 @@ class _Search:
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
         self.tuning = hold_out(task, plan.share, plan.seed)
-        self.metric = "accuracy" if task.classifies else "loss"
+        self.metric = plan.metric or ("accuracy" if task.classifies else "loss")
+        if self.metric not in (known := ("accuracy", "loss", *task.metrics)):
+            raise unknown("metric", self.metric, known)
         self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
         self.running: dict[int, _Job] = {}
         self.looks: dict[int, dict[int, float]] = {}
@@ -372,7 +377,7 @@ class _Search:
 
     def _hopeless(self, looks: dict[int, float], step: int) -> bool:
         """Whether a trial is worse by now than half of those that ended (median), or two thirds of all (asha)."""
-        sign = -1 if self.metric in stats.FALLING else 1
+        sign = -1 if falls(self.metric) else 1
         if self.plan.prune == "median":
             others = sorted(sign * t.looks[step] for t in self.ended if t.state == "done" and step in t.looks)
             late = len(others) >= 3 and step >= self.steps // 5
@@ -432,7 +437,7 @@ class _Bayes:
         search, states = self.search, self.optuna.trial.TrialState
         first = min(10, max(3, search.count // 3))
         study = self.optuna.create_study(
-            direction="minimize" if search.metric in stats.FALLING else "maximize",
+            direction="minimize" if falls(search.metric) else "maximize",
             sampler=self.optuna.samplers.TPESampler(seed=search.plan.seed + number, n_startup_trials=first),
         )
         kinds = {name: what.distribution(self.optuna) for name, what in search.space.items()}

@@ -142,7 +142,7 @@ def test_a_word_where_a_number_belongs(call: Call) -> None:
     refused(
         call("run", "digits", "fedavg", "-a", "lr=abc"), "lr=abc is no number; write one, such as lr=0.01"
     )
-    refused(call("run", "digits", "fedavg(lr=abc)"), "lr of fedavg is abc, which names nothing")
+    refused(call("run", "digits", "fedavg(lr=wxyz)"), "lr of fedavg is wxyz, which names nothing")
     refused(call("run", "digits", "fedpaq(int9)"), "did you mean 'int8'?")
 
 

@@ -24,7 +24,8 @@ from fedbraid.core import passes
 from fedbraid.core.declare import DELTA
 from fedbraid.core.gather import WIDE, Info, Uploads
 from fedbraid.core.rows import Slab
-from fedbraid.data.batches import Batch, Flip
+from fedbraid.data.augment import Flip
+from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop

@@ -20,7 +20,7 @@ import maths  # noqa: E402
 ELSEWHERE = (
     *sorted(ROOT.glob("experiments/*/README.md")),
     *content.PICTURES,
-    *sorted(ROOT.glob("notebooks/*.ipynb")),
+    *sorted(ROOT.glob("notebooks/**/*.ipynb")),
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
 )

@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.feddyn import feddyn
     from fedbraid.algorithms.fedgbo import fedgbo, mfl, mimelite
     from fedbraid.algorithms.fedshift import fedshift
+    from fedbraid.algorithms.ghbm import ghbm
+    from fedbraid.algorithms.late import ace, ca2fl, fadas
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
+    from fedbraid.algorithms.scallion import scallion
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec
     from fedbraid.core.declare import Download, Upload

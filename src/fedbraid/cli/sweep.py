@@ -166,7 +166,7 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         return give(
             {
                 "best": best.settings, result.metric: best.value, "command": command, "file": str(place),
-                "trials": [vars(t) for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
+                "trials": [{k: v for k, v in vars(t).items() if k != "looks"} for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
             }
         )  # fmt: skip
     if quiet:

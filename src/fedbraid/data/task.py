@@ -19,7 +19,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.names import TAKEN
 from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
-from fedbraid.data.batches import Augment
+from fedbraid.data.augment import Augment
 from fedbraid.data.call import Forward, Loss, by_signature, call, logits
 from fedbraid.data.lazy import Column, Seen, Store
 from fedbraid.data.partition import Partition

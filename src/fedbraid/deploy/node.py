@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Order, Setup, visit
+from fedbraid.errors import RunError
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project
@@ -118,6 +119,10 @@ class Memory:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             return cls()
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{place / 'memory.safetensors'} is damaged ({error}); remove it, and this node starts without a memory"
+            ) from error
         jobs: dict[str, Vectors] = {job: {} for job in about["jobs"]}
         down: Vectors = {}
         for key, value in tensors.items():
@@ -127,7 +132,7 @@ class Memory:
 
     def write(self, place: Path, keep_down: bool) -> None:
         """To disk, whole or not at all."""
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
         tensors: dict[str, Tensor] = {}
         if keep_down:
             tensors |= {f"down//{name}": v.contiguous().clone() for name, v in self.down.items()}

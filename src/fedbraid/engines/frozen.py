@@ -58,7 +58,7 @@ class Frozen:
     @classmethod
     def of(cls, task: Task, module: nn.Module) -> Frozen | None:
         """What stands in for this module's frozen parts while it trains, if there are any."""
-        if task.augment is not None:
+        if task.augment is not None or not len(task.inputs):  # a deployment's server holds no samples
             return None
         pieces = [np.arange(lo, hi, TOGETHER) for lo, hi in zip(task.offsets[:-1], task.offsets[1:])]
         ends = np.append(np.concatenate(pieces), task.offsets[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ class Fp16(LayerCodec):
     def _sides(self, n: int) -> int:
         return 0
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         return np.empty((len(w), 0), np.float32)
 
     def _to_codes(self, w: F32, side: F32, noise: Codes | None) -> Codes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ class Symmetric(LayerCodec):
     def _sides(self, n: int) -> int:
         return 1
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         alpha: F32 = np.maximum(w.max(1, keepdims=True), -w.min(1, keepdims=True)) / np.float32(self._top)
         alpha[alpha == 0] = 1
         return alpha

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,7 +41,7 @@ class Uniform(LayerCodec):
     def _sides(self, n: int) -> int:
         return 2
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         side = np.stack([w.min(1), w.max(1)], axis=1)
         if not _spans(side):
             raise WireError(

@@ -93,7 +93,9 @@ class Collection:
         name = group.config["algorithm"]
         if self.known is not None and name is not None and not files.names_file(name):
             algorithm = algorithm_from(name)
-            visit = self.known.visits(algorithm, evaluate(group.config["work"], {"Work": Work}, "work"))
+            visit = flops.of_known(
+                self.known, algorithm, evaluate(group.config["work"], {"Work": Work}, "work")
+            )
         return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
 
 

@@ -284,7 +284,7 @@ def simulate(
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
         raise ConfigError(
-            "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+            "evaluate_on='clients' needs a test share per client; give client_tests=, natural ids or load(…, test_shares=True)"
         )
     if progress:
         from fedbraid.run.progress import Bar
@@ -485,6 +485,8 @@ def algorithm_of(text: str) -> Algorithm:
 
 def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     """A caution where no paper defines an algorithm under asynchrony, else None."""
+    if (algorithm.name.split("(")[0]) in ("ca2fl", "ace", "fadas"):
+        return None
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
     plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
     known = all(

@@ -26,6 +26,9 @@ class HeavyBall(Rule):
     def __post_init__(self) -> None:
         not_negative("beta", self.beta, "pushes clients back")
 
+    def plain_steps(self) -> bool:
+        return True
+
     def start(self, loc: Local) -> Vectors:
         return {"push": self.beta / (loc.a * loc.lr) * loc.down["M"]}
 

@@ -82,7 +82,7 @@ class Collection:
 
     def _flops(self, group: Group) -> list[list[float] | None]:
         """FLOPs by step, where the task is known and the algorithm can be built again."""
-        from fedbraid.core.work import Work
+        from fedbraid.core.work import WORK
         from fedbraid.parse import evaluate
         from fedbraid.run.simulate import algorithm_from
         from fedbraid.study import flops
@@ -90,7 +90,7 @@ class Collection:
         visit = None
         if self.known is not None and group.config["algorithm"] is not None:
             algorithm = algorithm_from(group.config["algorithm"])
-            visit = self.known.visits(algorithm, evaluate(group.config["work"], {"Work": Work}, "work"))
+            visit = self.known.visits(algorithm, evaluate(group.config["work"], WORK, "work"))
         return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
 
 

@@ -51,6 +51,14 @@ def test_a_large_job_is_measured_once(cache, monkeypatch):
     assert torch.equal(first.x, again.x)
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_a_measured_run_is_resumed_with_the_same_bits(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto, "WORTH", 0.0)
+    monkeypatch.setattr(auto, "_candidates", lambda *_: {"native": lambda: 1.0})
+    fb.simulate(convolutional(), fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "run")
+    assert len(fb.resume(tmp_path / "run", task=convolutional()).history) == 2
+
+
 @pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])
 def test_a_damaged_memory_is_only_forgotten(cache, junk):
     cache.parent.mkdir(mode=0o700)

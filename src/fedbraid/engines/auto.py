@@ -112,6 +112,11 @@ class Watched:
         self.engine, self.choice = engine, choice
         self.seconds, self.steps = 0.0, 0.0
 
+    @property
+    def grad(self) -> Gradient | None:
+        """The gradient of an engine in this process, once open."""
+        return getattr(self.engine, "grad", None)
+
     def open(self, setup: Setup) -> None:
         self.engine.open(setup)
 

@@ -21,7 +21,7 @@ ELSEWHERE = (
     ROOT / "experiments" / "README.md",
     *sorted(ROOT.glob("experiments/*/README.md")),
     *content.PICTURES,
-    *sorted(ROOT.glob("notebooks/*.ipynb")),
+    *sorted(ROOT.glob("notebooks/**/*.ipynb")),
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
 )

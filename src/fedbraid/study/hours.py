@@ -73,7 +73,8 @@ def attempt(cell: Cell) -> Line:
     """Train a few steps of one client and judge a few samples, each timed the second time; what a round comes to by that."""
     from fedbraid.engines import choose
     from fedbraid.engines.client import Setup
-    from fedbraid.run.simulate import algorithm_from, judge, simulate
+    from fedbraid.run.judge import judge
+    from fedbraid.run.simulate import algorithm_from, simulate
 
     task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
     work = replace(cell.work, epochs=None, steps=STEPS)

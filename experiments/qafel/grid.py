@@ -620,10 +620,13 @@ def their_levels(done: Mapping[str, Line], name: str) -> tuple[float, float] | N
 
 
 def against(done: Mapping[str, Line], quantised: str, plain: str) -> tuple[str, float | None]:
+    """What clients hold beside FedBuff's; no ratio before all seeds are there."""
     a, b = their_levels(done, quantised), their_levels(done, plain)
     if a is None or b is None:
         return "not run", None
-    return f"what clients hold is {a[1]:.1e} above f*, FedBuff's {b[1]:.1e}", a[1] / b[1]
+    seeds = min(sum(f"theirs/{name}/seed {s}" in done for s in SEEDS) for name in (quantised, plain))
+    told = f"what clients hold is {a[1]:.1e} above f*, FedBuff's {b[1]:.1e} ({seeds} of {len(SEEDS)} seeds)"
+    return told, a[1] / b[1] if seeds == len(SEEDS) else None
 
 
 def times_fewer(done: Mapping[str, Line], part: str) -> str:

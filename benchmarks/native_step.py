@@ -1,9 +1,10 @@
-"""One gradient step: compiled code beside a bare PyTorch step, on one core and on all.
+"""One gradient step of a client on one thread: compiled code beside bare PyTorch, and beside a large matrix product.
 
-    python benchmarks/native_step.py [--repeats 100]
+    python benchmarks/native_step.py [W1 ... W8] [--repeats 20]
 
-A PyTorch step is what a hand-written loop does for one client on one thread: take the batch from the
-table, forward, backward, with the gradients freed before. Times are the least of several, taken in turns.
+Processor time, the least of several taken in turns, so that the table can be made on a busy machine. "share" is the
+rate of the step's products and convolutions (forward and backward, as PyTorch counts them) over the rate of a product
+of two 2048 x 2048 matrices.
 """
 
 from __future__ import annotations
@@ -14,57 +15,64 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from speed import WORKLOADS, Workload, trained
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from fedbraid import models
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines.native import Native
 
-# name: (model, shape of a sample, classes, clients in a call, batch)
-STEPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int, int]] = {
-    "W1/W2 LeNet-5, batch 20": (lambda: models.build("lenet5"), (1, 28, 28), 10, 2, 20),
-    "W3 CNN, batch 50": (lambda: models.build("w3_cnn"), (3, 32, 32), 10, 2, 50),
-    "W4 logistic, batch 10": (lambda: models.build("logistic", features=112), (112,), 2, 1000, 10),
-}
-
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--repeats", type=int, default=100)
-    repeats = arguments.parse_args().repeats
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("workloads", nargs="*", default=[f"W{k}" for k in range(1, 9)], metavar="W")
+    arguments.add_argument("--repeats", type=int, default=20)
+    asked = arguments.parse_args()
     torch.set_num_threads(1)
-    cores = len(os.sched_getaffinity(0))
-    print(f"{'per client':26} {'autograd':>10} {'native':>10} {'ratio':>6} {f'{cores} cores':>10} {'ratio':>6}"
-          f" {'compile':>8} {'load':>7} {'error':>8}")  # fmt: skip
-    for name, step in STEPS.items():
-        measure(name, *step, repeats, cores)
+    a, b = torch.randn(2, 2048, 2048)
+    rate = 2 * 2048**3 / min(clock(lambda: a @ b) for _ in range(5))
+    print(f"a large product: {rate / 1e9:.0f} GFLOP/s\n")
+    print("| workload | GFLOP | PyTorch | native | ratio | share of a large product | compile | error |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name in asked.workloads:
+        print(f"| {name} | {measure(WORKLOADS[name], rate, asked.repeats)} |", flush=True)
 
 
-def measure(name: str, model: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, m: int, size: int,
-            repeats: int, cores: int) -> None:  # fmt: skip
+def measure(work: Workload, rate: float, repeats: int) -> str:
     torch.manual_seed(0)
-    n = m * size * 3
-    x, y = torch.randn(n, *shape), torch.randint(classes, (n,))
-    task = Task.from_table(model, x, y, torch.arange(n), [0, n])
-    batch = Batch(x, y, torch.randperm(n)[: m * size].view(m, size))
+    m, size = min(work.cohort, 1000 // work.batch + 1), work.batch
+    x, y = work.table()
+    x, y = x[: m * size], y[: m * size]
+    task = Task.from_table(work.build, x, y, torch.arange(len(x)), [0, len(x)])
+    noise = np.arange(m, dtype=np.uint64) if task.stochastic else None
+    batch = Batch(x, y, torch.arange(m * size).view(m, size), noise=noise)
     at = task.initial(0).repeat(m, 1)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        compiled, _ = clock(lambda: Native(task, 1))
-        loaded, native = clock(lambda: Native(task, 1))
+        before = os.times()
+        native = Native(task, 1)
+        compiled = os.times().children_user - before.children_user
     module = task.layout.load(task.module(), at[0])
-    bare, one, all_ = [], [], []
+    with FlopCounterMode(display=False) as counter:
+        autograd(module, batch)
+    bare, ours = [], []
     for _ in range(repeats):
-        bare.append(clock(lambda: autograd(module, batch))[0])
-        for threads, times in ((1, one), (cores, all_)):
-            native.threads = threads
-            times.append(clock(lambda: native(at, batch))[0] / m)
-    error = (native(at, batch)[0][0] - torch.cat([p.grad.flatten() for p in module.parameters()])).abs().max()
-    a, b, c = min(bare), min(one), min(all_)
-    print(f"{name:26} {a * 1e3:7.3f} ms {b * 1e3:7.4f} ms {a / b:6.1f} {c * 1e3:7.4f} ms {a / c:6.1f}"
-          f" {compiled:6.1f} s {loaded:5.2f} s {error:8.1e}")  # fmt: skip
+        bare.append(clock(lambda: autograd(module, batch)))
+        ours.append(clock(lambda: native(at, batch)) / m)
+    flop, p, q = counter.get_total_flops(), min(bare), min(ours)
+    error = "dropout"
+    if noise is None:
+        want = torch.cat([p.grad.flatten() for p in trained(module)])
+        error = f"{float((native(at, batch)[0][0] - want).abs().max()):.0e}"
+    return (
+        f"{flop / 1e9:.3f} | {p * 1e3:.3f} ms | {q * 1e3:.4f} ms | {p / q:.2f} | {flop / q / rate:.0%}"
+        f" | {compiled:.1f} s | {error}"
+    )
 
 
 def autograd(module: nn.Module, batch: Batch) -> None:
@@ -74,10 +82,10 @@ def autograd(module: nn.Module, batch: Batch) -> None:
     nn.functional.cross_entropy(module(batch.inputs[rows]), batch.targets[rows]).backward()
 
 
-def clock(f: Callable[[], object]) -> tuple[float, object]:
-    start = time.perf_counter()
-    result = f()
-    return time.perf_counter() - start, result
+def clock(f: Callable[[], object]) -> float:
+    start = time.process_time()
+    f()
+    return time.process_time() - start
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whole rounds through `fb.simulate` against bare hand-written PyTorch, side by side in one run.
 
-    python benchmarks/speed.py [W1 W2 W3 W4] [--repeats 5] [--engine "in_process(backend='native')"] [--json]
+    python benchmarks/speed.py [W1 ... W9] [--repeats 5] [--engine "in_process(backend='native')"] [--json]
 
 The yardstick is the better of two bare loops: one process, and two processes of one thread each. Contestants
 take turns, so that a noisy machine is noisy for all; the smallest time of each counts. A ratio above 1 means
@@ -38,13 +38,59 @@ class Workload:
     batch: int
     momentum: float
     rounds: int
+    tokens: int = 0
 
     def table(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
         total = self.clients * self.samples
-        return torch.randn(total, *self.shape, generator=draw), torch.randint(
-            self.classes, (total,), generator=draw
+        if self.tokens:
+            x = torch.randint(self.tokens, (total, *self.shape), generator=draw)
+        else:
+            x = torch.randn(total, *self.shape, generator=draw)
+        return x, torch.randint(self.classes, (total,), generator=draw)
+
+
+def dropout_cnn() -> nn.Module:
+    """Four convolutions with GroupNorm, and dropout after each pooling and before the head."""
+    layers: list[nn.Module] = []
+    before = 3
+    for k, after in enumerate((32, 32, 64, 64)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
+        before = after
+        if k % 2:
+            layers += [nn.MaxPool2d(2), nn.Dropout(0.25)]
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(64 * 64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)
+    )
+
+
+class Transformer(nn.Module):
+    """Words and places into encoder layers, their mean into a head."""
+
+    def __init__(self, words, width, heads, inner, layers, length, classes, dropout=0.1) -> None:
+        super().__init__()
+        self.words, self.places = (
+            nn.Embedding(words, width),
+            nn.Parameter(0.02 * torch.randn(1, length, width)),
         )
+        layer = nn.TransformerEncoderLayer(width, heads, inner, dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(self.encoder(self.words(text) + self.places).mean(1))
+
+
+class Probe(nn.Module):
+    """A body of MiniLM's size (6 layers, 384 wide, 12 heads) that is not trained, and a head that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Transformer(8000, 384, 12, 1536, 6, 32, 384, dropout=0.0).requires_grad_(False)
+        self.head = nn.Linear(384, 10)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(self.body(text))
 
 
 WORKLOADS = {
@@ -52,8 +98,19 @@ WORKLOADS = {
     "W2": Workload(fb.models.lenet5, (1, 28, 28), 10, 500, 120, 10, 3, 20, 0.9, 4),
     "W3": Workload(fb.models.w3_cnn, (3, 32, 32), 10, 100, 500, 10, 1, 50, 0.0, 3),
     "W4": Workload(lambda: nn.Linear(112, 2), (112,), 2, 10_000, 10, 1000, 1, 10, 0.0, 12),
+    "W5": Workload(fb.models.gru_char, (80,), 80, 50, 128, 4, 1, 32, 0.0, 4, tokens=80),
+    "W6": Workload(dropout_cnn, (3, 32, 32), 10, 50, 128, 4, 1, 32, 0.0, 4),
+    "W7": Workload(
+        lambda: Transformer(80, 64, 4, 128, 2, 32, 10), (32,), 10, 100, 128, 10, 1, 16, 0.0, 4, tokens=80
+    ),
+    "W8": Workload(fb.models.resnet18_gn, (3, 32, 32), 10, 20, 32, 2, 1, 32, 0.0, 3),
+    "W9": Workload(Probe, (32,), 10, 4, 32, 2, 1, 16, 0.0, 5, tokens=8000),
 }
 LR = 0.01
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 class Bare:
@@ -67,9 +124,9 @@ class Bare:
     def client(self, weights: list[Tensor], i: int) -> list[Tensor]:
         work = self.work
         with torch.no_grad():
-            for p, w in zip(self.model.parameters(), weights):
+            for p, w in zip(trained(self.model), weights):
                 p.copy_(w)
-        optimiser = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=work.momentum)
+        optimiser = torch.optim.SGD(trained(self.model), lr=LR, momentum=work.momentum)
         x, y = (t[i * work.samples : (i + 1) * work.samples] for t in (self.x, self.y))
         for _ in range(work.epochs):
             order = torch.randperm(work.samples)
@@ -78,7 +135,7 @@ class Bare:
                 optimiser.zero_grad()
                 self.loss(self.model(x[picked]), y[picked]).backward()
                 optimiser.step()
-        return [p.detach().clone() for p in self.model.parameters()]
+        return [p.detach().clone() for p in trained(self.model)]
 
     def block(self, weights: list[Tensor], clients: list[int]) -> list[Tensor]:
         """The sum of these clients' models."""
@@ -98,7 +155,7 @@ class TwoProcesses(Bare):
 
     def start(self) -> None:
         ctx = multiprocessing.get_context("fork")
-        shapes = [p.shape for p in self.model.parameters()]
+        shapes = [p.shape for p in trained(self.model)]
         self.sent = [torch.zeros(s).share_memory_() for s in shapes]
         self.back = [[torch.zeros(s).share_memory_() for s in shapes] for _ in range(2)]
         self.pipes = []
@@ -140,7 +197,7 @@ class Stamps:
 
 
 def bare(contestant: Bare, rounds: int) -> float:
-    weights = [p.detach().clone() for p in contestant.model.parameters()]
+    weights = [p.detach().clone() for p in trained(contestant.model)]
     gaps = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -115,6 +115,11 @@ class Trial:
     def K(self, i: int) -> int:
         return -(-int(self.p.n[i]) // 2) if self.uneven else 3
 
+    def a(self, i: int) -> float:
+        """The effective number of steps: K unless there is momentum."""
+        K, rho = self.K(i), self.rho
+        return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)
+
     def rate(self, t: int) -> float:
         return self.lr * self.decay**t
 

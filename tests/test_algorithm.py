@@ -47,7 +47,8 @@ def test_an_algorithm_is_its_configuration(algorithm):
     assert again.name == algorithm.name
     assert repr(again) == repr(algorithm)
     layout = fb.Layout.from_shapes([("w", (3, 2))])
-    assert copy.uploads(layout) == algorithm.uploads(layout)
+    assert copy.widths(layout) == algorithm.widths(layout)
+    assert copy.uploads == algorithm.uploads
 
 
 def test_algorithms_that_differ_are_not_equal():
@@ -79,9 +80,14 @@ class Shrink(fb.Rule):
     def step(self, g, y, s, loc):
         return 0.5 * g, {**s, "taken": s["taken"] + 1}
 
+    def uploads(self):
+        return (*super().uploads(), fb.Upload("visits", width=1), fb.Upload("taken", width=1))
+
     def finish(self, y, s, loc):
-        visits = loc.memory["visits"] + 1
-        return {"visits": visits, "taken": s["taken"]}, {"visits": visits}
+        return {"visits": loc.memory["visits"] + 1, "taken": s["taken"]}
+
+    def remember(self, got, s, loc):
+        return {"visits": got["visits"]}
 
 
 @dataclass(frozen=True)

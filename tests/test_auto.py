@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedbraid as fb
 from fedbraid.engines import auto
@@ -23,9 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 def convolutional(clients=4):
     def build():
-        return torch.nn.Sequential(
-            torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 3)
-        )
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
 
     draw = np.random.default_rng(0)
     each = [
@@ -46,24 +45,62 @@ def test_a_large_job_is_measured_once(cache, monkeypatch):
     task, schedule = convolutional(), fb.rounds(400, clients=2)
     first = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert "backend='native'" in first.engine
-    assert list(json.loads(cache.read_text()).values()) == ["native"]
+    assert [way for way, _ in json.loads(cache.read_text())["fastest"].values()] == ["native"]
     monkeypatch.setattr(auto, "_candidates", lambda *_: pytest.fail("measured again"))
     again = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert torch.equal(first.x, again.x)
 
 
-@pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}'])
+@pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])
 def test_a_damaged_memory_is_only_forgotten(cache, junk):
     cache.parent.mkdir(mode=0o700)
     cache.write_text(junk)
-    assert auto.best(convolutional(), WORK, 2) in ("native", "pool", "loop")
-    assert json.loads(cache.read_text())
+    assert auto.best(convolutional(), WORK, 2).way in ("native", "pool", "loop")
+    assert json.loads(cache.read_text())["fastest"]
+
+
+def test_another_machine_remembers_nothing(cache, monkeypatch):
+    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: 1.0})
+    assert auto.best(convolutional(), WORK, 2).measured
+    assert not auto.best(convolutional(), WORK, 2).measured
+    monkeypatch.setattr(auto, "cpu_model", lambda: ("another", "sse"))
+    assert auto.best(convolutional(), WORK, 2).measured
+    assert len(json.loads(cache.read_text())["fastest"]) == 1
+
+
+@pytest.mark.parametrize(("promised", "doubted"), [(1e-9, True), (1e3, False)])
+def test_a_choice_that_does_not_hold_is_measured_again(cache, monkeypatch, promised, doubted):
+    monkeypatch.setattr(auto, "WORTH", 0.0)
+    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: promised})
+    task, schedule = convolutional(), fb.rounds(2, clients=2)
+
+    def run() -> bool:
+        """Whether the run measured."""
+        measured = []
+        real = auto.best
+        with monkeypatch.context() as patch:
+            patch.setattr(auto, "best", lambda *args: measured.append(real(*args)) or measured[0])
+            fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
+        return measured[0].measured
+
+    def doubt(seconds: float) -> None:
+        found = json.loads(cache.read_text())
+        found["fastest"] = {key: [way, seconds] for key, (way, _) in found["fastest"].items()}
+        cache.write_text(json.dumps(found))
+
+    assert run()
+    ((_, kept),) = json.loads(cache.read_text())["fastest"].values()
+    assert kept > 1e-7 if doubted else kept == promised  # what was seen is promised from now on
+    doubt(promised)
+    assert not run()
+    assert (json.loads(cache.read_text())["fastest"] == {}) == doubted
+    assert run() == doubted
 
 
 def test_without_a_compiler_everything_still_runs(monkeypatch, cache):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    assert auto.best(convolutional(), WORK, 2) in ("pool", "loop")
+    assert auto.best(convolutional(), WORK, 2).way in ("pool", "loop")
     with pytest.raises(fb.errors.EngineError, match="no C\\+\\+ compiler"):
         fb.simulate(
             convolutional(), fb.fedavg(), WORK, fb.rounds(1, clients=2), engine="in_process(backend='native')"
@@ -77,3 +114,37 @@ def test_multiply_adds_follow_the_places_a_weight_is_used_at():
 def test_the_backend_that_ran_is_in_run_json(blobs, tmp_path):
     fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "run")
     assert "backend='vmap'" in json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
+
+
+class Named(nn.Module):
+    """A part that gives a dict, another that gives nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.silent = Parts(), Silent()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.silent(x)
+        return self.head(self.body(x)["hidden"])
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.fc = nn.Parameter(torch.ones(4)), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return {"hidden": self.fc(x) * self.scale, "size": 4}
+
+
+class Silent(nn.Module):
+    def forward(self, x):
+        return None
+
+
+def test_a_part_of_the_model_may_give_anything():
+    x, y = torch.randn(8, 5), torch.randint(3, (8,))
+    task = fb.Task.from_arrays(Named, [(x, y), (x, y)])
+    assert auto.multiply_adds(task) == 4 + (20 + 4) + (12 + 3)
+    assert len(fb.simulate(task, fb.fedavg(), fb.Work(batch=4), fb.rounds(1, clients=2)).history) == 1

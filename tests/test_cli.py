@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedbraid as fb
-from fedbraid.cli import main
+from fedbraid.cli import main, show
 
 Call = Callable[..., tuple[int, str, str]]
 FAST = ["--rounds", "4", "--per-round", "5", "--clients", "20"]
@@ -82,7 +83,18 @@ def test_every_command_teaches(command: str, call: Call) -> None:
 
 def test_no_command_and_version(call: Call) -> None:
     assert "Commands:" in call()[1]
-    assert call("--version")[1] == f"fedbraid {fb.__version__}\n"
+    said = call("--version")[1].splitlines()
+    assert said[0] == f"fedbraid {fb.__version__}"
+    assert [line.split()[0] for line in said[1:]] == ["python", "torch", "compiler", "extras"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_the_list_of_commands_is_whole(width: int, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = call("--help")[1]
+    assert "..." not in out.partition("Commands:")[2]
+    assert max(map(len, out.splitlines())) <= width
+    assert "the very bits of one that was not." in " ".join(out.split())
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -93,11 +105,68 @@ def test_demo(call: Call) -> None:
     assert (code, err) == (0, "")
     said = json.loads(out)
     assert said["seconds"] < 60
-    averaging, ours, thin = said["runs"]
+    averaging, ours, kept, thin = said["runs"]
     assert ours["accuracy"] > averaging["accuracy"] > 0.9
     assert thin["accuracy"] > 0.95
     assert ours["accuracy_worst"] > averaging["accuracy_worst"]
     assert thin["bytes_up"] < 0.15 * ours["bytes_up"]
+    assert kept["bytes_up"] == ours["bytes_up"]  # what is kept in 4 bits still travels in 32
+    assert kept["bytes_kept"] == thin["bytes_kept"] < 0.15 * ours["bytes_kept"]
+    assert averaging["bytes_kept"] == 0
+
+
+def test_what_is_sent_and_what_is_kept(call: Call) -> None:
+    _, out, _ = call("run", "digits", "fedadavr", "-a", "memory=int4", *FAST)
+    assert "sent in 32 bits a number" in out
+    assert re.search(r"kept in 4\.\d+ bits a number", out)
+    assert "kept" not in call("run", "digits", "fedavg", *FAST)[1]
+
+
+def test_more_clients_than_there_are_are_not_taken_in_silence(
+    call: Call, caplog: pytest.LogCaptureFixture
+) -> None:
+    call("run", "digits", "fedavg", "--clients", "20", "--per-round", "21", "--rounds", "1", "-q")
+    assert "21 clients a round were asked for and there are 20" in caplog.text
+    caplog.clear()
+    call("run", "digits", "fedavg", "--clients", "20", "--per-round", "20", "--rounds", "1", "-q")
+    assert not caplog.text
+
+
+def test_a_run_that_learned_nothing_says_what_to_try(call: Call) -> None:
+    said = call("run", "digits", "fedavg", *FAST, "--lr", "100", "--keep-going")[2]
+    assert "no better than guessing among 10 classes" in said
+    assert call("run", "digits", "fedavg", *FAST)[2] == ""
+
+
+def test_a_word_where_a_number_belongs(call: Call) -> None:
+    refused(
+        call("run", "digits", "fedavg", "-a", "lr=abc"), "lr=abc is no number; write one, such as lr=0.01"
+    )
+    refused(call("run", "digits", "fedavg(lr=wxyz)"), "lr of fedavg is wxyz, which names nothing")
+    refused(call("run", "digits", "fedpaq(int9)"), "did you mean 'int8'?")
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 200])
+def test_a_table_fits_and_keeps_a_line_a_row(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [
+        ["a contestant of a very long name indeed", "97.12 ± 0.31 %", "1.0", "5.78 MB"],
+        ["b", "–", "2.0", "1 B"],
+    ]
+    show.table("title", ["", "accuracy", "rank", "up"], rows, order=[0, 1, 3, 2])
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "title"
+    assert all(len(line) <= max(columns, 33) for line in lines[:4])  # two columns stay, whatever there is
+    assert lines[2].startswith("a contestant of")
+    assert "97.12 ± 0.31 %" in lines[2]
+    assert ("left out at" in lines[-1]) == (columns < 60)
+    assert ("rank" in lines[0]) == (columns >= 60)
+    assert ("…" in lines[2]) == (columns < 80)
 
 
 def test_run_makes_a_new_folder_each_time(call: Call) -> None:

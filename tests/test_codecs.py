@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links import _bits, codecs
 from fedbraid.links import _positions as positions
 from fedbraid.links._kmeans1d import centroids
-from fedbraid.links.codec import Codec
 
 ODD = Layout.from_shapes([("a", (3, 5)), ("a.bias", (7,)), ("c", (4, 4, 2)), ("none", (0, 3)), ("scale", ())])
 
@@ -48,6 +48,9 @@ EVERY: list[Codec] = [
     codecs.qsgd(4, bucket=6),
     codecs.qsgd(5, norm="l2", scope="vector", bucket=7, contractive=True),
     codecs.qsgd(2, contractive=True, bucket=1000),
+    codecs.qsgd(levels=8, norm="l2", scope="vector"),
+    codecs.qsgd(levels=1, bucket=6),
+    codecs.kmeans(3, iterations=2),
     codecs.topk(0.1),
     codecs.topk(0.02, values="float16"),
     codecs.topk(0.7),
@@ -225,7 +228,7 @@ def test_qsgd_is_within_a_level_and_keeps_zeros(v, bits, seed, bucket, scope):
     codec = codecs.qsgd(bits, bucket=bucket, scope=scope)
     out = there_and_back(codec, v, ODD, seed)
     assert (out[v == 0] == 0).all()
-    assert ((out - v).abs() <= v.abs().max() / codec.levels * (1 + 1e-4) + 1e-43).all()
+    assert ((out - v).abs() <= v.abs().max() / codec.s * (1 + 1e-4) + 1e-43).all()
 
 
 def test_int8_and_int4_by_hand():
@@ -305,6 +308,39 @@ def test_kmeans_is_exact_where_values_are_few():
     values = normal(16)
     v = values[torch.arange(1600) % 16]
     assert torch.equal(there_and_back(codecs.kmeans(4), v, layout), v)
+
+
+def test_a_few_iterations_of_kmeans_are_worse_and_come_from_the_seed():
+    layout, v = (
+        Layout.from_shapes([("w", (100, 200))]),
+        torch.randn(1, 20_000, generator=torch.Generator().manual_seed(0)),
+    )
+
+    def error(codec, seed=1):
+        return float((codec.roundtrip(v, layout, [seed])[0] - v).square().sum())
+
+    best, four, one = (error(codecs.kmeans(4, iterations=i)) for i in (None, 4, 1))
+    assert 1.5 * best < four < one
+    assert error(codecs.kmeans(4, iterations=4), seed=2) != four
+    theirs = codecs.kmeans(4, iterations=4)
+    assert torch.equal(
+        theirs.decode(theirs.encode(v[0], layout, 1), layout), theirs.roundtrip(v, layout, [1])[0][0]
+    )
+
+
+def test_qsgd_by_levels_has_so_many_and_says_so_on_the_wire():
+    layout, v = Layout.from_shapes([("w", (10, 20))]), torch.linspace(-1, 1, 200)
+    codec = codecs.qsgd(levels=8, norm="l2", scope="vector")
+    message = codec.encode(v, layout, 3)
+    assert len(message) == codec.size(layout) == codecs.qsgd(5, norm="l2", scope="vector").size(layout) + 4
+    out = codec.decode(message, layout)
+    steps = out / v.norm() * 8
+    assert torch.allclose(steps, steps.round(), atol=1e-4)
+    with pytest.raises(WireError):
+        codecs.qsgd(levels=9, norm="l2", scope="vector").decode(message, layout)
+    for wrong in ({}, {"bits": 3, "levels": 8}, {"levels": 0}):
+        with pytest.raises(ConfigError, match="levels"):
+            codecs.qsgd(**wrong)
 
 
 def test_kmeans_sends_the_nearest_centroid():
@@ -434,8 +470,8 @@ def test_weights_and_mixed_nest_either_way():
         codecs.of_weights(codecs.mixed(codecs.int4(), share=0.5)),
         codecs.mixed(codecs.of_weights(codecs.int4()), share=0.5),
     ):
-        assert codec.weights
-        assert [codec.for_client(i).weights for i in range(2)] == [True, True]
+        assert codec.of_model
+        assert [codec.for_client(i).of_model for i in range(2)] == [True, True]
         assert [codec.for_client(i).lossless for i in range(2)] == [True, False]
         assert [codec.quantises(i) for i in range(2)] == [False, True]
 

@@ -286,3 +286,14 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
     assert main(["compare", "digits", "fedavg", "--out", str(tmp_path)]) == 2
     assert "holds other files" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_module_is_called_as_its_function(blobs, tmp_path):
+    import fedbraid.compare
+
+    found = fb.compare(
+        blobs, {"a": fb.fedavg()}, WORK, fb.rounds(2, clients=2), seeds=1, out=tmp_path / "duel"
+    )
+    assert isinstance(found, fb.compare.Comparison)
+    assert fedbraid.compare is fb.compare
+    assert callable(fb.sweep)

@@ -9,7 +9,8 @@ import torch
 
 import fedbraid as fb
 from fedbraid.cli import main, papers
-from fedbraid.study.cost import Crowd, estimate, forward_flops, operations
+from fedbraid.engines.flops import forward_flops
+from fedbraid.study.cost import Crowd, estimate, operations
 
 
 def test_fedgbo_tables_4_and_10_within_one_percent() -> None:
@@ -99,7 +100,7 @@ def test_stored_bytes_are_those_of_a_real_memory() -> None:
     algorithm, work = fb.fedadavr("adam", memory="int4"), fb.Work(lr=0.05)
     said = estimate(task.module(), task.inputs[:1], algorithm, work, Crowd(20, 20, 71.9))
     state = fb.simulate(task, algorithm, work, fb.rounds(1, clients=20), evaluate_every=None).state
-    rows = state.gather["rows"]
+    rows = state.gather.rows
     assert len(rows) == 20
     assert said.server_memory["int4"] < 20 * rows.row_bytes < said.server_state < said.server_memory["fp16"]
 

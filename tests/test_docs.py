@@ -25,7 +25,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").glob("*/README.md")),
 ]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
 
 sys.path.insert(0, str(ROOT / "docs/_site"))
 import books  # noqa: E402
@@ -109,9 +109,19 @@ def test_every_algorithm_has_a_section_with_its_equation_and_costs():
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if content.MARK.search(p.read_text())], ids=name_of)
-def test_tables_can_be_filled(page):
-    filled = content.fill(page.read_text(), page.relative_to(ROOT / "docs").as_posix())
-    assert not content.MARK.search(filled)
+def test_tables_are_as_the_repo_makes_them(page):
+    text = page.read_text()
+    assert content.fill(text, page.relative_to(ROOT / "docs").as_posix()) == text, "run `make tables`"
+
+
+def test_no_page_has_a_hole():
+    for page in content.PAGES:
+        text = page.read_text()
+        assert len(content.COMMENT.findall(text)) == 2 * len(content.MARK.findall(text)), page
+    assert (
+        "step(g: Tensor, y: Tensor, s: Vectors, loc: Local)"
+        in (ROOT / "docs/add-an-algorithm.md").read_text()
+    )
 
 
 def test_an_experiments_table():
@@ -152,35 +162,73 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.browser
 def test_the_site_needs_nothing_from_elsewhere(site):
     pages = [p.read_text() for p in site.rglob("*.html")]
-    assert not any("arithmatex" in p or "<!-- table:" in p or "<!-- cost:" in p for p in pages)
+    assert not any("arithmatex" in p or "<!-- table:" in p or "<!-- cost:" in p or "η_c" in p for p in pages)
     outside = [u for p in pages for u in re.findall(r'(?:src|<link[^>]*href)="(https?://[^"]+)', p)]
     assert not outside
 
 
+@pytest.fixture(scope="module")
+def chromium():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
 @pytest.mark.slow
 @pytest.mark.browser
-def test_the_site_in_a_browser(site):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_site_in_a_browser(site, chromium, width):
     wrong: list[object] = []
-    with serving(site) as home, playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 390, "height": 844})
+    with serving(site) as home:
+        page = chromium.new_page(viewport={"width": width, "height": 844})
+        page.set_default_timeout(600_000)  # a busy machine is slow, not wrong
         page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((home, "data:")) else None)
         page.on("response", lambda r: wrong.append((r.status, r.url)) if r.status >= 400 else None)
         for path in sorted(site.rglob("*.html")):
             page.goto(home + path.relative_to(site).as_posix(), wait_until="load")
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+            assert page.evaluate(OVERRUN) == [], path
         page.goto(home + "algorithms/drift.html")
         assert page.locator("math").count() > 10
-        browser.close()
+        page.goto(home + "choose.html")
+        table = "document.querySelector('.md-typeset__scrollwrap')"
+        assert page.evaluate(
+            f"{table}.scrollWidth <= {table}.clientWidth"
+        )  # all three columns are on the screen
+        page.close()
     assert not wrong
+
+
+# Code that is wider than its column; what a program printed keeps its lines and scrolls.
+OVERRUN = """() => [...document.querySelectorAll(
+    ['console', 'python', 'py', 'sh', 'bash'].map((l) => `.md-content .language-${l} pre > code`).join())]
+  .filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent.slice(0, 60))"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_search_works_from_a_file(site, chromium):
+    page = chromium.new_page(viewport={"width": 1280, "height": 844})
+    page.set_default_timeout(600_000)
+    asked: list[str] = []
+    page.on("request", lambda r: asked.append(r.url))
+    page.goto((site / "index.html").as_uri())
+    page.click(".md-search__input")
+    page.keyboard.type("staleness", delay=20)
+    page.wait_for_selector(".md-search-result__item")
+    assert "asynchron" in page.inner_text(".md-search-result__list").lower()
+    assert not [url for url in asked if url.startswith("http")]
+    page.close()
 
 
 @contextmanager

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.engines import client
+from fedbraid.core.link import Plain
+from fedbraid.core.wire import encode_scalars, pack_message
 from fedbraid.errors import EngineError
-from fedbraid.links.codec import encode_scalars, pack_message
-from fedbraid.links.link import codec_of
 
 c = fb.codecs
 ENGINES = ("in_process(backend='loop')", "in_process(backend='vmap')", "pool(workers=2)")
@@ -101,25 +100,23 @@ def test_vmap_is_not_chosen_where_it_cannot_follow():
 def test_bytes_are_the_length_of_the_messages(blobs, monkeypatch, algorithm):
     sent = []
 
-    def watched(up, vectors, x, memory, who, layout):
-        received, kept, sizes = true(up, vectors, x, memory, who, layout)
+    def watched(up, vectors, memory, who):
         for i, sender in enumerate(who.clients):
-            codec = codec_of(up).for_client(int(sender))
+            codec, layout = up.codec.for_client(int(sender)), who.layout
             frames = {}
             for name, v in vectors.items():
-                value = x[0] - v[i] if codec.weights and name == "delta" else v[i]
+                value = who.x[0] - v[i] if codec.of_model and name == "delta" else v[i]
                 frames[name] = (
                     codec.encode(value, layout, 5) if len(value) == layout.size else encode_scalars(value)
                 )
             sent.append(len(pack_message(frames)))
-        return received, kept, sizes
+        return true(up, vectors, memory, who)
 
-    true = client.upload
-    monkeypatch.setattr(client, "upload", watched)
+    true = Plain.send
+    monkeypatch.setattr(Plain, "send", watched)
     result = fb.simulate(blobs, algorithm, WORK, fb.rounds(3, clients=4), engine="in_process")
     assert [r["bytes_up"] for r in result.history] == [sum(sent[i : i + 4]) for i in (0, 4, 8)]
-    down = algorithm.down
-    names = ["x", *algorithm.server.send(algorithm.server.init(result.x, blobs.layout))]
+    down, names = algorithm.down.codec, list(algorithm.downloads)
     one = {name: down.encode(torch.ones(blobs.layout.size), blobs.layout, 5) for name in names}
     length = len(one["x"]) if names == ["x"] else len(pack_message(one))
     assert [r["bytes_down"] for r in result.history] == [4 * length] * 3

@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -25,6 +23,18 @@ import torch
 import fedbraid as fb
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+from fleets import (
+    LONG,
+    WORK,
+    Fleet,
+    Replay,
+    driven,
+    in_process,
+    make_app,
+    make_user,
+    same,
+    simulated,
+)
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.common.config import get_fused_config_from_fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
@@ -43,160 +53,8 @@ from fedbraid.run.simulate import algorithm_from
 
 pytestmark = pytest.mark.engines
 
-LONG = 400.0  # seconds that one deployed run may take on a busy machine
-WORK = "Work(lr=0.1, steps=3, batch=4)"
-
-FLEET = '''
-import json, os, signal, time
-from pathlib import Path
-
-import numpy as np
-import torch
-from flwr.clientapp import ClientApp
-from torch import nn
-
-import fedbraid as fb
-from fedbraid.links.codec import frame
-
-
-def model():
-    return nn.Linear(5, 3)
-
-
-def some(seed, n):
-    draw = np.random.default_rng(seed)
-    y = draw.integers(0, 3, n)
-    return (np.random.default_rng(0).normal(size=(3, 5))[y] + draw.normal(size=(n, 5))).astype(np.float32), y
-
-
-def load(node_config):
-    share = int(node_config["share"])
-    return some(share + 1, 12 + 9 * share)
-
-
-def test():
-    return some(99, 60)
-
-
-apps = fb.deploy.apps(model, "cross_entropy", load, test)
-server = apps.server
-
-
-def mischief(message, context):
-    """A client that does what the next line of a file beside the run says, and is honest when there is none."""
-    place = Path(str(context.run_config["out"])).parent / f"mischief-{context.node_config['share']}"
-    lines = place.read_text().splitlines() if place.exists() else []
-    if not lines:
-        return apps.client(message, context)
-    place.write_text("\\n".join(lines[1:]))
-    kind = lines[0]
-    if kind == "die":
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    while kind == "hold":  # until the test lets go
-        if (go := Path(f"{place}-go")).exists():
-            go.unlink()
-            break
-        time.sleep(0.1)
-    if kind == "raise":
-        raise ValueError("a client's own mistake")
-    reply = apps.client(message, context)
-    answer = reply.content["fedbraid"]
-    layout = fb.Layout.of(model())
-    d = layout.size
-    if kind == "garbage":
-        answer["blob"] = os.urandom(100)
-    if kind == "layout":
-        answer["blob"] = frame(0, 0, bytes(6), np.zeros(d, "<f4").tobytes())
-    if kind == "nan":
-        answer["blob"] = frame(0, 0, layout.fingerprint, np.full(d, np.nan, "<f4").tobytes())
-    if kind == "norm":
-        answer["blob"] = frame(0, 0, layout.fingerprint, np.full(d, 1e6, "<f4").tobytes())
-    if kind == "loss":
-        answer["loss"] = "low"
-    if kind == "replay":
-        answer["job"] = "0123456789abcdef"
-    return reply
-
-
-client = ClientApp()
-client.query()(lambda message, context: apps.client(message, context))
-client.train()(mischief)
-'''
-
-
-@pytest.fixture(scope="module")
-def app(tmp_path_factory):
-    """A deployment whose user file is ours, mischief included."""
-    folder = tmp_path_factory.mktemp("app") / "fleet"
-    init(folder)
-    (folder / "fleet.py").write_text(FLEET)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def user(app):
-    """The user's file as a module."""
-    made = {}
-    exec(compile(FLEET, "fleet.py", "exec"), made)
-    return made
-
-
-@dataclass
-class Fleet:
-    """Flower's processes, and one test's run on them."""
-
-    flower: Flower
-    app: Path
-    place: Path
-
-    def node(self, i):
-        state = str(self.flower.scratch / "nodes")
-        self.flower.node(f"node-{i}", {"name": f"node-{i}", "client": i, "share": i, "state": state})
-
-    def misbehave(self, i, *lines):
-        """What node i is to do at its next orders."""
-        (self.place / f"mischief-{i}").write_text("\n".join(lines))
-
-    def let_go(self, i):
-        (self.place / f"mischief-{i}-go").touch()
-
-    @property
-    def folder(self):
-        return Folder(self.place / "run")
-
-    @property
-    def model(self):
-        return load_file(self.folder.path / "model.safetensors")
-
-    @property
-    def records(self):
-        return list(self.folder.records())
-
-    def submit(self, **config):
-        config = {"work": WORK, "nodes": 3, "minimum": 3, "deadline": LONG, "poll": 0.2} | config
-        (self.folder.path / "status.json").unlink(missing_ok=True)
-        run = {key.replace("_", "-"): value for key, value in config.items()}
-        self.flower.submit(self.app, run | {"out": str(self.folder.path)})
-
-    def run(self, **config):
-        """A deployed run from start to end."""
-        self.submit(**config)
-        self.wait(lambda status: status["state"] == "done")
-
-    def wait(self, until):
-        """For this of the run's status, which is returned."""
-        end = time.monotonic() + LONG
-        while time.monotonic() < end:
-            status = read_status(self.folder)
-            if status and until(status):
-                return status
-            assert status.get("state") != "failed", status
-            time.sleep(0.1)
-        log = self.flower.log("superlink").read_text(errors="replace")[-3000:]
-        pytest.fail(f"waited too long: {read_status(self.folder)}\n{log}")
-
-    def wait_for(self, **values):
-        return self.wait(lambda status: all(status[k] == v for k, v in values.items()))
+app = pytest.fixture(scope="module")(make_app)
+user = pytest.fixture(scope="module")(make_user)
 
 
 @pytest.fixture(scope="module")
@@ -214,42 +72,6 @@ def fleet(flower, app, tmp_path):
     return Fleet(flower, app, tmp_path)
 
 
-def simulated(user, algorithm, schedule, work=WORK, clients=3):
-    pairs = [user["load"]({"share": i}) for i in range(clients)]
-    task = fb.Task.from_arrays(user["model"], pairs, user["test"]())
-    result = fb.simulate(
-        task, algorithm, eval(work, {"Work": fb.Work}), schedule, seed=0, engine="in_process"
-    )
-    return result, dict(result.model().named_parameters())
-
-
-def same(deployed, simulated_):
-    for name, v in simulated_.items():
-        assert torch.allclose(deployed[name], v, atol=1e-5, rtol=1e-5), (
-            name,
-            float((deployed[name] - v).abs().max()),
-        )
-
-
-@dataclass(frozen=True)
-class Replay(fb.Schedule):
-    """The ticks that a deployment had."""
-
-    clients: tuple = ()
-    versions: tuple = ()
-
-    @classmethod
-    def of(cls, records):
-        clients, versions = (tuple(tuple(r[key]) for r in records) for key in ("clients", "versions"))
-        return cls(len(records), clients, versions)
-
-    def ticks(self, N, seed, message=(0.0, 0.0)):
-        for step in range(self.steps):
-            live = {v for later in self.versions[step + 1 :] for v in later if v <= step}
-            ids, versions = np.array(self.clients[step]), np.array(self.versions[step])
-            yield fb.Tick(step, float(step), ids, versions, np.array([], np.int64), frozenset(live))
-
-
 ROUNDS = "rounds(2, clients=[[0, 1, 2], [2, 1, 0]])"
 TWO = fb.rounds(2, clients=[[0, 1, 2], [2, 1, 0]])
 
@@ -264,7 +86,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", [pytest.param("fedavg", marks=pytest.mark.quick), *list(EQUAL)[1:]])
 def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
     fleet.run(algorithm=EQUAL[name], schedule=ROUNDS)
     result, expected = simulated(user, algorithm_from(EQUAL[name]), TWO)
@@ -272,6 +94,20 @@ def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
     for key in ("clients", "bytes_up", "bytes_down"):
         assert [r[key] for r in fleet.records] == [r[key] for r in result.history]
     assert not any("trouble" in r for r in fleet.records)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", EQUAL)
+def test_the_servers_numbers_are_the_simulators(name, user, tmp_path):
+    """The same without processes, to the last bit."""
+    grid = in_process(user, tmp_path, 3)
+    driver = driven(user, grid, tmp_path / "run", algorithm=EQUAL[name], schedule=ROUNDS, minimum=3)
+    result, expected = simulated(user, algorithm_from(EQUAL[name]), TWO)
+    deployed, records = load_file(tmp_path / "run" / "model.safetensors"), list(driver.folder.records())
+    assert all(torch.equal(deployed[k], v) for k, v in expected.items())
+    for key in ("clients", "bytes_up", "bytes_down"):
+        assert [r[key] for r in records] == [r[key] for r in result.history]
+    assert not any("trouble" in r for r in records)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +149,7 @@ ALL = [[0, 1, 2]] * 3
 THREE = {"algorithm": "scaffold()", "schedule": f"rounds(3, clients={ALL})"}
 
 
+@pytest.mark.quick
 def test_the_server_is_killed_and_the_run_goes_on(fleet, user):
     fleet.misbehave(1, "honest", "hold")
     fleet.submit(**THREE)
@@ -485,7 +322,8 @@ def test_only_registered_nodes_over_tls_get_in(app, tmp_path):
     keys.make(other, ["127.0.0.1"], 1)
     with Flower(tmp_path / "flower", folder) as flower:
         flower.link()
-        flower.register(folder / "node-0.pub")
+        with flower.operator as operator:
+            operator.register(folder / "node-0.pub")
         about = {"name": "n", "share": 0, "state": str(tmp_path / "nodes")}
         flower.node("good", about, folder / "node-0.key")
         flower.node("unregistered", about, folder / "node-1.key")
@@ -498,9 +336,8 @@ def test_only_registered_nodes_over_tls_get_in(app, tmp_path):
         fleet = Fleet(flower, app, tmp_path)
         fleet.run(schedule="rounds(2, clients=1)", nodes=1, minimum=1)
         assert [(r["clients"], r["nodes"]) for r in fleet.records] == [([0], 1)] * 2
-        listed = json.loads(flower.flwr("supernode", "list", "trial", "--format", "json"))
-        online = [n for n in listed["nodes"] if n["status"] == "online"]
-        assert len(online) == 1, listed
+        with flower.operator as operator:
+            assert [n.online for n in operator.nodes()] == [True]
         for name in ("unregistered", "wrong key", "no key", "plain text", "another CA"):
             log = flower.log(name).read_text(errors="replace")
             assert "SuperNode ID" not in log, (name, log)
@@ -513,11 +350,15 @@ def test_keys_are_private_and_never_overwritten(tmp_path):
         "ca.key",
         "server.crt",
         "server.key",
+        "operator.token",
+        "operator.sha256",
+        "signing.key",
+        "trusted.yaml",
         "node-0.key",
         "node-0.pub",
     }
     for path in made:
-        assert path.stat().st_mode & 0o077 == 0 or path.suffix in (".crt", ".pub")
+        assert path.stat().st_mode & 0o077 == 0 or path.suffix not in (".key", ".token")
     before = {p: p.read_bytes() for p in made}
     more = keys.make(tmp_path / "keys", ["localhost"], 2)
     assert {p.name for p in more} == {"node-1.key", "node-1.pub"}
@@ -533,6 +374,7 @@ def fedbraid(*words):
     )
 
 
+@pytest.mark.quick
 def test_init_and_trial_run_as_they_are(tmp_path):
     folder = tmp_path / "my fleet"
     assert fedbraid("deploy", "init", str(folder)).returncode == 0
@@ -580,6 +422,7 @@ def _words(process):
         return []
 
 
+@pytest.mark.quick
 def test_trial_of_nothing_says_what_to_do(tmp_path):
     done = fedbraid("deploy", "trial", str(tmp_path))
     assert done.returncode == 2
@@ -689,14 +532,25 @@ def test_what_the_file_makes_is_not_said_twice():
 def test_a_name_belongs_to_one_connected_node():
     roster = Roster()
     about = {"name": "a", "samples": 5, "client": -1, "held": -1}
-    assert roster.welcome(11, about, {11}).client == 0
+    assert roster.welcome(11, about, {11: "k"}).client == 0
     with pytest.raises(WireError, match="node 11 does so too"):
-        roster.welcome(12, about, {11, 12})
-    assert roster.welcome(12, about, {12}).client == 0  # it came back under another id
+        roster.welcome(12, about, {11: "k", 12: "k"})
+    assert roster.welcome(12, about, {12: "k"}).client == 0  # it came back under another id
     with pytest.raises(WireError, match="which is 'a'"):
-        roster.welcome(13, {**about, "name": "b", "client": 0}, {12, 13})
+        roster.welcome(13, {**about, "name": "b", "client": 0}, {12: "k", 13: "l"})
     with pytest.raises(WireError, match="claims 0 samples"):
-        roster.welcome(13, {**about, "name": "b", "samples": 0}, {12, 13})
+        roster.welcome(13, {**about, "name": "b", "samples": 0}, {12: "k", 13: "l"})
     restored = Roster.restore(roster.note())
     assert restored.members[0].name == "a"
     assert restored.sizes.tolist() == [5]
+    with pytest.raises(WireError, match="belongs to the key k"):  # while it is away
+        restored.welcome(14, about, {14: "m"})
+    with pytest.raises(WireError, match="1000000000 samples, 5 at first"):
+        restored.welcome(12, {**about, "samples": 10**9}, {12: "k"})
+    assert (
+        Roster.restore(roster.note(), any_samples=True)
+        .welcome(12, {**about, "samples": 6}, {12: "k"})
+        .samples
+        == 6
+    )
+    assert Roster.restore(roster.note(), by_key=False).welcome(14, about, {14: "m"}).client == 0

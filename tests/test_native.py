@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import random
@@ -18,23 +17,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 import fedbraid as fb
-from fedbraid.core import optim
+from fedbraid.core import passes
+from fedbraid.core.declare import DELTA
 from fedbraid.core.gather import WIDE, Info, Uploads
 from fedbraid.core.rows import Slab
-from fedbraid.data.batches import Batch, Flip
+from fedbraid.data.augment import Flip
+from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
-from fedbraid.engines.native import Native, NativeUnavailable, build
-from fedbraid.engines.native.moments import moments
+from fedbraid.engines.native import Native, NativeUnavailable, build, ops
+from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.run.database import Database
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 
-memory_module = importlib.import_module("fedbraid.algorithms.fedadavr")  # a builder has its name
 QUICK = tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
 ROWS = 90
 
@@ -46,9 +47,9 @@ def _cache(tmp_path_factory):
         yield
 
 
-def make_task(model, shape, loss="cross_entropy", outputs=3, **options) -> Task:
+def make_task(model, shape, loss="cross_entropy", outputs=3, tokens=0, **options) -> Task:
     torch.manual_seed(1)
-    x = torch.randn(ROWS, *shape)
+    x = torch.randint(tokens, (ROWS, *shape)) if tokens else torch.randn(ROWS, *shape)
     classes = {"cross_entropy": outputs, "logistic": 2}.get(loss)
     y = torch.randint(classes, (ROWS,)) if classes else torch.randn(ROWS, outputs)
     return Task.from_table(model, x, y, torch.arange(ROWS), [0, 30, ROWS], loss=loss, **options)
@@ -70,9 +71,9 @@ def autograd(task, y, batch):
     for i in range(batch.size):
         module = task.layout.load(task.module(), y[i]).double()
         targets = batch.y()[i]
-        each = task.per_example(
-            module(batch.x()[i].double()), targets if task.classifies else targets.double()
-        )
+        x = batch.x()[i]
+        out = module(x.double() if x.is_floating_point() else x)
+        each = task.per_example(out, targets if task.classifies else targets.double())
         w = torch.ones(len(each)) if batch.weight is None else batch.weight[i]
         loss = (w * each).sum() / w.sum() if w.sum() else (0 * each).sum()
         loss.backward()
@@ -81,6 +82,7 @@ def autograd(task, y, batch):
                 [
                     (torch.zeros_like(p) if p.grad is None else p.grad).detach().flatten()
                     for p in module.parameters()
+                    if p.requires_grad
                 ]
             )
         )
@@ -237,6 +239,374 @@ def test_shared_parameters():
     assert torch.equal(grad(y, batch)[0], alone)
 
 
+# One row for each operation ---------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Layers one after the other, and whatever is to be done with their result at the end."""
+
+    def __init__(self, *layers, end=lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(layer() for layer in layers)
+        self.end = end
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.end(x)
+
+
+class Recurrent(nn.Module):
+    """A recurrent net over the embedded text, read in one of the usual ways."""
+
+    def __init__(self, kind, read, **options) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed, self.net, self.read = nn.Embedding(7, 5), kind(5, 6, **options), read
+        sides = 2 if options.get("bidirectional") else 1
+        self.head = nn.Linear(6 * sides, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        if not self.net.batch_first:
+            x = x.transpose(0, 1)
+        outputs, last = self.net(x)
+        return self.head(self.read(outputs, last))
+
+
+def frozen_part() -> nn.Module:
+    model = Chain(lambda: nn.Linear(6, 9), nn.Tanh, lambda: nn.Linear(9, 6), nn.Tanh, lambda: nn.Linear(6, 3))
+    model.layers[0].requires_grad_(False)
+    model.layers[2].bias.requires_grad_(False)
+    model.layers[4].weight.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    model = Chain(
+        lambda: nn.Embedding(7, 4), lambda: nn.Linear(4, 7, bias=False), end=lambda x: x.mean(1)[:, :3]
+    )
+    model.layers[1].weight = model.layers[0].weight
+    return model
+
+
+class Scale(nn.Module):
+    """Times a number, so that curves are seen where they bend."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return self.by * x
+
+
+class Positions(nn.Module):
+    """Places in the text, as a parameter, as rows of a table and as waves that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(9, 4)
+        self.shift = nn.Parameter(torch.randn(1, 8, 4))
+        self.register_buffer("waves", torch.randn(9, 4).sin())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        at = torch.arange(x.shape[1]).expand(x.shape[0], x.shape[1])
+        x = self.words(x) + self.places(at) + self.shift[:, : x.shape[1]] + self.waves[1 : x.size(1) + 1]
+        return self.head(x.tanh()[:, 2])
+
+
+class Attends(nn.Module):
+    """Multi-head attention, told what not to look at."""
+
+    def __init__(self, causal=False, of_bools=False, padding=False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.causal, self.of_bools, self.padding = causal, of_bools, padding
+        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, text):
+        x, mask = self.embed(text), None
+        if self.causal:
+            mask = (
+                torch.ones(6, 6).triu(1).bool() if self.of_bools else torch.full((6, 6), -torch.inf).triu(1)
+            )
+            mask = mask if self.of_bools else mask.to(x.dtype)
+        absent = (text == 3) if self.padding else None
+        seen, _ = self.attention(x, x, x, attn_mask=mask, key_padding_mask=absent, need_weights=False)
+        return self.head((x + seen)[:, -1])
+
+
+class Encodes(nn.Module):
+    """A small transformer over text."""
+
+    def __init__(self, layers=2, **options) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 3)
+        one = nn.TransformerEncoderLayer(6, 2, 11, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(one, layers, nn.LayerNorm(6), enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embed(x)).mean(1))
+
+
+def to_three(width: int):
+    return nn.Flatten, lambda: nn.Linear(width, 3)
+
+
+OPERATIONS = {
+    "linear of rows": (lambda: Chain(lambda: nn.Linear(6, 5), nn.Tanh, *to_three(20)), (4, 6), 0),
+    "embedding": (lambda: Chain(lambda: nn.Embedding(7, 9, padding_idx=2), *to_three(45)), (5,), 7),
+    "gru": (lambda: Recurrent(nn.GRU, lambda out, h: out[:, -1], batch_first=True, num_layers=2), (9,), 7),
+    "gru, both ways": (
+        lambda: Recurrent(nn.GRU, lambda out, h: torch.cat([h[-2], h[-1]], 1), bidirectional=True, bias=False), (4,), 7,
+    ),
+    "lstm": (lambda: Recurrent(nn.LSTM, lambda out, hc: hc[0][-1], num_layers=2), (9,), 7),
+    "lstm, both ways": (
+        lambda: Recurrent(nn.LSTM, lambda out, hc: out.mean(1), bidirectional=True, batch_first=True, num_layers=2),
+        (4,), 7,
+    ),
+    "rnn": (lambda: Recurrent(nn.RNN, lambda out, h: out.sum(0)), (5,), 7),
+    "one step": (lambda: Recurrent(nn.GRU, lambda out, h: out[0], num_layers=2), (1,), 7),
+    "slice": (lambda: Chain(lambda: nn.Linear(6, 5), end=lambda x: x[:, 1:, ::2].flatten(1)[:, :3]), (4, 6), 0),
+    "permute": (
+        lambda: Chain(lambda: nn.Linear(6, 5), end=lambda x: x.permute(0, 3, 1, 2).mean(dim=(2, 3))[:, :3]), (4, 2, 6), 0,
+    ),
+    "transpose": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: x.transpose(1, 2)[:, :, 1]), (4, 6), 0),
+    "convolution of a row": (
+        lambda: Chain(lambda: nn.Conv1d(2, 4, 3, padding=1, stride=2), nn.Tanh, lambda: nn.MaxPool1d(2), *to_three(12)),
+        (2, 11), 0,
+    ),
+    "mean pool of a row": (
+        lambda: Chain(lambda: nn.Conv1d(2, 4, 3), lambda: nn.AvgPool1d(2), lambda: nn.AdaptiveAvgPool1d(1), *to_three(4)),
+        (2, 10), 0,
+    ),
+    "groups": (
+        lambda: Chain(lambda: nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Tanh, lambda: nn.Conv2d(6, 6, 2, groups=6),
+                      *to_three(96)),
+        (4, 5, 5), 0,
+    ),
+    "layer norm": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.LayerNorm(5), *to_three(20)), (4, 6), 0),
+    "layer norm of all": (
+        lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.LayerNorm((4, 5), bias=False), *to_three(20)), (4, 6), 0,
+    ),
+    "rms norm": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.RMSNorm(5), *to_three(20)), (4, 6), 0),
+    "gelu": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), nn.GELU, *to_three(20)), (4, 6), 0),
+    "gelu by tanh": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), lambda: nn.GELU("tanh"), *to_three(20)), (4, 6), 0),
+    "silu": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), nn.SiLU, *to_three(20)), (4, 6), 0),
+    "softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.Softmax(-1), *to_three(20)), (4, 6), 0),
+    "log softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.LogSoftmax(2), *to_three(20)), (4, 6), 0),
+    "arithmetic": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (2 * x - 1) * (x / 3) - (1 - x) * x), (6,), 0),
+    "positions": (Positions, (5,), 7),
+    "attention": (lambda: Attends(causal=True), (6,), 7),
+    "attention with a bool mask": (lambda: Attends(causal=True, of_bools=True), (6,), 7),
+    "attention with padding": (lambda: Attends(padding=True), (6,), 7),
+    "encoder layer": (
+        lambda: Chain(lambda: nn.TransformerEncoderLayer(6, 3, 7, 0.0, batch_first=True), *to_three(24)), (4, 6), 0,
+    ),
+    "encoder": (lambda: Encodes(norm_first=True, activation="gelu", dropout=0.0), (5,), 7),
+    "frozen": (frozen_part, (6,), 0),
+    "tied": (tied, (5,), 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation(operation):
+    """Against autograd, for odd batches and masks; the same bits on one thread and two, alone and in a block."""
+    model, shape, tokens = OPERATIONS[operation]
+    task = make_task(model, shape, tokens=tokens)
+    assert Native.supports(task) is None
+    grad = Native(task, threads=2, flags=QUICK)
+    assert_equals_autograd(task, grad, 1, 1)
+    assert_equals_autograd(task, grad, 2, 70)
+    torch.manual_seed(5)
+    weight = torch.rand(3, 19) * (torch.rand(3, 19) < 0.6)
+    weight[1] = 0
+    assert_equals_autograd(task, grad, 3, 19, weight)
+    assert_same_bits(task, grad)
+
+
+def assert_same_bits(task, grad) -> None:
+    y, batch = points(task, 3), make_batch(task, 3, 70)
+    both = grad(y, batch)[0].clone()
+    one = grad.alone()
+    assert torch.equal(one(y, batch)[0], both)
+    assert torch.equal(one(y[2:], batch.client(2))[0], both[2:])
+
+
+class Blocks(nn.Module):
+    """Layers of sequences in an order drawn from a seed, some with a way around them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        draw = random.Random(seed)
+        width = draw.choice([4, 8, 12])
+        self.embed = nn.Embedding(7, width)
+        self.around = []
+        made = []
+        for _ in range(draw.randint(1, 3)):
+            kind = draw.choice(["gru", "lstm", "encoder", "think", "conv", "norm"])
+            both = draw.random() < 0.5
+            options = {"batch_first": True, "bidirectional": both, "num_layers": draw.randint(1, 2)}
+            inner = width // 2 if both else width
+            if kind in ("gru", "lstm"):
+                made.append(
+                    {"gru": nn.GRU, "lstm": nn.LSTM}[kind](width, inner, bias=draw.random() < 0.7, **options)
+                )
+            elif kind == "encoder":
+                act = draw.choice(["relu", "gelu", F.silu])
+                made.append(
+                    nn.TransformerEncoderLayer(
+                        width,
+                        draw.choice([1, 2, 4]),
+                        draw.randint(3, 9),
+                        0.0,
+                        act,
+                        batch_first=True,
+                        norm_first=both,
+                    )
+                )
+            elif kind == "think":
+                made.append(
+                    nn.Sequential(
+                        nn.Linear(width, 5), draw.choice([nn.GELU, nn.SiLU, nn.Tanh])(), nn.Linear(5, width)
+                    )
+                )
+            elif kind == "conv":
+                made.append(nn.Conv1d(width, width, 3, padding=1, groups=draw.choice([1, 2, width])))
+            else:
+                made.append(draw.choice([nn.LayerNorm, nn.RMSNorm])(width))
+            self.around.append(draw.random() < 0.5)
+        self.made, self.last, self.head = nn.ModuleList(made), draw.choice([0, 1, 2]), nn.Linear(width, 3)
+
+    def forward(self, text):
+        x = self.embed(text)
+        for layer, around in zip(self.made, self.around):
+            if isinstance(layer, nn.RNNBase):
+                y, _ = layer(x)
+            elif isinstance(layer, nn.Conv1d):
+                y = layer(x.transpose(1, 2)).transpose(1, 2)
+            else:
+                y = layer(x)
+            x = x + y if around else y
+        return self.head([x[:, -1], x.mean(1), x[:, 0] * x[:, 1]][self.last])
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6), length=st.integers(2, 6))
+def test_random_architectures_of_sequences(seed, length):
+    task = make_task(lambda: Blocks(seed), (length,), tokens=7)
+    assert Native.supports(task) is None
+    grad = Native(task, threads=2, flags=QUICK)
+    assert_equals_autograd(task, grad, 2, 13)
+    assert_same_bits(task, grad)
+
+
+# Random numbers ---------------------------------------------------------------------------------------
+
+
+def mixed(z):
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def kept(noise: int, samples: int, layer: int, places: int, p: float) -> torch.Tensor:
+    """What dropout multiplies by, [samples, places], written from its definition."""
+    with np.errstate(over="ignore"):
+        key = mixed(np.uint64(noise) + mixed(np.arange(samples, dtype=np.uint64)))[:, None]
+        low, high = (
+            key.astype(np.uint32) ^ np.uint32(layer) * np.uint32(0x9E3779B9),
+            (key >> np.uint64(32)).astype(np.uint32),
+        )
+        x = low + np.arange(places, dtype=np.uint32) * np.uint32(0x9E3779B9)
+        x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> 15) ^ high) * np.uint32(0x846CA68B)
+        x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+        bits = (x ^ (x >> 15)) >> 8
+    return torch.from_numpy((bits >= p * 2**24) / (1 - p))
+
+
+DROPPING = {
+    "numbers": (lambda: Chain(lambda: nn.Linear(6, 20), lambda: nn.Dropout(0.4), *to_three(80)), (4, 6), 0),
+    "channels": (lambda: Chain(lambda: nn.Conv2d(2, 5, 3), lambda: nn.Dropout2d(0.3), *to_three(45)), (2, 5, 5), 0),
+    "between recurrent layers": (
+        lambda: Recurrent(nn.GRU, lambda out, h: out[:, -1], batch_first=True, num_layers=2, dropout=0.5), (4,), 7,
+    ),
+    "encoder": (lambda: Encodes(dropout=0.3), (5,), 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_is_counted(name, monkeypatch):
+    """Equal to autograd with the same zeros, which a client, a step and a place alone decide; none in evaluation."""
+    model, shape, tokens = DROPPING[name]
+    task = make_task(model, shape, tokens=tokens)
+    grad = Native(task, threads=2, flags=QUICK)
+    y, batch = points(task, 3), make_batch(task, 3, 70)
+    batch.noise = np.array([5, 2**63 + 1, 17], np.uint64)
+    got = grad(y, batch)[0].clone()
+    assert_same_zeros(task, grad, y, batch, got)
+    if name != "between recurrent layers":  # there torch draws inside
+        for i, noise in enumerate(batch.noise):
+            want = autograd_with_zeros(task, y, batch, i, int(noise), monkeypatch)
+            torch.testing.assert_close(got[i], want, rtol=1e-3, atol=2e-6 * max(1.0, float(want.abs().max())))
+    module = task.layout.load(task.module(), y[0]).eval()
+    with torch.no_grad():
+        want = task.per_example(module(task.inputs), task.targets)
+    torch.testing.assert_close(grad.evaluate(y[0], task.inputs, task.targets)[0], want, rtol=1e-4, atol=1e-5)
+
+
+def assert_same_zeros(task, grad, y, batch, got) -> None:
+    one = grad.alone()
+    assert torch.equal(one(y, batch)[0], got)
+    assert torch.equal(one(y[1:2], batch.client(1))[0], got[1:2])
+    other = Batch(batch.inputs, batch.targets, batch.rows, noise=batch.noise + np.uint64(1))
+    assert not torch.equal(one(y, other)[0], got)
+
+
+def autograd_with_zeros(task, y, batch, i, noise, monkeypatch):
+    layers = iter([op for op in native._graph(task).ops if isinstance(op, (ops.Dropout, ops.Attention))])
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        return x * kept(noise, len(x), next(layers).output, x[0].numel(), p).view_as(x)
+
+    def dropout2d(x, p=0.5, training=True, inplace=False):
+        return x * kept(noise, len(x), next(layers).output, x.shape[1], p)[:, :, None, None]
+
+    def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        return dropout(weights, dropout_p) @ v
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "dropout", dropout)
+        patch.setattr(F, "dropout2d", dropout2d)
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        return autograd(task, y[i : i + 1], batch.client(i))[0][0]
+
+
+def test_a_tenth_is_dropped():
+    share = [float((kept(9, 40, layer, 500, 0.1) == 0).float().mean()) for layer in range(5)]
+    assert all(abs(s - 0.1) < 0.01 for s in share)
+    assert len(set(share)) == 5
+
+
+def test_numbers_that_name_no_row_are_refused():
+    model, shape, tokens = OPERATIONS["embedding"]
+    task = make_task(model, shape, tokens=tokens)
+    grad = Native(task, flags=QUICK)
+    for bad in (-1, tokens):
+        with pytest.raises(DataError, match=f"an input is {bad}"):
+            grad.evaluate(task.initial(0), torch.full((2, *shape), bad), task.targets[:2])
+
+
 @pytest.fixture(scope="module")
 def small():
     """A little convolutional network, and a native gradient of it with all optimisations."""
@@ -327,6 +697,29 @@ def test_a_run_of_a_wide_model_does_not_depend_on_threads(algorithm):
         assert other.history == results[0].history
 
 
+@pytest.mark.parametrize(
+    "model", [lambda: Recurrent(nn.GRU, lambda out, h: h[-1]), lambda: Encodes(dropout=0.0)]
+)
+def test_algorithms_end_where_the_loop_ends(model):
+    task = make_task(model, (5,), tokens=7)
+    # No Adam: the true gradient of the keys' bias is zero, and rounding is all that there is to normalise.
+    for algorithm in (
+        fb.fedavg(),
+        fb.scaffold(),
+        fb.fedadavr("sgd"),
+        fb.adabest(),
+        fb.fedgbo("sgdm", beta=0.9),
+    ):
+        native, loop = (
+            fb.simulate(
+                task, algorithm, fb.Work(lr=0.1, batch=8, momentum=0.5), fb.rounds(3, clients=2),
+                engine=f"in_process(backend={backend!r})",
+            )
+            for backend in ("native", "loop")
+        )  # fmt: skip
+        torch.testing.assert_close(native.x, loop.x, rtol=1e-3, atol=1e-5)
+
+
 def test_padding_leaves_no_trace(small):
     task, grad = small
     y, batch = points(task, 1), make_batch(task, 1, 21)
@@ -381,21 +774,23 @@ MAIN = """
 int main() {
     const int64_t m = 3, batch = 77, rows = 90;
     float *y = new float[m * Model::parameters], *g = new float[m * Model::parameters], *losses = new float[rows];
+    float q[1 << 12] = {};
+    const uint64_t noise[3] = {1, 2, 3};
     float *x = new float[rows * Model::inputs], *weight = new float[m * batch];
     int64_t *at = new int64_t[m * batch], *t = new int64_t[rows], *best = new int64_t[rows];
     uint32_t seed = 1;
     auto draw = [&] { return (seed = seed * 1664525u + 1013904223u) >> 16; };
     for (int64_t k = 0; k < m * Model::parameters; k++) y[k] = draw() / 65536.f - 0.5f;
-    for (int64_t k = 0; k < rows * Model::inputs; k++) x[k] = draw() / 65536.f;
+    for (int64_t k = 0; k < rows * Model::inputs; k++) x[k] = draw() / 65536.f * Model::tokens;
     for (int64_t k = 0; k < rows; k++) t[k] = draw() % Model::outputs;
     for (int64_t k = 0; k < m * batch; k++) at[k] = draw() % rows, weight[k] = draw() % 3;
     int bad = 0;
     for (int64_t b : {1, 13, 77})
         for (int threads : {1, 2, 5})
             for (float* w : {weight, (float*)nullptr})
-                bad |= fedbraid_gradient(y, g, losses, m, b, at, at, w, x, rows, t, rows, threads);
-    bad |= fedbraid_gradient(y, g, losses, 1, batch, at, at, weight, x, rows, t, rows, 2);
-    bad |= fedbraid_evaluate(y, x, rows, t, losses, best, 2);
+                bad |= fedbraid_gradient(y, q, noise, g, losses, m, b, at, at, w, x, rows, t, rows, threads);
+    bad |= fedbraid_gradient(y, q, noise, g, losses, 1, batch, at, at, weight, x, rows, t, rows, 2);
+    bad |= fedbraid_evaluate(y, q, x, rows, t, losses, best, 2);
     std::printf("%d\\n", bad);
     delete[] y; delete[] g; delete[] losses; delete[] x; delete[] weight; delete[] at; delete[] t; delete[] best;
     return bad;
@@ -403,9 +798,28 @@ int main() {
 """
 
 
-def test_sanitizers_find_nothing(tmp_path):
+class Everything(nn.Module):
+    """Every kind of layer of sequences in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 8, padding_idx=1), nn.RMSNorm(8)
+        self.gru = nn.GRU(8, 4, 2, batch_first=True, bidirectional=True, dropout=0.2)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 9, 0.2, batch_first=True)
+        self.conv, self.head = nn.Conv1d(8, 8, 3, padding=1, groups=4), nn.Linear(8, 3)
+
+    def forward(self, text):
+        x, _ = self.gru(self.embed(text))
+        y, _ = self.lstm(x)
+        x = self.encoder(self.norm(x + y), src_key_padding_mask=text == 1)
+        return self.head(self.conv(x.transpose(1, 2)).softmax(-1).mean(2))
+
+
+@pytest.mark.parametrize(("model", "shape", "tokens"), [(Residual, (2, 12, 12), 0), (Everything, (5,), 7)])
+def test_sanitizers_find_nothing(tmp_path, model, shape, tokens):
     """Generated code, compiled into a program with address and undefined-behaviour sanitizers."""
-    source = Native(make_task(Residual, (2, 12, 12)), flags=QUICK).source
+    source = Native(make_task(model, shape, tokens=tokens), flags=QUICK).source
     cpp, program = tmp_path / "main.cpp", tmp_path / "main"
     cpp.write_text(source + MAIN)
     flags = [f for f in QUICK if f not in ("-shared", "-fPIC")]
@@ -440,9 +854,10 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
     if on_disk:
         for i, state in enumerate(states):
             databases.append(Database(tmp_path / f"{i}.db"))
-            state["rows"].attach(databases[-1], "rows", 3, alone=True)
-    swaps = [memory_module.swapper, lambda codec, layout: None]
-    assert swaps[0](algorithm.gather.codec, layout) is not None
+            state.rows.attach(databases[-1], "rows", 3, alone=True)
+    swaps = [swapper, passes.no_swap]
+    assert passes.swapper is swapper
+    assert swapper(states[0].rows.codec, layout) is not None
     draw = torch.Generator().manual_seed(0)
     for t in range(12):
         delta = torch.randn(5, layout.size, generator=draw)
@@ -451,10 +866,10 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         n = torch.full((5, 1), 20.0) + (torch.arange(5)[:, None] if t == 7 else 0)
         late = torch.full((5, 1), float(t == 9))
         lr = torch.full((5, 1), 0.03, dtype=torch.float64)
-        info = Info(t, 5, 11, 220.0, 0.03, 6.0, 0.0, layout, np.full(11, 20))
+        info = Info(t, 5, 11, 220.0, 0.03, 6.0, 6.0, 0.0, layout, np.full(11, 20))
         updates = []
         for i, swap in enumerate(swaps):
-            monkeypatch.setattr(memory_module, "swapper", swap)
+            monkeypatch.setattr(passes, "swapper", swap)
             acc = algorithm.gather.zero(x)
             for some in (slice(0, 2), slice(2, 5)) if i == 0 else (slice(0, 5),):
                 up = Uploads(
@@ -462,19 +877,21 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
                     {"delta": delta[some].clone()},
                     n[some],
                     n[some],
+                    n[some],
                     late[some],
                     lr[some],
-                    x[None],
+                    {"x": x[None]},
+                    {"delta": DELTA},
                 )
                 acc = algorithm.gather.add(acc, up, states[i], x)
             update, states[i] = algorithm.gather.close(acc, states[i], info)
             updates.append(update["delta"])
         assert torch.equal(*updates)
-    assert torch.equal(states[0]["sum"], states[1]["sum"])
-    rows = [s["rows"].get(range(11)) for s in states]
+    assert torch.equal(states[0].total, states[1].total)
+    rows = [s.rows.get(range(11)) for s in states]
     assert all(torch.equal(rows[0][name], rows[1][name]) for name in ("weight", "y"))
     total = sum(w * y for w, y in zip(rows[0]["weight"].double(), rows[0]["y"].double()))
-    assert torch.allclose(total, states[0]["sum"], rtol=1e-12, atol=1e-9)
+    assert torch.allclose(total, states[0].total, rtol=1e-12, atol=1e-9)
     for database in databases:
         database.close()
 
@@ -535,12 +952,6 @@ def test_broken_compiler(small, script, tmp_path, monkeypatch):
         Native(small[0])
 
 
-def frozen() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    model[0].bias.requires_grad_(False)
-    return model
-
-
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -552,18 +963,16 @@ class Branching(nn.Module):
 
 class Scaled(Branching):
     def forward(self, x):
-        return self.fc(2 * x)
+        return self.fc(x) @ torch.eye(3)
 
 
 @pytest.mark.parametrize(
     ("model", "options", "why"),
     [
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.Softplus()), {}, "Softplus at '1'"),
-        (lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3)), {}, "p=0.5"),
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), {"buffers": "average"}, "running statistics"),
-        (frozen, {}, "'0.bias' is frozen"),
         (Branching, {}, "cannot be traced"),
-        (Scaled, {}, "mul"),
+        (Scaled, {}, "matmul"),
         (lambda: nn.Linear(6, 3), {"loss": lambda out, y: out.square().mean(1)}, "custom function"),
     ],
 )  # fmt: skip
@@ -577,10 +986,9 @@ def test_what_is_not_supported_is_said(model, options, why):
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
-        (nn.Conv2d(2, 4, 3, groups=2), "groups"),
+        (nn.Conv2d(2, 4, 3, dilation=2), "dilation"),
         (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
         (nn.AdaptiveAvgPool2d(4), "uneven"),
-        (nn.Linear(7, 3), "flatten them first"),
     ],
 )
 def test_what_a_layer_cannot_do_is_said(layer, why):
@@ -608,26 +1016,8 @@ def test_what_a_code_cannot_hold_changes_no_row(memory, much):
     one = torch.ones(2, 1)
     delta = torch.ones(2, layout.size)
     delta[1, 7] = much  # over a rate of 0.03 it is beyond the codes
-    up = Uploads(np.arange(2), {"delta": delta}, one, one, 0 * one, 0.03 * one.double(), x[None])
+    sent, declared = {"x": x[None]}, {"delta": DELTA}
+    up = Uploads(np.arange(2), {"delta": delta}, one, one, one, 0 * one, 0.03 * one.double(), sent, declared)
     with pytest.raises(WireError):
         gather.add(gather.zero(x), up, state, x)
-    assert len(state["rows"]) == 0
-
-
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("kind", optim.FUSED)
-def test_moments_in_one_pass_are_those_of_torch(kind, corrected, monkeypatch):
-    optimiser = kind(beta1=0.9, beta2=0.99, eps=1e-3, corrected=corrected)
-    draw = torch.Generator().manual_seed(0)
-    found = [(optimiser.init(torch.zeros(WIDE + 3)), None) for _ in range(2)]
-    assert optim.moments() is not None
-    for T in range(1, 9):
-        g = torch.randn(WIDE + 3, generator=draw)
-        g[7] = 0
-        for i, run in enumerate([moments, lambda: None]):
-            monkeypatch.setattr(optim, "moments", run)
-            direction, stats = optimiser.follow(g, found[i][0], T)
-            found[i] = stats, direction
-        for name in ("m", "v"):
-            torch.testing.assert_close(found[0][0][name], found[1][0][name], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-5)
+    assert len(state.rows) == 0

@@ -16,7 +16,7 @@ from fedbraid.errors import ConfigError
 ALL = [
     fp.iid(), fp.iid_mix(0.5), fp.dirichlet(0.1), fp.dirichlet(0.5, balanced=True), fp.label_chunks(1),
     fp.label_chunks(2), fp.label_chunks(3), fp.natural(), fp.pachinko(0.1, 10.0), fp.parity_shards(),
-    fp.quantity_skew(0.5),
+    fp.power_law(0.3), fp.quantity_skew(0.5),
 ]  # fmt: skip
 COMPLETE = [p for p in ALL if not isinstance(p, fp.pachinko) and p != fp.dirichlet(0.5, balanced=True)]
 
@@ -145,6 +145,31 @@ def test_natural_keeps_ids_together_and_can_take_some():
     some = [int(t.groups[p[0]]) for p in fp.natural()(t, 5, 0)]
     assert some == sorted(set(some))
     assert len(some) == 5
+
+
+def test_power_law_has_a_few_large_clients_and_labels_of_every_kind():
+    t = Table(np.arange(5000) % 10)
+    sizes = np.array([len(p) for p in fp.power_law(0.1)(t, 100, 0)])
+    assert sizes.sum() == 5000
+    assert sizes.min() >= 1
+    assert np.sort(sizes)[-20:].sum() > 0.8 * 5000
+    largest = fp.power_law(0.1)(t, 100, 0)[int(sizes.argmax())]
+    assert len(np.unique(t.labels[largest])) == 10
+    even = [len(p) for p in fp.power_law(1.0)(t, 100, 0)]
+    assert max(even) < sizes.max()
+
+
+def test_a_shard_may_serve_two_clients():
+    t = Table(np.arange(2000) % 10)
+    parts = fp.parity_shards(copies=2)(t, 20, 0)
+    assert [len(p) for p in parts] == [200] * 20
+    for client in range(20):
+        assert len({*(t.labels[parts[client]] % 2).tolist()}) == 1
+        assert sum(np.array_equal(parts[client], p) for p in parts) == 2
+    assert (t.labels[parts[0]] % 2 == 0).all()
+    assert (t.labels[parts[10]] % 2 == 1).all()
+    with pytest.raises(ConfigError, match="22 is no multiple of 4"):
+        fp.parity_shards(copies=2)(t, 22, 0)
 
 
 def test_parity_shards_split_even_from_odd():

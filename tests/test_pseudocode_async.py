@@ -117,7 +117,7 @@ def test_qafel(momentum, schedule):
         hidden = hidden + down.of(x - hidden)
         versions.append(hidden)
     agree(result.x, x, trial)
-    agree(result.state.sent[schedule.steps]["vectors"]["x"], hidden, trial)
+    agree(result.state.sent[schedule.steps].vectors["x"], hidden, trial)
 
 
 def test_qafels_default_is_four_bit_qsgd_both_ways():
@@ -146,7 +146,8 @@ def test_feddyn_without_rounds(schedule):
         h = h + len(buffer) / N * G
         x = x - G - h
         versions.append(x)
-    agree(result.x, x, trial)
+    agree(result.state.x, x, trial)
+    agree(result.x, x + h, trial)
 
 
 @schedules

@@ -82,6 +82,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.quick
 def test_nobody_answers_at_the_address():
     task = fb.Task.from_arrays(slow_model(0), table())
     with pytest.raises(fb.errors.EngineError, match="ray start --head"):
@@ -106,6 +107,7 @@ def test_a_ray_of_ones_own_stays_on_loopback():
     assert done.stdout.split()[-1].startswith("127.")
 
 
+@pytest.mark.quick
 def test_two_nodes_give_the_numbers_of_one_process(cluster, blobs):
     for name, algorithm in ALGORITHMS.items():
         plan = (blobs, algorithm, WORK, fb.rounds(4, clients=4))
@@ -152,6 +154,7 @@ def test_closures_travel_and_nodes_load_their_own_data(cluster):
         close(here.x, there.x)
 
 
+@pytest.mark.quick
 def test_a_worker_that_is_killed_is_replaced(cluster, tmp_path):
     driver, mark = os.getpid(), tmp_path / "killed"
 

@@ -85,6 +85,13 @@ ROWS = [
     Row("fedasync is fedbuff with a buffer of one", fb.fedasync(lr=0.6), fb.fedbuff(lr=0.6), fb.fedasync(lr=0.6, form="mixing"), schedules=(fb.immediate(12, concurrency=4),), exact=True),
     Row("fedasync's two forms agree where nothing is stale", fb.fedasync(lr=0.6, form="mixing"), fb.fedasync(lr=0.6), schedules=(fb.immediate(6, concurrency=1, arrivals="closed"),)),
     Row("fedasync constant ignores age", fb.fedasync(staleness="constant"), fb.fedavg(weights="uniform"), fb.fedasync(), schedules=(fb.immediate(12, concurrency=4),), exact=True),
+    Row("ghbm beta=0", fb.ghbm(beta=0), fb.fedavg(), fb.ghbm(tau=2, beta=0.5), exact=True),
+    Row("ghbm, no step is tau old", fb.ghbm(tau=50), fb.fedavg(), fb.ghbm(tau=1), exact=True),
+    Row("scallion alpha=1 is scaffold", fb.scallion(lr=0.8, weights="uniform"), fb.scaffold(lr=0.8, weights="uniform"), fb.scallion(alpha=0.5, lr=0.8, weights="uniform")),
+    Row("ca2fl in rounds is fedvarp", fb.ca2fl(lr=0.8), fb.fedvarp(lr=0.8, weights="uniform"), fb.fedavg(lr=0.8, weights="uniform"), exact=True),
+    Row("ace in rounds is mifa", fb.ace(lr=0.8), fb.mifa(lr=0.8, weights="uniform"), fb.ace(1, lr=0.8), exact=True),
+    Row("ace with no entry too old", fb.ace(50), fb.ace(), fb.ace(1), schedules=(fb.immediate(12, concurrency=4), FEW), works=(PLAIN,)),
+    Row("fadas while v grows is adam without correction", fb.fadas(lr=0.05, beta2=0, eps=1e-3), fb.fadas(lr=0.05, limit=100, beta2=0, eps=1e-3), fb.fedadam(lr=0.05, beta2=0, v0=0, weights="uniform"), exact=True),
     Row("the neutral algorithm is fedavg", fb.Algorithm(), fb.fedavg(), fb.fedavg(lr=0.5), exact=True),
 ]  # fmt: skip
 

@@ -80,7 +80,8 @@ def test_one_file(grid, tmp_path, capsys):
     text = out.read_text()
     assert len(text) < 1_000_000
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in text
+    assert "https://" not in text.replace("https://github.com/leeoniya/uPlot", "")  # its credit
+    assert "Leon Sorokin" in text
     assert "<i>variates" not in text  # names are data, not markup
 
 
@@ -280,7 +281,7 @@ def test_a_missing_extra(single, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refused(
         call(capsys, "report", single, "-o", tmp_path / "r.html", "--png", tmp_path / "x.png"),
-        "fedbraid[plot]",
+        "needs the extra 'plot'; install it with: pip install 'matplotlib>=3.8'",
     )
     assert not (tmp_path / "r.html").exists()
 
@@ -379,6 +380,7 @@ class Seen:
 
     def __init__(self, browser, url, **options):
         self.context = browser.new_context(**options)
+        self.context.set_default_timeout(600_000)  # a busy machine is slow, not wrong
         self.page = self.context.new_page()
         self.errors, self.requests = [], []
         self.page.on(
@@ -387,7 +389,7 @@ class Seen:
         self.page.on("pageerror", lambda e: self.errors.append(str(e)))
         self.page.on("request", lambda r: self.requests.append(r.url))
         self.page.goto(url)
-        self.page.wait_for_selector("#main-plot svg")
+        self.page.wait_for_selector("#main-plot canvas")
 
 
 @pytest.fixture(scope="module")
@@ -407,24 +409,185 @@ def test_every_switch(browser, report):
         for axis in ("step", "bytes", "time", "flops"):
             looked.click(f"#axis button[data-value={axis}]")
             assert looked.get_attribute(f"#axis button[data-value={axis}]", "aria-pressed") == "true"
-            assert looked.locator("#main-plot path.curve").count() == 3
-            assert looked.locator("#main-plot path.band").count() == 3
-            drawings.add(looked.inner_html("#main-plot"))
+            assert lines(looked) == ["avg", "control <i>variates</i>", "buffered"]
+            drawings.add(pixels(looked, "#main-plot"))
     assert len(drawings) == 12
     looked.click("#scale button[data-value=log]")
-    assert "log scale" in looked.inner_text("#main-plot")
+    assert looked.evaluate("document.getElementById('main-plot').chart.scales.y.distr") == 3
     for theme in ("dark", "light"):
         looked.click(f"#theme button[data-value={theme}]")
         assert looked.evaluate("document.documentElement.dataset.theme") == theme
     looked.click("#legend button >> nth=0")
-    assert looked.locator("#main-plot path.curve").count() == 2
+    assert lines(looked) == ["control <i>variates</i>", "buffered"]
     looked.click("#legend button >> nth=0")
-    assert looked.locator("#main-plot path.curve").count() == 3
+    assert len(lines(looked)) == 3
     looked.click("#commands button >> nth=0")
-    looked.hover("#main-plot svg", position={"x": 300, "y": 100})
+    looked.hover("#main-plot .u-over", position={"x": 300, "y": 100})
     assert looked.locator("#tip div").count() == 4
     assert seen.errors == []
     assert seen.requests == [report]
+
+
+def lines(looked, plot="main-plot"):
+    """The names of what a chart draws."""
+    return looked.evaluate(
+        f"document.getElementById('{plot}').chart.series.slice(1).map((s) => s.label).filter((n) => n !== 'band')"
+    )
+
+
+def pixels(looked, place):
+    return looked.evaluate(f"document.querySelector('{place} canvas').toDataURL()")
+
+
+def scale(looked, plot, axis):
+    found = looked.evaluate(
+        f"(({{min, max}}) => [min, max])(document.getElementById('{plot}').chart.scales.{axis})"
+    )
+    return tuple(found)
+
+
+@pytest.mark.browser
+def test_bands(browser, report):
+    looked = Seen(browser, report).page
+    count = "document.getElementById('main-plot').chart.bands.length"
+    pressed = "#band button[aria-pressed=true]"
+    assert looked.get_attribute(pressed, "data-value") == "range"  # two seeds make intervals too wide to read
+    drawn = set()
+    for band, bands, said in (("interval", 3, "Student"), ("range", 3, "least to the most"), ("none", 0, "")):
+        looked.click(f"#band button[data-value={band}]")
+        assert looked.get_attribute(pressed, "data-value") == band
+        assert looked.evaluate(count) == bands
+        assert said in looked.inner_text("#curve-note")
+        drawn.add(pixels(looked, "#main-plot"))
+    assert len(drawn) == 3
+
+
+@pytest.mark.browser
+def test_a_curve_is_zoomed(browser, report):
+    looked = Seen(browser, report).page
+    whole = scale(looked, "main-plot", "x")
+    drag(looked, "#main-plot .u-over", (150, 40), (420, 90))
+    near = scale(looked, "main-plot", "x")
+    assert whole[0] < near[0] < near[1] < whole[1]
+    looked.click("#band button[data-value=none]")
+    assert scale(looked, "main-plot", "x") == near  # drawn anew, and still there
+    looked.dblclick("#main-plot .u-over")
+    assert scale(looked, "main-plot", "x") == whole
+    drag(looked, "#main-plot .u-over", (150, 40), (420, 90))
+    looked.click("#axis button[data-value=bytes]")
+    assert looked.evaluate("document.getElementById('main-plot').dataset.zoomed") == "false"
+
+
+def drag(looked, place, start, end):
+    looked.locator(place).scroll_into_view_if_needed()
+    box = looked.locator(place).bounding_box()
+    looked.mouse.move(box["x"] + start[0], box["y"] + start[1])
+    looked.mouse.down()
+    looked.mouse.move(box["x"] + end[0], box["y"] + end[1], steps=4)
+    looked.mouse.up()
+
+
+@pytest.mark.browser
+def test_the_timeline(browser, report):
+    seen = Seen(browser, report)
+    looked = seen.page
+    assert looked.locator("#timeline-run button").count() == 0  # one run is on a clock
+    assert "12" in looked.evaluate(
+        "String(document.getElementById('timeline-plot').drawn / 3)"
+    )  # 12 steps of 3
+    whole = scale(looked, "timeline-plot", "x")
+    drag(looked, "#timeline-plot .u-over", (100, 60), (400, 160))
+    near = [scale(looked, "timeline-plot", axis) for axis in "xy"]
+    assert whole[0] < near[0][0] < near[0][1] < whole[1]
+    assert near[1][1] - near[1][0] < 40
+    assert looked.evaluate("document.getElementById('timeline-plot').drawn") < 36
+    looked.mouse.wheel(0, -120)
+    looked.wait_for_function(
+        "w => { const s = document.getElementById('timeline-plot').chart.scales.x; return s.max - s.min < w }",
+        arg=0.8 * (near[0][1] - near[0][0]),
+    )
+    looked.click("#timeline-zoom button[data-value=all]")
+    assert scale(looked, "timeline-plot", "x") == whole
+    looked.click("#timeline-zoom button[data-value=in]")
+    assert scale(looked, "timeline-plot", "x")[1] < whole[1]
+    looked.click("#timeline-zoom button[data-value=all]")
+    at = looked.evaluate(
+        """() => { const place = document.getElementById('timeline-plot'), u = place.chart;
+        const job = JSON.parse(document.getElementById('data').textContent).groups[2].timeline.jobs;
+        const middle = (job.began[5] + job.ended[5]) / 2;
+        return [u.valToPos(middle, 'x'), u.valToPos(job.client[5], 'y'), job.client[5], job.version[5]]; }"""
+    )
+    looked.hover("#timeline-plot .u-over", position={"x": at[0], "y": at[1]})
+    said = looked.inner_text("#tip")
+    assert f"client {at[2]}" in said
+    assert f"from version {at[3]}" in " ".join(said.split())
+    assert seen.errors == []
+
+
+@pytest.mark.browser
+def test_a_timeline_of_many_clients(browser, single, tmp_path):
+    data = page.describe(collect([single]))
+    draw = np.random.default_rng(0)
+    count, clients = page.JOBS, 10_000
+    began = np.sort(draw.uniform(0, 100, count))
+    step = np.searchsorted(np.arange(0, 100, 0.5), began)
+    jobs = {
+        "client": draw.integers(0, clients, count),
+        "version": step - draw.integers(0, 20, count),
+        "step": step,
+    }
+    jobs |= {"began": began, "ended": began + draw.exponential(0.3, count)}
+    line = {
+        "name": "many",
+        "seed": 0,
+        "clients": clients,
+        "steps": np.arange(0, 100, 0.5).tolist(),
+        "note": "",
+    }
+    data["groups"][0]["timeline"] = line | {"jobs": {k: v.tolist() for k, v in jobs.items()}}
+    out = tmp_path / "many.html"
+    out.write_text(page.render(data))
+    seen = Seen(browser, out.as_uri())
+    looked = seen.page
+    assert looked.evaluate("document.getElementById('timeline-plot').drawn") == count
+    for _ in range(5):
+        looked.click("#timeline-zoom button[data-value=in]")
+    near = looked.evaluate("document.getElementById('timeline-plot').drawn")
+    assert 0 < near < count / 100
+    looked.hover("#timeline-plot .u-over", position={"x": 300, "y": 100})
+    assert "client" in looked.inner_text("#tip")
+    assert seen.errors == []
+
+
+def test_a_long_timeline_is_thinned(task, tmp_path, monkeypatch):
+    fb.simulate(
+        task,
+        fb.fedbuff(),
+        WORK,
+        fb.buffered(6, buffer=5, concurrency=9),
+        out=tmp_path / "r",
+        evaluate_every=6,
+    )
+    whole = page.describe(collect([tmp_path / "r"]))["groups"][0]["timeline"]
+    assert {len(v) for v in whole["jobs"].values()} == {30}
+    assert whole["note"] == ""
+    assert all(b < e for b, e in zip(whole["jobs"]["began"], whole["jobs"]["ended"]))
+    assert all(v <= s for v, s in zip(whole["jobs"]["version"], whole["jobs"]["step"]))
+    monkeypatch.setattr(page, "JOBS", 10)
+    some = page.describe(collect([tmp_path / "r"]))["groups"][0]["timeline"]
+    assert {len(v) for v in some["jobs"].values()} == {10}
+    assert "One job in 3 of 30" in some["note"]
+
+
+@pytest.mark.browser
+def test_cut_tables_say_so(browser, report):
+    looked = Seen(browser, report, viewport={"width": 390, "height": 800}).page
+    cut = looked.locator(".cut:has(#results)")
+    assert cut.get_attribute("data-more") == "true"
+    looked.evaluate("document.querySelector('.scroll:has(#results)').scrollLeft = 10000")
+    looked.wait_for_function("document.querySelector('.cut:has(#results)').dataset.more === 'false'")
+    wide = Seen(browser, report, viewport={"width": 1400, "height": 800}).page
+    assert wide.locator(".cut:has(#results)").get_attribute("data-more") == "false"
 
 
 @pytest.mark.browser
@@ -458,13 +621,13 @@ def test_nothing_overlaps_or_overflows(browser, report, width, scheme):
 
 OVERLAPS = """() => {
   const bad = [];
-  for (const drawn of document.querySelectorAll('.plot svg')) {
-    const texts = [...drawn.querySelectorAll('text:not(.halo)')].map((t) => [t.textContent, t.getBoundingClientRect()]);
-    const frame = drawn.closest('.card').getBoundingClientRect();
-    texts.forEach(([a, r], i) => {
-      if (r.left < frame.left || r.right > frame.right) bad.push(`${a} sticks out`);
-      for (const [b, q] of texts.slice(i + 1))
-        if (r.left < q.right && q.left < r.right && r.top + 2 < q.bottom && q.top + 2 < r.bottom) bad.push(`${a} over ${b}`);
+  for (const place of document.querySelectorAll('.plot')) {
+    if (!place.chart) continue;
+    const frame = place.closest('.card').getBoundingClientRect(), box = place.getBoundingClientRect();
+    if (box.right > frame.right) bad.push(`${place.id} sticks out`);
+    (place.labels || []).forEach((a, i) => {
+      if (a.right > place.chart.width) bad.push(`${a.text} sticks out`);
+      for (const b of place.labels.slice(i + 1)) if (Math.abs(a.y - b.y) < 14) bad.push(`${a.text} over ${b.text}`);
     });
   }
   return bad;
@@ -514,4 +677,6 @@ def wait_for(ready, seconds=60):
 
 
 def test_the_page_is_packaged():
-    assert {"page.html", "page.css", "page.js"} <= {p.name for p in Path(page.__file__).parent.iterdir()}
+    here = Path(page.__file__).parent
+    assert (here / "uplot/LICENSE").exists()
+    assert {"page.html", *page.FILES.values()} <= {str(p.relative_to(here)) for p in here.rglob("*")}

@@ -18,7 +18,7 @@ from fedbraid.study import reproduce as r
 
 GRID = """
 import fedbraid as fb
-from fedbraid.study.reproduce import Cell, markdown, spread, tail
+from fedbraid.study.reproduce import Cell, Claim, markdown, spread, tail
 
 ROUNDS = {rounds}
 
@@ -28,6 +28,13 @@ def cells():
              fb.Work(lr=0.05, batch=10), fb.rounds(ROUNDS, clients=4), seed=seed, every=4, last=2)
         for seed in (0, 1) for name, text in (("FedAvg", "fedavg()"), ("FedAdaVR", "fedadavr('adam', lr=0.01)"))
     ]
+
+def full():
+    from dataclasses import replace
+    return [replace(c, name=c.name.replace("tiny/", "full-tiny/"), schedule=fb.rounds(10 * ROUNDS, clients=4)) for c in cells()[:2]]
+
+def claims(done):
+    return [Claim("Table 1", "FedAdaVR | wins", "open", f"{{len(done)}} cells", "fedbraid reproduce tiny")]
 
 def report(done):
     names = ("FedAvg", "FedAdaVR")
@@ -182,7 +189,37 @@ def test_lists(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert go(home, "--list", "--json") == 0
     assert [c["done"] for c in json.loads(capsys.readouterr().out)] == [False] * 4
     assert main(["reproduce", "--json", "--experiments", str(home)]) == 0
-    assert json.loads(capsys.readouterr().out) == [{"paper": "tiny", "part": "tiny", "cells": 4, "done": 0}]
+    none = {"paper": "tiny", "part": "tiny", "cells": 4, "done": 0, "hours_left": "?"}
+    assert json.loads(capsys.readouterr().out) == [none, none | {"part": "full-tiny", "cells": 2}]
+
+
+def test_a_trial_says_how_long_full_size_would_take(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert go(home, "--full", "--try", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [c["done"] for c in listed] == [False] * 2
+    assert all(c["hours_left"] > 0 for c in listed)
+    tried = json.loads((home / "tiny" / "results" / "tried.json").read_text())
+    assert set(tried) == {"full-tiny"}
+    assert tried["full-tiny"]["code"] == r.version()
+    assert not results(home).exists()
+
+
+def test_the_page_of_all_papers(home: Path) -> None:
+    assert go(home, "--quiet") == 0
+    assert main(["reproduce", "--page", "--experiments", str(home)]) == 0
+    page = (home / "README.md").read_text()
+    assert r"| Table 1 | FedAdaVR \| wins | open | 4 cells | `fedbraid reproduce tiny` |" in page
+    assert f"| tiny | {r.version()} | 4 |" in page
+    assert "| tiny | full-tiny | 2 | 0 | ? |" in page
+
+
+def test_results_outlive_new_keywords(home: Path) -> None:
+    assert go(home, "--quiet") == 0
+    book, cells = r.Book(home / "tiny" / "results"), r.load(home, "tiny").cells()
+    line = book.lines()[cells[0].name]
+    for old in ("Work(lr=0.05, epochs=1, steps=None, batch=10, momentum=0.0)", repr(cells[0].work)):
+        assert r.same(line | {"work": old}, cells[0])
+    assert not r.same(line | {"work": "Work(lr=0.05, epochs=2, batch=10)"}, cells[0])
 
 
 def test_a_page_without_a_mark_is_refused(tmp_path: Path) -> None:
@@ -198,3 +235,29 @@ def test_every_grid_of_the_repository_loads() -> None:
         cells = r.load(home, paper).cells()
         assert cells
         r.Book(home / paper / "results").done(cells)
+
+
+def test_what_changed_since_is_run_again_when_asked(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {"code": None, "work": "Work(lr=0.1, momentum=0.9)", "algorithm": "scaffold()"}
+    lines = {
+        "scaffold with momentum": ({"algorithm": "scaffold()"}, True), "plain": ({"algorithm": "fedavg()"}, False),
+        "without momentum": ({"algorithm": "scaffold()", "work": "Work(lr=0.1, momentum=0.0)"}, False),
+        "shifted": ({"algorithm": "fedshift(fedavg())"}, True), "new": ({"algorithm": "scaffold()", "code": "0.1.0+abc"}, False),
+    }  # fmt: skip
+    for name, (line, again) in lines.items():
+        made = {k: v for k, v in {**old, **line}.items() if v is not None}
+        assert r.outdated(made) == again, name
+    assert go(home, "--quiet") == 0
+    text = (
+        results(home)
+        .read_text()
+        .replace("fedavg()", "fedshift(fedavg())")
+        .replace(f'"code":"{r.version()}",', "")
+    )
+    results(home).write_text(text)
+    grid = home / "tiny" / "grid.py"
+    grid.write_text(grid.read_text().replace('"fedavg()"', '"fedshift(fedavg())"'))
+    assert len(r.Book(results(home).parent).done(r.load(home, "tiny").cells())) == 4
+    assert go(home, "--quiet", "--again") == 0
+    assert results(home).read_text().count("\n") == 6
+    assert results(home).read_text().count(r.version()) == 2

@@ -282,3 +282,20 @@ def test_refusals_say_what_to_do():
         fb.Task.from_arrays(nn.Linear(5, 3), data, data[0], client_tests=data)
     with pytest.raises(DataError, match="2 test shares for 3 clients"):
         fb.Task.from_arrays(nn.Linear(5, 3), data, client_tests=data[:2])
+
+
+@pytest.mark.parametrize("partition", ["label_chunks(1)", "dirichlet(0.3)", "iid()"])
+def test_test_shares_have_the_labels_of_their_clients(partition):
+    task = fb.tasks.load("digits", clients=20, partition=partition, test_shares=True)
+    plain = fb.tasks.load("digits", clients=20, partition=partition)
+    assert torch.equal(task.rows, plain.rows)
+    assert task.test_offsets[-1] == len(task.test[1]) == len(plain.test[1])
+    assert torch.equal(task.test[1].bincount(), plain.test[1].bincount())
+    for client in range(20):
+        lo, hi = task.test_offsets[client : client + 2]
+        assert set(task.test[1][lo:hi].tolist()) <= set(task.labels(client).tolist())
+    again = fb.tasks.reload(task.spec)
+    assert again.fingerprint == task.fingerprint
+    work, plan = fb.Work(lr=0.05), fb.rounds(2, clients=3)
+    record = fb.simulate(task, fb.fedavg(), work, plan, evaluate_on="clients").history[-1]
+    assert record["accuracy_worst_tenth"] <= record["accuracy_clients"]

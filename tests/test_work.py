@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.data.batches import Flip, FlipCrop, Plan, step_counts
+from fedbraid.data.augment import CropJitter, Flip, FlipCrop
+from fedbraid.data.batches import Plan, step_counts
 from fedbraid.errors import ConfigError
 
 SIZES = (1, 3, 7, 12, 20)
@@ -52,6 +53,20 @@ def samples(task, work, client, version=0, seed=0):
 def test_steps_are_counted_right(task, work, counts):
     assert step_counts(np.array(SIZES), work).tolist() == counts
     assert [len(samples(task, work, c)) for c in range(5)] == counts
+
+
+def test_batches_with_replacement_are_full_and_repeat_samples(task):
+    work = fb.Work(batch=5, epochs=4, replace=True)
+    steps = samples(task, work, 3)
+    assert [len(s) for s in steps] == [5] * 12
+    assert any(len(set(s)) < 5 for s in steps)
+    assert set(chain(*steps)) == set(range(12))
+    assert steps == samples(task, work, 3)
+    assert samples(task, work, 1) != samples(task, work, 1, version=1)
+    block = Plan(task, work, np.array([3, 0, 1]), 0, 0)
+    assert (block.batch(2).client(0).rows[0] - int(task.offsets[3])).tolist() == steps[2]
+    with pytest.raises(ConfigError, match="replace=True draws batches"):
+        fb.Work(batch=None, replace=True)
 
 
 def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own(task):
@@ -176,7 +191,7 @@ def test_augmentation_is_drawn_from_counted_randomness():
     module = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
     work, plan = fb.Work(lr=0.1, batch=4, epochs=2), fb.rounds(3, clients=3)
     plain = fb.simulate(fb.Task.from_arrays(module, images()), fb.fedavg(), work, plan, engine=LOOP).x
-    for augment in (Flip(), FlipCrop(2)):
+    for augment in (Flip(), FlipCrop(2), FlipCrop(2, per="batch")):
         task = fb.Task.from_arrays(module, images(), augment=augment)
         torch.manual_seed(3)
         first = fb.simulate(task, fb.fedavg(), work, plan, engine=LOOP)
@@ -204,6 +219,28 @@ def test_flip_and_crop_do_what_they_say():
     corner = FlipCrop(1)(x, torch.tensor([[0.7, 0.0, 0.0]] * 2))
     assert torch.equal(corner[:, :, 1:, 1:], x[:, :, :3, :3])
     assert not corner[:, :, 0].any()
+
+
+def test_a_batch_may_share_one_draw():
+    task = fb.Task.from_arrays(
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 2)),
+        [(np.zeros((9, 1, 6, 6)), np.zeros(9, int))],
+        augment=FlipCrop(2, per="batch"),
+    )
+    plan = Plan(task, fb.Work(batch=4), np.array([0]), 0, 0)
+    first, second = (plan.batch(k).draws[0] for k in (0, 1))
+    assert torch.equal(first, first[:1].expand_as(first))
+    assert not torch.equal(first[0], second[0])
+
+
+def test_jitter_crops_and_keeps_colours_in_range():
+    x = torch.rand(5, 3, 8, 8)
+    still = torch.tensor([[0.7, 0.0, 0.5, 0.5, 0.5, 0.5]] * 5)
+    assert torch.allclose(CropJitter(6)(x, still), x[:, :, :6, 1:7], atol=1e-6)
+    bright = CropJitter(6, strength=0.5)(x, still.index_fill(1, torch.tensor([3]), 0.75))
+    assert torch.allclose(bright, (1.25 * x[:, :, :6, 1:7]).clamp(0, 1), atol=1e-2)
+    dull = CropJitter(8, strength=0.9)(x, still.index_fill(1, torch.tensor([5]), 0.0))
+    assert (dull.std(1) < 0.2 * x.std(1)).all()
 
 
 def test_augmentation_touches_training_alone():

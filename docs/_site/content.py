@@ -1,9 +1,22 @@
-"""Tables and pictures that are made when the site is built: of the experiments' pages, `fedbraid cost`, the command line."""
+"""Tables and pictures that stand in the pages and are made by the repo itself: `make tables` writes them, a test compares.
+
+A page holds them between two comments, the first of which says what is made:
+
+    <!-- cost: scaffold(), fedadavr(memory='int4') -->    what `fedbraid cost` says of them
+    <!-- costs -->                                        the same of every algorithm
+    <!-- table: fedadavr, mnist headline, FedAvg|FedYogi -->   of an experiment's page; the third keeps some rows
+    <!-- picture: fedgbo/curves.png, what it shows -->     of an experiment, once it has been drawn
+    <!-- hooks -->                                        the signatures of a rule's, a gather's and a transform's hooks
+    <!-- cli -->                                          every command and its options
+    …
+    <!-- end -->
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import os
 import re
 import textwrap
@@ -11,11 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import commands
+import maths
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = re.compile(
-    r"^(?P<indent> *)<!-- (?P<kind>cost|costs|table|picture|cli)(?:: (?P<rest>.*?))? -->$", re.M
+    r"^(?P<indent> *)(?P<mark><!-- (?P<kind>cost|costs|table|picture|hooks|cli)(?:: (?P<rest>.*?))? -->)\n"
+    r".*?^ *<!-- end -->$",
+    re.M | re.S,
 )
+COMMENT = re.compile(
+    r"^ *<!-- (?:cost|costs|table|picture|hooks|cli)(?:: .*?)? -->\n|^ *<!-- end -->\n?", re.M
+)
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 PICTURES = sorted(ROOT.glob("experiments/*/*.png"))  # once: an experiment may draw while the site is built
 
@@ -24,12 +44,23 @@ COMMAND = f"fedbraid cost {MODEL} ALGORITHM --clients {CLIENTS} --per-round {PER
 
 
 def fill(markdown: str, uri: str) -> str:
-    """A page with its comments turned to content."""
+    """A page with everything between its comments made anew."""
 
     def made(match: re.Match[str]) -> str:
-        return textwrap.indent(_made(match["kind"], match["rest"] or "", uri), match["indent"])
+        body = _made(match["kind"], match["rest"] or "", uri)
+        return textwrap.indent(f"{match['mark']}\n\n{body}\n\n<!-- end -->", match["indent"])
 
     return MARK.sub(made, markdown)
+
+
+def write() -> None:
+    """Every page as it should be."""
+    for path in PAGES:
+        text = path.read_text()
+        filled = fill(text, path.relative_to(ROOT / "docs").as_posix())
+        if filled != text:
+            path.write_text(filled)
+            print(f"{path.relative_to(ROOT)} written")
 
 
 def _made(kind: str, rest: str, uri: str) -> str:
@@ -43,6 +74,8 @@ def _made(kind: str, rest: str, uri: str) -> str:
         case "picture":
             path, _, alt = rest.partition(",")
             return picture(path.strip(), alt.strip(), uri)
+        case "hooks":
+            return hooks()
     return commands.reference()
 
 
@@ -66,7 +99,7 @@ def table(experiment: str, name: str, keep: str = "") -> str:
     if not kept:
         what = f"{name}, {keep}" if keep else name
         return f"*Not measured yet: {what.replace('|', ', ')}. `fedbraid reproduce {experiment}` does it.*"
-    return "\n".join([head, rule, *kept])
+    return maths.subscripts("\n".join([head, rule, *kept]))
 
 
 def _cells(row: str) -> list[str]:
@@ -125,5 +158,40 @@ def estimated(call: str) -> Any:
     from fedbraid.cli.cost import _subject
     from fedbraid.study.cost import estimate
 
-    module, sample, crowd = _subject(MODEL, {"clients": CLIENTS}, SAMPLES, PER_ROUND)
+    module, sample, crowd, _ = _subject(MODEL, {"clients": CLIENTS}, SAMPLES, PER_ROUND)
     return estimate(module, sample, cfg.algorithm_of({"name": call}), cfg.work_of({}), crowd)
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+PLAIN = {
+    "init": "State that lives from step to step.",
+    "update": "From update to update: what goes on, the new state.",
+}
+
+
+def hooks() -> str:
+    """The parts' hooks as they are defined: signature, and what each is for."""
+    import fedbraid as fb
+
+    lines = ["| part | hook | what it is for |", "| :-- | :-- | :-- |"]
+    for part in (fb.Rule, fb.Gather, fb.Transform):
+        own = [
+            (name, f) for name, f in vars(part).items() if inspect.isfunction(f) and not name.startswith("_")
+        ]
+        for i, (name, f) in enumerate(own):
+            said = " ".join((inspect.getdoc(f) or PLAIN[name]).split()).replace("|", "\\|")
+            lines.append(f"| {f'`{part.__name__}`' if i == 0 else ''} | `{name}{_signature(f)}` | {said} |")
+    return "\n".join(lines)
+
+
+def _signature(f: Any) -> str:
+    """Without `self`, and with names instead of dotted paths."""
+    found = inspect.signature(f)
+    given = [p for p in found.parameters.values() if p.name != "self"]
+    return str(found.replace(parameters=given)).replace("'", "").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    write()

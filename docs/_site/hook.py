@@ -1,17 +1,7 @@
-"""MkDocs calls this while it builds the site: pages from elsewhere in the repo, tables that cannot go stale, equations.
-
-A page may hold comments that become content when the site is built:
-
-    <!-- cost: scaffold(), fedadavr(memory='int4') -->    what `fedbraid cost` says of them
-    <!-- costs -->                                        the same of every algorithm
-    <!-- table: fedadavr, mnist headline, FedAvg|FedYogi -->   of an experiment's page; the third keeps some rows
-    <!-- picture: fedgbo/curves.png, what it shows -->     of an experiment, once it has been drawn
-    <!-- cli -->                                          every command and its options
-"""
+"""MkDocs calls this while it builds the site: pages from elsewhere in the repo, equations."""
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 import re
@@ -27,12 +17,10 @@ import books  # noqa: E402
 import content  # noqa: E402
 import maths  # noqa: E402
 
-log = logging.getLogger("mkdocs.hooks.fedbraid")
-
 ELSEWHERE = (
     *sorted(ROOT.glob("experiments/*/README.md")),
     *content.PICTURES,
-    *sorted(ROOT.glob("notebooks/*.ipynb")),
+    *sorted(ROOT.glob("notebooks/**/*.ipynb")),
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
 )
@@ -65,16 +53,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    try:
-        filled = content.fill(markdown, page.file.src_uri)
-    except (KeyError, OSError, ValueError) as error:
-        log.warning("%s: %s", page.file.src_uri, error)
-        return markdown
-    return _links(filled, page.file.src_uri)
+    return _links(content.COMMENT.sub("", markdown), page.file.src_uri)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    return maths.render(html)
+    return maths.subscripts(maths.render(html))
 
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")

@@ -20,3 +20,15 @@ def render(html: str) -> str:
         lambda m: f'<div class="equation">{convert(htmllib.unescape(m[1]).strip(), display="block")}</div>',
         html,
     )
+
+
+LETTER = re.compile(r"(<(code|pre|math)\b.*?</\2>)|([ημβ])_([a-zA-Z0-9]+)", re.S)
+
+
+def subscripts(html: str) -> str:
+    """`η_c` as people write it, outside code.
+
+    >>> subscripts("η_c is <code>η_c</code>")
+    'η<sub>c</sub> is <code>η_c</code>'
+    """
+    return LETTER.sub(lambda m: m[1] or f"{m[3]}<sub>{m[4]}</sub>", html)

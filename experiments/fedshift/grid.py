@@ -1,6 +1,6 @@
-"""FedShift: Tables I and II in a size that two cores can bear.
+"""FedShift: its effect in the authors' own kind of training, in small; Tables I and II shorter still; all in full size.
 
-CIFAR-10, 100 clients, 10 a round, batch 50 as in the paper; a small CNN (137,642 weights) for its CNN (2,156,490), 1 local
+CIFAR-10, 100 clients, 10 a round, batch 50 as in the paper. Tables: a small CNN (137,642 weights) for its CNN (2,155,872), 1 local
 epoch for 10 and 60 rounds for 800, and plain SGD at 0.05 for momentum 0.9 at 0.005.
 """
 
@@ -9,14 +9,19 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import fedbraid as fb
-from fedbraid.study.reproduce import Cell, Line, Panel, markdown, picture, spread, tail
+from fedbraid.data.augment import FlipCrop
+from fedbraid.run.simulate import Run, judge
+from fedbraid.study.page import by_test
+from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
@@ -66,12 +71,12 @@ def algorithm(method: str, quantiser: str, bits: int, shift: bool) -> str:
 
 
 @cache
-def cohorts(seed: int) -> tuple[tuple[int, ...], ...]:
+def cohorts(seed: int, rounds: int = ROUNDS) -> tuple[tuple[int, ...], ...]:
     """Five clients with even labels and five with odd ones in every round."""
     draw = np.random.default_rng(seed)
     halves = [np.setdiff1d(np.arange(100), INFERIOR), np.array(INFERIOR)]
     return tuple(
-        tuple(int(c) for half in halves for c in draw.choice(half, 5, replace=False)) for _ in range(ROUNDS)
+        tuple(int(c) for half in halves for c in draw.choice(half, 5, replace=False)) for _ in range(rounds)
     )
 
 
@@ -94,9 +99,103 @@ def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed
     return [cell(part, partition, quantiser, method, bits, shift, seed) for shift in (False, True)]
 
 
+# The effect: the authors' training, in small ---------------------------------------------------------
+
+IMAGES, LONG = 50, 200  # a client's, and rounds
+THEIR_WORK = fb.Work(lr=0.005, epochs=10, batch=50, momentum=0.9)
+THEIR_ALGORITHM = (
+    f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed(uniform(8), clients={INFERIOR})))"
+)
+
+
+def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
+    """Dirichlet 100, fifty images a client, the authors' network with 16 and 32 channels and 128 units.
+
+    The cheapest in which the first dense layer's mean drifts: with 8 and 16 channels and 64 units it stays within
+    0.1 of σ/√fan_in, with these it is at −0.4 to −0.9 after three rounds.
+    """
+
+    def make() -> fb.Task:
+        build = partial(fb.models.fedshift_cnn, width=16, units=128, bias=bias)
+        whole = fb.tasks.load("cifar10", clients=100, partition="dirichlet(100)", seed=seed, model=build)
+        rows = torch.cat([whole.rows[lo : lo + IMAGES] for lo in whole.offsets[:-1]])
+        return fb.Task.from_table(
+            build, whole.inputs[rows], whole.targets[rows], torch.arange(len(rows)), IMAGES * np.arange(101),
+            test=whole.test, augment=FlipCrop() if augment else None, name="cifar10, 50 images a client",
+        )  # fmt: skip
+
+    make.__name__ = f"few_images_seed_{seed}{'_biases' * bias}{'_augmented' * augment}"
+    return make
+
+
+FEW = {(s, b, a): few_images(s, b, a) for s in SEEDS for b in (False, True) for a in (False, True)}
+
+
+def probe(run: Run) -> Line:
+    """Each layer's mean in units of σ/√fan_in, its dead units, and the accuracy on the other side of the shift."""
+    task, x = run.setup.task, run.state.average
+    shifted = "Shift" in repr(run.setup.algorithm.server)
+    other, means = x.clone(), {}
+    for slot in task.layout:
+        if len(slot.shape) > 1:
+            w = x[slot.offset : slot.end]
+            fan_in = slot.size // slot.shape[0]
+            means[slot.name] = float(w.mean() / w.std() * fan_in**0.5)
+            other[slot.offset : slot.end] += w.mean() * (
+                1.0 if shifted else -0.5
+            )  # half of the cohort is quantised
+    unlike = judge(run.engine, task, other)["accuracy"]
+    side = {"before": unlike} if shifted else {"after": unlike}
+    return {"means": means, "dead": dead(task, x), **side}
+
+
+@torch.no_grad()
+def dead(task: fb.Task, x: Tensor) -> dict[str, float]:
+    """By layer, the share of units that no one of a thousand training images makes positive."""
+    model, a, found = task.layout.load(task.module(), x).eval(), task.inputs[::10][:1000], {}
+    for name, layer in model.named_children():
+        a = layer(a)
+        if isinstance(layer, nn.ReLU):
+            found[name] = float((a.transpose(0, 1).flatten(1).amax(1) <= 0).float().mean())
+    return found
+
+
+def effect_cell(bias: bool, augment: bool, shift: bool, seed: int) -> Cell:
+    kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
+    return Cell(
+        f"effect/{kind}/{'shifted' if shift else 'plain'}/seed {seed}",
+        FEW[seed, bias, augment],
+        f"fedshift({THEIR_ALGORITHM})" if shift else THEIR_ALGORITHM,
+        THEIR_WORK,
+        fb.rounds(LONG, clients=cohorts(seed, LONG)),
+        seed=seed, every=10, probe=probe, keep=("accuracy", "loss", "train_loss", "before", "after", "means", "dead"),
+    )  # fmt: skip
+
+
+AFTER = {4: 0.1, 8: 0.3}  # SCALLION's alpha by bits
+
+
+def after() -> list[Cell]:
+    """SCALLION beside Fed-EF: half of the clients send the one vector in few bits."""
+    return [
+        replace(
+            cell("table1", "parity shards", "kmeans", "FedPAQ", bits, False, seed), name=f"after/parity shards/kmeans/SCALLION 32+{bits}/seed {seed}",
+            algorithm=f"with_codecs(scallion(alpha={alpha}), up=mixed(kmeans({bits}), clients={INFERIOR}))",
+        )
+        for seed in SEEDS for bits, alpha in AFTER.items()
+    ]  # fmt: skip
+
+
+EFFECT = [(False, False), (False, True), (True, False), (True, True)]  # biases, augmentation
+
+
+def effect() -> list[Cell]:
+    return [effect_cell(b, a, shift, seed) for b, a in EFFECT for seed in SEEDS for shift in (False, True)]
+
+
 def cells() -> list[Cell]:
     """At 4 and 6 bits, then at 8: k-means with 256 clusters takes longer than the training."""
-    found = []
+    found = effect() + after()
     for some in ((4, 6), (8,)):
         for method in METHODS:
             for seed in SEEDS:
@@ -109,6 +208,55 @@ def cells() -> list[Cell]:
                 for partition in list(PARTITIONS)[1:]:
                     for bits in some:
                         found += both("table2", partition, quantiser, "FedPAQ", bits, seed)
+    return found
+
+
+# The paper's own size --------------------------------------------------------------------------------
+
+FULL_ROUNDS, FULL_BITS = 800, (4, 5, 6, 7, 8)
+FULL_METHODS = {
+    "FedPAQ": "fedavg(weights='uniform')", "Fed-EF": "error_feedback(fedavg(weights='uniform'))",
+    "FedProx": "fedprox(mu=0.01, weights='uniform')", "SCAFFOLD": "scaffold(weights='uniform')",
+}  # fmt: skip
+THEIR_CODECS = {"uniform": "uniform({bits})", "kmeans": "kmeans({bits}, iterations=4)"}
+THEIR_PARTITIONS = PARTITIONS | {"parity shards": "parity_shards(copies=2)"}
+
+
+def full_cell(
+    part: str, partition: str, quantiser: str, method: str, bits: int, shift: bool, seed: int
+) -> Cell:
+    codec = THEIR_CODECS[quantiser].format(bits=bits)
+    text = FULL_METHODS[method]
+    if bits < 32:
+        text = f"with_codecs({text}, up=of_weights(mixed({codec}, clients={INFERIOR})))"
+    return Cell(
+        f"full-{part}/{partition}/{quantiser}/{method} 32+{bits}{' shifted' * shift}/seed {seed}",
+        f"load('cifar10', clients=100, partition={THEIR_PARTITIONS[partition]}, seed={seed}, model='fedshift_cnn', augment=True)",
+        f"fedshift({text})" if shift else text,
+        THEIR_WORK, fb.rounds(FULL_ROUNDS, clients=cohorts(seed, FULL_ROUNDS)),
+        seed=seed, every=10, last=10, probe=probe, keep=("accuracy", "loss", "before", "after", "means", "dead"),
+    )  # fmt: skip
+
+
+def full() -> list[Cell]:
+    """Tables I and II as the authors ran them: their network, augmentation, cohorts, k-means and 800 rounds."""
+    found = []
+    for seed in SEEDS:
+        for method in FULL_METHODS:
+            found.append(full_cell("table1", "parity shards", "kmeans", method, 32, False, seed))
+            for bits in reversed(FULL_BITS):
+                found += [
+                    full_cell("table1", "parity shards", "kmeans", method, bits, s, seed)
+                    for s in (False, True)
+                ]
+    for seed in SEEDS:
+        for partition in list(PARTITIONS)[:0:-1]:
+            for quantiser in THEIR_CODECS:
+                for bits in reversed(FULL_BITS):
+                    found += [
+                        full_cell("table2", partition, quantiser, "FedPAQ", bits, s, seed)
+                        for s in (False, True)
+                    ]
     return found
 
 
@@ -132,6 +280,28 @@ def ours(done: Done, part: str, partition: str, quantiser: str, method: str, bit
     names = [cell(part, partition, quantiser, method, bits, shift, s).name for s in SEEDS]
     found = [done[n] for n in names if n in done]
     return spread([100 * tail(line, LAST) for line in found if not line["diverged"]]) if found else "–"
+
+
+def after_table(done: Done) -> str:
+    rows = []
+    for method in ("FedPAQ", "Fed-EF", "SCAFFOLD"):
+        rows.append(
+            [
+                method,
+                *(ours(done, "table1", "parity shards", "kmeans", method, bits, False) for bits in AFTER),
+            ]
+        )
+    lines = {
+        b: [done[n] for s in SEEDS if (n := f"after/parity shards/kmeans/SCALLION 32+{b}/seed {s}") in done]
+        for b in AFTER
+    }
+    rows.append(
+        [
+            "SCALLION",
+            *(spread([100 * tail(x, LAST) for x in some if not x["diverged"]]) for some in lines.values()),
+        ]
+    )
+    return markdown(["parity shards, kmeans", *(f"32+{b}" for b in AFTER)], rows)
 
 
 def table(done: Done, part: str, kinds: list[tuple[str, str, str]], widths: tuple[int, ...]) -> str:
@@ -200,6 +370,71 @@ def draw(done: Done) -> None:
     picture(HERE / "bias.png", [Panel("predicted labels", shares, x="label", y="share of the test set")])
 
 
+def effect_lines(done: Done, bias: bool, augment: bool, shift: bool) -> dict[int, Line]:
+    found = {seed: done.get(effect_cell(bias, augment, shift, seed).name) for seed in SEEDS}
+    return {seed: line for seed, line in found.items() if line is not None and not line["diverged"]}
+
+
+def late(line: Line, key: str = "accuracy") -> float:
+    """The mean over the second half of the rounds, in percent."""
+    values = [v for t, v in zip(line["curve"]["step"], line["curve"][key]) if t > LONG // 2 and v is not None]
+    return 100 * sum(values) / len(values) if values else float("nan")
+
+
+def at_the_end(line: Line, key: str, layer: str) -> float:
+    return float(line["curve"][key][-1][layer])
+
+
+def effect_table(done: Done) -> str:
+    rows = []
+    for bias, augment in EFFECT:
+        plain, shifted = (effect_lines(done, bias, augment, shift) for shift in (False, True))
+        kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'images as they are'}"
+        for name, lines in (("plain", plain), ("shifted", shifted)):
+            if lines:
+                other = "after" if name == "plain" else "before"
+                rows.append([
+                    f"{kind}, {name}", spread([late(x) for x in lines.values()]), f"{other}: {spread([late(x, other) for x in lines.values()])}",
+                    spread([100 * x["curve"]["accuracy"][-1] for x in lines.values()]),
+                    *(spread([at_the_end(x, "means", n) for x in lines.values()], 2) for n in ("3.weight", "7.weight")),
+                    spread([100 * at_the_end(x, "dead", "8") for x in lines.values()]), str(len(lines)),
+                ])  # fmt: skip
+        if both := [seed for seed in SEEDS if seed in plain and seed in shifted]:
+            gains = [late(shifted[s]) - late(plain[s]) for s in both]
+            each = ", ".join(f"{g:+.2f}" for g in gains)
+            rows.append(
+                [f"{kind}, **gain**", f"{spread(gains, 2)}", each, *["" for _ in range(4)], str(len(both))]
+            )
+    head = [
+        "", f"accuracy, rounds {LONG // 2 + 1} to {LONG}", "on the other side of the shift / gain by seed", f"round {LONG}",
+        "(m/σ)·√fan_in, 2nd convolution", "1st dense layer", "dead units there, %", "seeds",
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def draw_effect(done: Done) -> None:
+    panels = []
+    for bias, augment in EFFECT:
+        kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
+        lines = {
+            "plain": effect_lines(done, bias, augment, False),
+            "shifted": effect_lines(done, bias, augment, True),
+        }
+        curves = {name: list(some.values()) for name, some in lines.items() if some}
+
+        def mean(some: list[Line], value: Callable[[Line, int], float]) -> list[float]:
+            return [sum(value(x, i) for x in some) / len(some) for i in range(len(some[0]["curve"]["step"]))]
+
+        for title, value in (
+            ("test accuracy", lambda x, i: x["curve"]["accuracy"][i]),
+            ("(m/σ)·√fan_in, 1st dense layer", lambda x, i: x["curve"]["means"][i]["7.weight"]),
+            ("dead units, 1st dense layer", lambda x, i: x["curve"]["dead"][i]["8"]),
+        ):
+            drawn = [(n, some[0]["curve"]["step"], mean(some, value)) for n, some in curves.items()]
+            panels.append(Panel(kind, drawn, y=title))
+    picture(HERE / "effect.png", panels)
+
+
 def overhead() -> str:
     """Table III, from overhead.py."""
     found = json.loads((HERE / "overhead.json").read_text())
@@ -219,12 +454,115 @@ def report(done: Done) -> dict[str, str]:
         for p in dict.fromkeys(c.part for c in every)
     ]
     draw(done)
+    draw_effect(done)
     shards = [("parity shards", "kmeans", m) for m in METHODS]
     mixed = [(p, q, "FedPAQ") for q in ("uniform", "kmeans") for p in list(PARTITIONS)[1:]]
     return {
         "state": markdown(["part", "cells done"], state),
+        "effect": effect_table(done),
+        "after": after_table(done),
         "bias": bias(done),
         "overhead": overhead(),
         "table1": table(done, "table1", shards, (32, *BITS)),
         "table2": table(done, "table2", mixed, BITS),
     }
+
+
+# The paper's claims -----------------------------------------------------------------------------------
+
+
+def mean_accuracy(
+    done: Done, part: str, partition: str, quantiser: str, bits: int, shift: bool
+) -> float | None:
+    names = [cell(part, partition, quantiser, "FedPAQ", bits, shift, s).name for s in SEEDS]
+    found = [100 * tail(done[n], LAST) for n in names if n in done and not done[n]["diverged"]]
+    return sum(found) / len(found) if found else None
+
+
+def gains(done: Done, part: str, partition: str, quantiser: str) -> str:
+    """What the shift adds at 4, 6 and 8 bits."""
+    found = []
+    for bits in BITS:
+        with_, without = (mean_accuracy(done, part, partition, quantiser, bits, s) for s in (True, False))
+        found.append("–" if with_ is None or without is None else f"{with_ - without:+.1f}")
+    return " / ".join(found)
+
+
+def effect_claim(done: Done) -> Claim:
+    told, positive, three = [], [], True
+    for bias, augment in EFFECT:
+        plain, shifted = (effect_lines(done, bias, augment, shift) for shift in (False, True))
+        both = [s for s in SEEDS if s in plain and s in shifted]
+        if both:
+            gain = [late(shifted[s]) - late(plain[s]) for s in both]
+            kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
+            told.append(f"{kind}: {', '.join(f'{g:+.2f}' for g in gain)} points")
+            positive += [g > 0 for g in gain]
+            three = three and len(both) == len(SEEDS)
+    status = (
+        "open"
+        if not told or not three
+        else "in small"
+        if all(positive)
+        else "differs"
+        if not any(positive)
+        else "partly"
+    )
+    return Claim(
+        "the gain itself", "centring the layers' means lifts accuracy, by 3 to 4 points at 8 bits, where quantising costs nothing",
+        status, f"by seed, rounds {LONG // 2 + 1} to {LONG}: " + ("; ".join(told) or "not run"), "fedbraid reproduce fedshift --part effect",
+    )  # fmt: skip
+
+
+def distance_ratio(done: Done) -> float | None:
+    """How far layers move a round with the shift, as a part of how far without (Figure 9)."""
+    plain, shifted = shown(done, "32+6", 0), shown(done, "32+6 shifted", 0)
+    if plain is None or shifted is None:
+        return None
+    moved = [sum(sum(m.values()) for m in line["curve"]["moved"]) for line in (shifted, plain)]
+    return moved[0] / moved[1]
+
+
+def claims(done: Done) -> list[Claim]:
+    run, cost = (
+        "fedbraid reproduce fedshift",
+        [mean_accuracy(done, "table1", "parity shards", "kmeans", b, False) for b in (32, 4, 6, 8)],
+    )
+    lost = " / ".join("–" if v is None or cost[0] is None else f"{v - cost[0]:+.1f}" for v in cost[1:])
+    odd = [100 * sum(s[1::2]) for s in labels(done, "32+4")]
+    ratio = distance_ratio(done)
+    short = "another network and optimiser, 60 rounds of one epoch"
+    return [
+        effect_claim(done),
+        Claim("Table I, bits", "FedPAQ loses 6.5 / 1.9 / 0.2 points at 4 / 6 / 8 bits", "in small", f"{lost} points ({short})", f"{run} --part table1"),
+        Claim(
+            "Table I, shift", "it gains 2.8 / 5.0 / 4.4 points at 4 / 6 / 8 bits, and beats 32 bits from 5 bits on", "differs",
+            f"{gains(done, 'table1', 'parity shards', 'kmeans')} points ({short}, so not yet the authors' setting)", f"{run} --full --part full-table1",
+        ),
+        *(
+            Claim(
+                f"Table II, {p}, {q}", "the shift gains at every width; uniform quantising fails at 4 bits" if q == "uniform" else "the shift gains at every width",
+                "differs", f"{gains(done, 'table2', p, q)} points at 4 / 6 / 8 bits ({short})", f"{run} --full --part full-table2",
+            )
+            for p in list(PARTITIONS)[1:] for q in ("uniform", "kmeans")
+        ),
+        Claim(
+            "Table III", "1,052 KB at 4 bits, 2,105 at 8, and tables of 0.25 to 89 KB", "agrees",
+            "; ".join(f"{f['codec']} {f['bytes'] / 1024:,.1f} KiB in all" for f in json.loads((HERE / "overhead.json").read_text())),
+            "python experiments/fedshift/overhead.py",
+        ),
+        Claim("Figure 7", "accuracy over rounds, with the shift above", "open", "with Table I in full size; curves of the small runs in effect.png", f"{run} --full --part full-table1"),
+        Claim(
+            "Figure 8", "mixed precision favours the quantised clients' labels, the shift mends it", "differs",
+            f"at 4 bits the quantised clients' labels are given to {spread(odd)} % of the test set, not to more than half", f"{run} --cells 'table1/*/FedPAQ 32+4*'",
+        ),
+        Claim(
+            "Figure 9", "with the shift layers move less from round to round", "open" if ratio is None else "in small" if ratio < 1 else "differs",
+            "–" if ratio is None else f"{ratio:.2f} times as far with it (32+6, seed 0)", f"{run} --cells 'table1/*/FedPAQ 32+6*'",
+        ),
+        by_test("tests/test_properties.py::test_fedshifts_mean_and_divergence", "equation 30 to the last digits; equation 12 as printed is wrong", "Theorem 2", "how the shift changes the distance between rounds"),
+        by_test("tests/test_pseudocode.py::test_fedshift", "equal to a loop-by-loop transcription", "Algorithm 2", "the server's shift"),
+        by_test("tests/test_codecs.py::test_a_few_iterations_of_kmeans_are_worse_and_come_from_the_seed", "theirs stops early: 2.6 times Lloyd's error at 4 bits (iterations=4)", "Algorithm 1", "k-means quantisation"),
+        Claim("Theorem 1", "converges at O(1/T) for strongly convex losses and everybody taking part", "open", "a bound, which no single run can show", "–"),
+        Claim("Figures 1 to 6, 10", "drawings of the idea and of the partitions", "agrees", "nothing to measure; `parity_shards`, `dirichlet` are the partitions", "fedbraid list"),
+    ]  # fmt: skip

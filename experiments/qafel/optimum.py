@@ -14,8 +14,7 @@ sys.path.insert(0, str(HERE))
 from grid import L2, everything  # noqa: E402
 
 
-def main() -> None:
-    x, y = (t.numpy().astype(np.float64) for t in everything())
+def newton(x: np.ndarray, y: np.ndarray) -> dict[str, float]:
     signed = x * np.where(y == 1, 1.0, -1.0)[:, None]
 
     def cost(w: np.ndarray) -> float:
@@ -32,7 +31,12 @@ def main() -> None:
         while cost(w - size * step) > cost(w) and size > 1e-10:
             size /= 2
         w = w - size * step
-    facts = {"f": cost(w), "gradient_norm": float(np.linalg.norm(gradient)), "norm": float(np.linalg.norm(w))}
+    return {"f": cost(w), "gradient_norm": float(np.linalg.norm(gradient)), "norm": float(np.linalg.norm(w))}
+
+
+def main() -> None:
+    x, y = (t.numpy().astype(np.float64) for t in everything())
+    facts = {"plain": newton(x, y), "intercept": newton(np.hstack([x, np.ones((len(x), 1))]), y)}
     (HERE / "optimum.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(facts)
 

@@ -22,24 +22,32 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.adabest import adabest
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
-    from fedbraid.algorithms.fedadavr import cluster_fedvarp, fedadavr, fedvarp, mifa
+    from fedbraid.algorithms.fedadavr import fedadavr
     from fedbraid.algorithms.feddyn import feddyn
     from fedbraid.algorithms.fedgbo import fedgbo, mfl, mimelite
     from fedbraid.algorithms.fedshift import fedshift
+    from fedbraid.algorithms.ghbm import ghbm
+    from fedbraid.algorithms.late import ace, ca2fl, fadas
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
+    from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
+    from fedbraid.algorithms.scallion import scallion
     from fedbraid.core.algorithm import Algorithm
+    from fedbraid.core.codec import Codec
+    from fedbraid.core.declare import Download, Upload
     from fedbraid.core.gather import Gather, Info, Mean, Staleness, Uploads
     from fedbraid.core.layout import Layout
     from fedbraid.core.rule import Chain, Local, Rule, chain
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
+    from fedbraid.data.arrays import pad
+    from fedbraid.data.lazy import folders
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
     from fedbraid.links import codecs
-    from fedbraid.links.codec import Codec
+    from fedbraid.models import lora
     from fedbraid.run import callbacks, export
     from fedbraid.run.simulate import Result, resume, simulate
     from fedbraid.run.state import State
@@ -49,19 +57,23 @@ if TYPE_CHECKING:
 _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
     "cost": "study.cost",
-    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "models": "models",
+    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
+    "models": "models",
     "partition": "data.partition", "sweep": "study.sweep", "tasks": "data.tasks",
 }  # fmt: skip
 _HOMES = {
     "core.algorithm": "Algorithm",
+    "core.declare": "Download Upload",
     "core.gather": "Gather Info Mean Staleness Uploads",
     "core.layout": "Layout",
     "core.rule": "Chain Local Rule chain",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
+    "data.arrays": "pad",
+    "data.lazy": "folders",
     "data.task": "Task",
     "errors": "FedbraidError",
-    "links.codec": "Codec",
+    "core.codec": "Codec",
     "run.simulate": "Result resume simulate",
     "run.state": "State",
     "schedule": "Schedule Tick buffered immediate rounds",

@@ -35,9 +35,24 @@ class MissingExtra(FedbraidError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(
-            f"{what} needs an optional dependency; install it with: pip install 'fedbraid[{extra}]'"
-        )
+        super().__init__(f"{what} needs the extra {extra!r}; install it with: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """The command that brings what an extra needs, wherever fedbraid itself came from."""
+    from importlib import metadata
+
+    try:
+        listed = metadata.requires("fedbraid") or []
+    except metadata.PackageNotFoundError:
+        listed = []
+    marked = (line.partition(";") for line in listed)
+    needs = [what.strip() for what, _, when in marked if f"extra=={extra!r}" in _tight(when)]
+    return f"pip install {' '.join(map(repr, needs)) or repr(f'.[{extra}]')}"
+
+
+def _tight(marker: str) -> str:
+    return marker.replace(" ", "").replace('"', "'")
 
 
 class RunError(FedbraidError):

@@ -6,6 +6,7 @@ Only calls of known names with literal arguments are understood; nothing is exec
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -63,11 +64,20 @@ def _value(node: ast.expr, names: Names, kind: str) -> Any:
         case ast.Name(id=name):
             return _made(name, [], {}, names, kind)
         case ast.Call(func=func, args=args, keywords=keywords) if word := _called(func):
-            given = {k.arg or "": _value(k.value, names, kind) for k in keywords}
-            return _made(word, [_value(a, names, kind) for a in args], given, names, kind)
+            given = {k.arg or "": _inner(k.value, names, f"{k.arg} of {word}") for k in keywords}
+            return _made(word, [_inner(a, names, f"argument of {word}") for a in args], given, names, kind)
     raise ConfigError(
         f"{ast.unparse(node)!r} is not a value, a list or a call; write names as 'text' in quotes"
     )
+
+
+def _inner(node: ast.expr, names: Names, kind: str) -> Any:
+    """An argument; a bare word that names nothing is told from a slip of the pen."""
+    if isinstance(node, ast.Name) and node.id not in names:
+        if difflib.get_close_matches(node.id, names, n=1):
+            raise unknown(kind, node.id, names)
+        raise ConfigError(f"{kind} is {node.id}, which names nothing; write a number, or text in 'quotes'")
+    return _value(node, names, kind)
 
 
 def _called(func: ast.expr) -> str | None:

@@ -11,10 +11,12 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.codec import Codec
 from fedbraid.errors import ConfigError
-from fedbraid.links.codec import Codec
 
 P = ParamSpec("P")
+
+PLAIN = {"momentum": 0.0}  # work of papers whose clients take plain steps
 
 BUILDERS: dict[str, Callable[..., Algorithm]] = {}  # by name, as the command line knows them
 WRAPPERS: dict[str, Callable[..., Algorithm]] = {}  # those that take an algorithm
@@ -72,3 +74,9 @@ def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
     if not fits:
         raise ConfigError(f"{call} got {parameter.name}={value!r}; give it {said}")
     return value
+
+
+def not_negative(name: str, value: float, why: str) -> None:
+    """Refuse a setting below zero."""
+    if not value >= 0:
+        raise ConfigError(f"{name}={value} {why}; use {name} >= 0")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder, not_negative
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.declare import Download, Upload
+from fedbraid.core.gather import Info, Mean, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
@@ -18,30 +19,47 @@ from fedbraid.errors import ConfigError
 
 @dataclass(frozen=True)
 class AdaptiveBias(Rule):
-    """g − h_i; afterwards h_i ← h_i/(t − t_i') + μ(x − y_K), t_i' being the client's last round."""
+    """g − h_i; afterwards h_i ← h_i/(t − t_i') + μ_i Δ_i, t_i' being the client's last round.
+
+    μ_i is μ, or with `progressive` the authors' μ·n̄/n_i, n̄ the mean number of samples over visits so far.
+    """
 
     mu: float
+    progressive: bool = False
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu={self.mu} pushes clients away from the model; use mu >= 0")
+        not_negative("mu", self.mu, "pushes clients away from the model")
 
     def init(self, x: Tensor) -> Vectors:
-        return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1.0)}
+        return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1)}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g.sub_(loc.memory["h_i"]), s
+        return g - loc.memory["h_i"], s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         last = loc.memory["last"]
         since = (loc.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
-        h_i = (loc.memory["h_i"] / since).add_(loc.x - y, alpha=self.mu)
-        return {}, {"h_i": h_i, "last": torch.full_like(last, loc.t)}
+        mu = self.mu * self._pull(loc) if self.progressive else self.mu
+        h_i = loc.memory["h_i"] / since + mu * got["delta"]
+        return {"h_i": h_i, "last": torch.full_like(last, loc.t)}
+
+    @staticmethod
+    def _pull(loc: Local) -> Tensor:
+        """n̄/n_i; 1 before anybody came."""
+        mean = loc.down["n_mean"]
+        return torch.where(mean > 0, mean / loc.n, 1.0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """h, what the averaged model is sent out without."""
+
+    h: Tensor
 
 
 @dataclass(frozen=True)
 class AdaptiveServer(Transform):
-    """h ← β(x̄_prev − x̄); x ← x̄ − h. Needs no N. The averaged model x̄ is the one to evaluate."""
+    """h ← β(h + (x − x̄)); x ← x̄ − h. Needs no N. The averaged model x̄ is the one to evaluate."""
 
     beta: float
 
@@ -49,38 +67,49 @@ class AdaptiveServer(Transform):
         if not 0 <= self.beta <= 1:
             raise ConfigError(f"beta={self.beta} makes the estimate grow without bound; use 0 <= beta <= 1")
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {"average": x.clone(), "h": torch.zeros_like(x)}
+    def init(self, x: Tensor, layout: Layout) -> Estimate:
+        return Estimate(torch.zeros_like(x))
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        average = x - u["delta"]
-        h = self.beta * (s["average"] - average)
-        return {**u, "delta": u["delta"] + h}, {"average": average, "h": h}
-
-    def judged(self, x: Tensor, s: Tree) -> Tensor:
-        average: Tensor = s["average"]
-        return average
+    def settle(self, move: Tensor, s: Estimate, info: Info) -> tuple[Tensor, Estimate]:
+        h = self.beta * (s.h + move)  # Remark 2: β(x̄_prev − x̄)
+        return h, Estimate(h)
 
 
 @dataclass(frozen=True)
-class ProgressiveMean(Mean):
-    """Σ_S n_i v_i / (|S|·n̄), n̄ being the mean number of samples over every visit so far (supplement, B).
+class Visits:
+    """Samples over all visits so far, and how many visits there were."""
 
-    An estimate of the population's mean that needs no N and is not normalised by who happens to be there.
-    """
+    samples: float = 0.0
+    count: int = 0
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {"samples": 0.0, "visits": 0}
 
-    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
-        seen = {"samples": s["samples"] + acc["weight"], "visits": s["visits"] + acc["count"]}
-        average = seen["samples"] / seen["visits"]
-        u, _ = super().close({**acc, "weight": acc["count"] * average}, {}, info)
-        return u, seen
+@dataclass(frozen=True)
+class MeanSamples(Transform):
+    """n̄, the mean number of samples over every visit so far, sent to clients; 0 before the first."""
+
+    def init(self, x: Tensor, layout: Layout) -> Visits:
+        return Visits()
+
+    def sends(self) -> tuple[Download, ...]:
+        return (Download("n_mean", width=1, signed=False),)
+
+    def send(self, s: Visits, N: int) -> Vectors:
+        return {"n_mean": torch.full((1,), s.samples / max(s.count, 1))}
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return (Upload("n", width=1, uniform=True),)
+
+    def account(self, up: Uploads) -> Vectors:
+        return {"n": up.n}
+
+    def update(self, u: Vectors, s: Visits, x: Tensor, info: Info) -> tuple[Vectors, Visits]:
+        return u, Visits(s.samples + info.cohort * float(u["n"]), s.count + info.cohort)
 
 
 @builder
 def adabest(mu: float = 0.02, beta: float = 0.9, weights: str = "samples") -> Algorithm:
     """AdaBest: adaptive bias estimates on clients (mu) and server (beta); weights may be "progressive"."""
-    gather = ProgressiveMean() if weights == "progressive" else Mean(weights)
-    return Algorithm(AdaptiveBias(mu), gather, pipeline(AdaptiveServer(beta)))
+    if weights == "progressive":
+        server = pipeline(MeanSamples(), AdaptiveServer(beta))
+        return Algorithm(AdaptiveBias(mu, progressive=True), Mean("uniform"), server, work=PLAIN)
+    return Algorithm(AdaptiveBias(mu), Mean(weights), pipeline(AdaptiveServer(beta)), work=PLAIN)

@@ -2,28 +2,32 @@
 
 Two variants of the same formulas: `variant="reddi"` steps with m/(√v + ε), v_0 = ε² and no bias
 correction, as the FedOpt paper does; `"corrected"` is the bias-corrected form with v_0 = 0 that FedAdaVR
-uses. Reddi's three default to the first, the other two to the second.
+uses. Reddi's three default to the first, the other two to the second. `v0` starts the second moment elsewhere,
+such as at 1, where FedGBO's authors start their baselines.
 """
 
 from __future__ import annotations
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder, not_negative
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Mean
-from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Precondition, TrustRatio, Yogi
+from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Optimise, TrustRatio, Yogi
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
 
 
-def _moments(variant: str, eps: float) -> tuple[float, bool]:
+def _moments(variant: str, eps: float, v0: float | None) -> tuple[float, bool]:
     """(v_0, whether moments are bias-corrected)."""
     if variant not in ("reddi", "corrected"):
         raise ConfigError(f"variant={variant!r} is not known; use 'reddi' or 'corrected'")
-    return (eps * eps, False) if variant == "reddi" else (0.0, True)
+    reddi = variant == "reddi"
+    start = (eps * eps if reddi else 0.0) if v0 is None else v0
+    not_negative("v0", start, "is no second moment")
+    return start, not reddi
 
 
 def _stepped(optimiser: Adam, lr: float, weights: str, *more: Transform) -> Algorithm:
-    return Algorithm(gather=Mean(weights), server=pipeline(Precondition(optimiser), *more, Scale(lr)))
+    return Algorithm(gather=Mean(weights), server=pipeline(Optimise(optimiser), *more, Scale(lr)), work=PLAIN)
 
 
 @builder
@@ -33,10 +37,11 @@ def fedadagrad(
     beta2: float = 0.0,
     eps: float = 1e-3,
     variant: str = "reddi",
+    v0: float | None = None,
     weights: str = "samples",
 ) -> Algorithm:
     """FedAdagrad: v ← v + G². It never forgets, so beta2, there for the family's sake, changes nothing."""
-    return _stepped(Adagrad(beta1, beta2, eps, _moments(variant, eps)[0]), lr, weights)
+    return _stepped(Adagrad(beta1, beta2, eps, _moments(variant, eps, v0)[0]), lr, weights)
 
 
 @builder
@@ -46,10 +51,11 @@ def fedadam(
     beta2: float = 0.99,
     eps: float = 1e-3,
     variant: str = "reddi",
+    v0: float | None = None,
     weights: str = "samples",
 ) -> Algorithm:
     """FedAdam: v ← β₂v + (1−β₂)G²."""
-    return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
+    return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps, v0)), lr, weights)
 
 
 @builder
@@ -59,10 +65,11 @@ def fedyogi(
     beta2: float = 0.99,
     eps: float = 1e-3,
     variant: str = "reddi",
+    v0: float | None = None,
     weights: str = "samples",
 ) -> Algorithm:
     """FedYogi: v ← v − (1−β₂)G²·sgn(v − G²)."""
-    return _stepped(Yogi(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
+    return _stepped(Yogi(beta1, beta2, eps, *_moments(variant, eps, v0)), lr, weights)
 
 
 @builder
@@ -72,16 +79,17 @@ def fedadabelief(
     beta2: float = 0.999,
     eps: float = 1e-8,
     variant: str = "corrected",
+    v0: float | None = None,
     weights: str = "samples",
 ) -> Algorithm:
     """FedAdaBelief: the second moment of G − m."""
-    return _stepped(AdaBelief(beta1, beta2, eps, *_moments(variant, eps)), lr, weights)
+    return _stepped(AdaBelief(beta1, beta2, eps, *_moments(variant, eps, v0)), lr, weights)
 
 
 @builder
 def fedlamb(
     lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, variant: str = "corrected",
-    layerwise: bool = True, weights: str = "samples",
+    v0: float | None = None, layerwise: bool = True, weights: str = "samples",
 ) -> Algorithm:  # fmt: skip
     """FedLamb: Adam's direction scaled per layer by ‖x‖/‖r‖ (or over the whole vector)."""
-    return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps)), lr, weights, TrustRatio(layerwise))
+    return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps, v0)), lr, weights, TrustRatio(layerwise))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder, not_negative
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Mean, Tree
-from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.declare import DELTA, Upload
+from fedbraid.core.gather import Info, Mean, Tree, Uploads
+from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
-from fedbraid.errors import ConfigError
 
 
 @builder
@@ -24,7 +24,9 @@ def fedavg(lr: float = 1.0, weights: str = "samples") -> Algorithm:
 @builder
 def fedavgm(lr: float = 1.0, momentum: float = 0.9, weights: str = "samples") -> Algorithm:
     """FedAvg with server momentum: b ← momentum·b + G, x ← x − lr·b."""
-    return Algorithm(gather=Mean(weights), server=pipeline(Precondition(Momentum(momentum)), Scale(lr)))
+    return Algorithm(
+        gather=Mean(weights), server=pipeline(Optimise(Momentum(momentum)), Scale(lr)), work=PLAIN
+    )
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,10 @@ class Proximal(Rule):
     mu: float
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu={self.mu} pushes clients away from the model; use mu >= 0")
+        not_negative("mu", self.mu, "pushes clients away from the model")
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g.add_(y - loc.x, alpha=self.mu), s
+        return g + self.mu * (y - loc.x), s
 
 
 @builder
@@ -48,24 +49,31 @@ def fedprox(mu: float = 0.01, lr: float = 1.0, weights: str = "samples") -> Algo
 
 
 @dataclass(frozen=True)
-class NormalisedSteps(Rule):
-    """FedNova's client half: upload Δ_i/a_i and a_i, the effective number of steps."""
+class EffectiveSteps(Rule):
+    """FedNova's client half: Δ_i as everybody sends it, and a_i, the effective number of steps."""
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        rho, K = loc.momentum, loc.K
-        a = (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)  # K for plain SGD
-        return {"delta": (loc.x - y) / a, "a": a}, {}
+    def uploads(self) -> tuple[Upload, ...]:
+        return DELTA, Upload("a", width=1, signed=False)
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        return {"a": loc.a}
 
 
 @dataclass(frozen=True)
-class EffectiveSteps(Transform):
-    """FedNova's server half: (Σ p_i a_i) · Σ p_i Δ_i/a_i."""
+class Normalised(Transform):
+    """FedNova's server half: d_i = Δ_i/(η a_i) is gathered in Δ_i's place, x ← x − η (Σ p_i a_i) Σ p_i d_i."""
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return (replace(DELTA, update=False),)
+
+    def account(self, up: Uploads) -> Vectors:
+        return {"delta": up.vectors["delta"] / (up.lr * up.vectors["a"]).to(up.vectors["delta"])}
 
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        return {**u, "delta": u["a"] * u["delta"]}, s
+        return {**u, "delta": info.lr * u["a"] * u["delta"]}, s
 
 
 @builder
 def fednova(lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedNova: clients that take more steps do not pull harder; local momentum is accounted for."""
-    return Algorithm(NormalisedSteps(), Mean(weights), pipeline(EffectiveSteps(), Scale(lr)))
+    return Algorithm(EffectiveSteps(), Mean(weights), pipeline(Normalised(), Scale(lr)))

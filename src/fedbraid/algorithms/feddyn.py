@@ -7,55 +7,62 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder, not_negative
+from fedbraid.algorithms.scaffold import Total
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.declare import Upload
+from fedbraid.core.gather import Info, Mean, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
-from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class DynamicRegulariser(Rule):
-    """g − h_i − μ(x − y); afterwards h_i ← h_i + μ(x − y_K)."""
+    """g − h_i − μ(x − y); afterwards h_i ← h_i + μ Δ_i, of Δ_i as it was received."""
 
     mu: float
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ConfigError(f"mu={self.mu} pushes clients away from the model; use mu >= 0")
+        not_negative("mu", self.mu, "pushes clients away from the model")
 
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}
 
-    def start(self, loc: Local) -> Vectors:
-        return {"pull": torch.add(loc.memory["h_i"], loc.x, alpha=self.mu)}
-
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g.sub_(s["pull"]).add_(y, alpha=self.mu), s
+        return g - loc.memory["h_i"] - self.mu * (loc.x - y), s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        return {}, {"h_i": torch.sub(s["pull"], y, alpha=self.mu)}
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"h_i": loc.memory["h_i"] + self.mu * got["delta"]}
+
+    def leave(self, memory: Vectors) -> Vectors:
+        return {"moved": -memory["h_i"] / self.mu if self.mu else torch.zeros_like(memory["h_i"])}
 
 
 @dataclass(frozen=True)
 class DynamicServer(Transform):
-    """h ← h + (|S|/N)(x − x̄); x ← x̄ − h. The averaged model x̄ is the one to evaluate."""
+    """N·h ← N·h + |S|·Σ p_i Δ_i; x ← x̄ − h. The averaged model x̄ is the one to evaluate."""
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {"h": torch.zeros_like(x)}
+    def init(self, x: Tensor, layout: Layout) -> Total:
+        return Total(torch.zeros_like(x))
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        h = s["h"] + (info.cohort / info.N) * u["delta"]
-        return {**u, "delta": u["delta"] + h}, {"h": h}
+    def accounts(self) -> tuple[Upload, ...]:
+        return (Upload("moved"),)
 
-    def judged(self, x: Tensor, s: Tree) -> Tensor:
-        h: Tensor = s["h"]
-        return x + h
+    def account(self, up: Uploads) -> Vectors:
+        return {"moved": up.vectors["delta"]}
+
+    def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
+        return u, Total(s.total + info.cohort * u["moved"])
+
+    def settle(self, move: Tensor, s: Total, info: Info) -> tuple[Tensor, Total]:
+        return s.total / info.N, s
+
+    def leave(self, s: Total, share: Vectors) -> Total:
+        return Total(s.total + share.get("moved", 0))
 
 
 @builder
 def feddyn(mu: float = 0.02, weights: str = "samples") -> Algorithm:
     """FedDyn: a dynamic regulariser of strength mu; needs to know the number of clients."""
-    return Algorithm(DynamicRegulariser(mu), Mean(weights), pipeline(DynamicServer()))
+    return Algorithm(DynamicRegulariser(mu), Mean(weights), pipeline(DynamicServer()), work=PLAIN)

@@ -1,20 +1,21 @@
 """One optimiser for all: FedGBO (Algorithm 1 of its paper), Mimelite (Karimireddy et al. 2021), MFL (Liu et al. 2020).
 
-Clients step with the server's statistics. FedGBO keeps them fixed all round and recovers the mean
-gradient from the model's move by an inverse step; Mimelite keeps them fixed and uploads a full gradient;
-MFL tracks them on clients and averages them. Where clients take different numbers of steps, FedGBO's
-inverse uses their weighted mean K.
+Clients step with the server's statistics. FedGBO keeps them fixed all round and recovers the mean gradient from the
+model's move by an inverse step; Mimelite keeps them fixed and uploads a full gradient; MFL tracks them on clients and
+averages them. Where clients take different numbers of steps, FedGBO's inverse uses their weighted mean of a.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.declare import DELTA, Download, Upload
+from fedbraid.core.gather import Info, Mean, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import Adam, Optimiser, RMSProp, SGDm
 from fedbraid.core.rule import Local, Rule, Vectors
@@ -36,8 +37,11 @@ class Fixed(Rule):
 class FixedAndGradient(Fixed):
     """Mimelite's client: as Fixed, and uploads ∇f_i(x) over the whole local set."""
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        return {"grad": loc.full_grad(loc.x)}, {}
+    def uploads(self) -> tuple[Upload, ...]:
+        return DELTA, Upload("grad")
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        return {"grad": loc.full_grad(loc.x)}
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,18 @@ class Tracked(Rule):
 
     optimiser: Optimiser
 
+    def uploads(self) -> tuple[Upload, ...]:
+        return DELTA, *(Upload(name, signed=name != "v") for name in self.optimiser.statistics)
+
     def start(self, loc: Local) -> Vectors:
-        return {name: loc.down[name].expand(len(loc.K), -1) for name in self.optimiser.init(loc.x)}
+        return {name: loc.down[name].expand(len(loc.K), -1) for name in self.optimiser.statistics}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
         stats = self.optimiser.track(g, s)
         return self.optimiser.step(g, stats, 1), {**s, **stats}
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        return {name: s[name] for name in self.optimiser.init(loc.x)}, {}
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        return {name: s[name] for name in self.optimiser.statistics}
 
 
 @dataclass(frozen=True)
@@ -63,35 +70,50 @@ class Statistics(Transform):
 
     optimiser: Optimiser
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return dict(self.optimiser.init(x))
+    def init(self, x: Tensor, layout: Layout) -> Vectors:
+        return self.optimiser.init(x)
 
-    def send(self, s: Tree) -> Vectors:
-        return dict(s)
+    def sends(self) -> tuple[Download, ...]:
+        return tuple(Download(name, signed=name != "v") for name in self.optimiser.statistics)
+
+    def send(self, s: Vectors, N: int) -> Vectors:
+        return s
 
 
 @dataclass(frozen=True)
 class Inverted(Statistics):
-    """FedGBO: g̃ = I(x, x⁺, s, K, η), s ← T(g̃, s)."""
+    """FedGBO: g̃ = I(x, x⁺, s, a, η), s ← T(g̃, s), each client's s as it was sent.
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        g = self.optimiser.inverse(u["delta"] / (info.lr * info.K), s)
-        return u, dict(self.optimiser.track(g, s))
+    I is affine in the move, so the sums of I(Δ_i/η) and of I(0) are all that the cohort's mean a need be known for.
+    """
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return Upload("inverse"), Upload("inverse_of_0")
+
+    def account(self, up: Uploads) -> Vectors:
+        move = up.vectors["delta"] / up.lr.to(up.vectors["delta"])
+        sent = {name: up.sent[name] for name in self.optimiser.statistics}
+        at_0 = self.optimiser.inverse(torch.zeros_like(up.sent["x"]), sent)
+        return {"inverse": self.optimiser.inverse(move, sent), "inverse_of_0": at_0}
+
+    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
+        g = (u["inverse"] - u["inverse_of_0"]) / info.a + u["inverse_of_0"]  # Algorithm 1, the inverse step
+        return u, self.optimiser.track(g, s)
 
 
 @dataclass(frozen=True)
 class FromGradient(Statistics):
     """Mimelite: s ← T(mean ∇f_i, s)."""
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        return u, dict(self.optimiser.track(u["grad"], s))
+    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
+        return u, self.optimiser.track(u["grad"], s)
 
 
 @dataclass(frozen=True)
 class Averaged(Statistics):
     """MFL: s ← mean s_i."""
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
         return u, {name: u[name] for name in s}
 
 
@@ -115,7 +137,7 @@ def fedgbo(
 ) -> Algorithm:  # fmt: skip
     """FedGBO: one global optimiser, applied on clients, tracked on the server by an inverse step."""
     o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
-    return Algorithm(Fixed(o), Mean(weights), pipeline(Inverted(o), Scale()))
+    return Algorithm(Fixed(o), Mean(weights), pipeline(Inverted(o), Scale()), work=PLAIN)
 
 
 @builder
@@ -125,7 +147,7 @@ def mimelite(
 ) -> Algorithm:  # fmt: skip
     """Mimelite: statistics fixed on clients, tracked on the server from full local gradients at x."""
     o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
-    return Algorithm(FixedAndGradient(o), Mean(weights), pipeline(FromGradient(o), Scale()))
+    return Algorithm(FixedAndGradient(o), Mean(weights), pipeline(FromGradient(o), Scale()), work=PLAIN)
 
 
 @builder
@@ -135,4 +157,4 @@ def mfl(
 ) -> Algorithm:  # fmt: skip
     """MFL: clients track the statistics themselves; the server averages them with the models."""
     o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
-    return Algorithm(Tracked(o), Mean(weights), pipeline(Averaged(o), Scale()))
+    return Algorithm(Tracked(o), Mean(weights), pipeline(Averaged(o), Scale()), work=PLAIN)

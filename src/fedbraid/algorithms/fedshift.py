@@ -1,4 +1,4 @@
-"""FedShift (Algorithm 2 of its paper): aggregation of mixed-precision clients without bias."""
+"""FedShift (Algorithm 2 of its paper): averages of mixed-precision clients, re-centred by the share of quantised ones."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Info, Tree
-from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Transform, pipeline
 
 
 @dataclass(frozen=True)
 class Shift(Transform):
-    """Per layer, x_ℓ ← x_ℓ − (I/|S|)·mean(x_ℓ), I the number of quantised clients in the cohort."""
+    """Per layer, x̄_ℓ ← x̄_ℓ − (I/|S|)·mean(x̄_ℓ), I the number of quantised clients in the cohort.
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        delta = u["delta"].clone()
+    Only matrices and kernels, which codecs quantise; biases and norms' gains stay.
+    """
+
+    def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
+        shifted = average.clone()
         for slot in info.layout:
-            at = slice(slot.offset, slot.end)
-            delta[at] += info.quantised * (x[at] - delta[at]).mean()
-        return {**u, "delta": delta}, s
+            if len(slot.shape) > 1 and not slot.buffer:
+                at = slice(slot.offset, slot.end)
+                shifted[at] = average[at] - info.quantised * average[at].mean()  # Algorithm 2, line 13
+        return shifted
 
 
 @builder
 def fedshift(a: Algorithm) -> Algorithm:
-    """Any algorithm, its new model shifted by the share of quantised clients."""
+    """Any algorithm, its averaged model shifted by the share of quantised clients."""
     return replace(a, server=pipeline(a.server, Shift()), name="")

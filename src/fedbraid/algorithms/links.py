@@ -5,39 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedbraid.algorithms._build import builder
+from fedbraid.algorithms.qafel import HiddenState
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean
+from fedbraid.core.link import Plain
 from fedbraid.core.transform import Scale, pipeline
-from fedbraid.links.codec import Codec
-from fedbraid.links.link import Down, ErrorFeedback, HiddenState, Up, codec_of
+from fedbraid.links.feedback import ErrorFeedback
 
 
 @builder
 def with_codecs(a: Algorithm, up: Codec | None = None, down: Codec | None = None) -> Algorithm:
     """Any algorithm over other links; what wraps a link stays."""
-    new_up: Up = a.up if up is None else ErrorFeedback(up) if isinstance(a.up, ErrorFeedback) else up
-    new_down: Down = (
-        a.down if down is None else HiddenState(down) if isinstance(a.down, HiddenState) else down
-    )
-    return replace(a, up=new_up, down=new_down, name="")
+    new_up = a.up if up is None else a.up.over(up)
+    return replace(a, up=new_up, down=a.down if down is None else a.down.over(down), name="")
 
 
 @builder
 def error_feedback(a: Algorithm) -> Algorithm:
     """Any algorithm whose clients add what the codec lost to their next upload."""
-    return replace(a, up=ErrorFeedback(codec_of(a.up)), name="")
+    return replace(a, up=ErrorFeedback(a.up.codec), name="")
 
 
 @builder
 def hidden_state(a: Algorithm) -> Algorithm:
     """Any algorithm whose server and clients share a hidden state, so that only its change is broadcast."""
-    return replace(a, down=HiddenState(codec_of(a.down)), name="")
+    return replace(a, down=HiddenState(a.down.codec), name="")
 
 
 @builder
 def fedpaq(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedPAQ: FedAvg with quantised uploads."""
-    return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=codec)
+    return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=Plain(codec))
 
 
 @builder

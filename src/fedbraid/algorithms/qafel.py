@@ -2,32 +2,172 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Mean, Staleness, Tree, Uploads
-from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.codec import Codec
+from fedbraid.core.gather import Mean, Staleness, Sums, Tree, Uploads
+from fedbraid.core.identity import Identity
+from fedbraid.core.link import (
+    Broadcast,
+    Caster,
+    Down,
+    Plain,
+    Sizes,
+    Version,
+    add_overhead,
+    as_tensor,
+    bundle,
+    cross_down,
+    enter,
+    message_overhead,
+    open_frames,
+)
+from fedbraid.core.optim import Momentum, Optimise
+from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Pipeline, Scale, pipeline
-from fedbraid.errors import ConfigError
+from fedbraid.core.wire import FRAME_BYTES, pack_message, unpack_message
+from fedbraid.errors import ConfigError, Diverged, WireError
 from fedbraid.links import codecs
-from fedbraid.links.codec import Codec
-from fedbraid.links.link import HiddenState
+
+log = logging.getLogger("fedbraid")
+
+PATIENCE = 10  # steps that a hidden state may stretch its error before the run is stopped
+
+
+# The hidden state -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """x̂ as the codec left it, bytes broadcast so far, for how long its error has grown, messages still of use."""
+
+    vectors: Vectors
+    upto: int = 0
+    stretched: int = 0
+    log: dict[int, Tensor] = field(default_factory=dict)  # by version, where clients are real
+
+
+@dataclass(frozen=True)
+class HiddenState(Down):
+    """Server and clients share x̂; q = Q_s(x − x̂) is broadcast, and both sides do x̂ ← x̂ + q."""
+
+    def remembers(self) -> Vectors:
+        return {"synced": torch.full((1,), -1)}  # bytes broadcast up to what it holds
+
+    def open(self, vectors: Vectors, who: Caster) -> Broadcast:
+        """Everybody starts from the same values."""
+        held = {name: enter(v, who.declared[name], self.codec) for name, v in vectors.items()}
+        sizes = {name: cross_down(Identity(), v, name, who).size for name, v in held.items()}
+        add_overhead(sizes)
+        return Broadcast(Version(self.means(held, who), sizes, whole=sum(sizes.values())), Hidden(held))
+
+    def send(self, vectors: Vectors, s: Hidden, who: Caster) -> Broadcast:
+        cast = {
+            name: cross_down(
+                self.codec, v, name, who, base=s.vectors[name]
+            )  # q = Q_s(x − x̂), Algorithm 1, line 13
+            for name, v in vectors.items()
+        }
+        sizes = {name: c.size for name, c in cast.items()}
+        add_overhead(sizes)
+        held = {name: c.held for name, c in cast.items()}  # x̂ ← x̂ + q, line 14
+        error = sum(float((c.given - c.decoded).square().sum()) for c in cast.values())
+        total = 0.0 if self.codec.lossless else sum(float(c.given.square().sum()) for c in cast.values())
+        ratio = error / total if total else 0.0
+        stretched = s.stretched + 1 if ratio > 1 else 0
+        if stretched >= PATIENCE:
+            raise Diverged(
+                f"the hidden state runs away: {self.codec!r} left {ratio:.3g} times the squared norm as error for"
+                f" {stretched} steps in a row; use a contractive down codec, such as qsgd(bits, contractive=True),"
+                " norm='max' or more bits"
+            )
+        upto = s.upto + sum(sizes.values())
+        frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
+        kept = self._kept(s, bundle(frames), who) if who.real else {}
+        version = Version({name: c.means for name, c in cast.items()}, sizes, upto, self._size(who))
+        return Broadcast(version, Hidden(held, upto, stretched, kept), {"contraction": ratio})
+
+    def _size(self, who: Caster) -> int:
+        """The length of the whole state's message."""
+        plain = [FRAME_BYTES + 4 * d.size(who.layout) for d in who.declared.values()]
+        return sum(plain) + message_overhead(tuple(who.declared))
+
+    def _kept(self, s: Hidden, message: bytes, who: Caster) -> dict[int, Tensor]:
+        """The messages that a client may still need: only for as long as they are less than the whole state."""
+        kept = {**s.log, who.version: as_tensor(message)}
+        whole = self._size(who)
+        while kept and sum(len(m) for m in kept.values()) > whole:
+            del kept[min(kept)]
+        return kept
+
+    def charge(self, versions: list[Version], memory: Vectors) -> tuple[Sizes, Vectors]:
+        """The packets that clients missed, or the whole state where that is less."""
+        upto = np.array([v.upto for v in versions], np.int64)
+        whole = np.array([v.whole for v in versions], np.int64)
+        had = memory["synced"][:, 0].cpu().numpy()
+        cost = np.where(had < 0, whole, np.minimum(upto - had, whole))
+        return {"x": cost}, {"synced": torch.from_numpy(upto)[:, None]}
+
+    def order(self, newest: Version, s: Hidden, held: int, who: Caster) -> tuple[int, bytes]:
+        missed = range(held + 1, who.version + 1)
+        if held < 0 or not all(v in s.log for v in missed):
+            cast = {k: cross_down(Identity(), v, k, replace(who, real=True)) for k, v in s.vectors.items()}
+            return -1, bundle({name: c.frame for name, c in cast.items() if c.frame is not None})
+        packets = {str(v): s.log[v].numpy().tobytes() for v in missed}
+        if not packets:
+            return held, b""
+        return held, next(iter(packets.values())) if len(packets) == 1 else pack_message(packets)
+
+    def receive(self, message: bytes, base: int, held: Vectors, who: Caster) -> Vectors:
+        if base < 0:
+            return open_frames(message, Identity(), who)
+        for packet in _packets(message, [str(v) for v in range(base + 1, who.version + 1)]):
+            got = open_frames(packet, self.codec, who)
+            change = not self.codec.lossless
+            held = {
+                name: held[name] + v if change and who.declared[name].width is None else v
+                for name, v in got.items()
+            }
+        return held
+
+    @property
+    def builds(self) -> bool:
+        return True
+
+
+def _packets(message: bytes, missed: list[str]) -> list[bytes]:
+    """The broadcasts that a client missed, one after the other."""
+    if len(missed) < 2:
+        return [message] if missed else []
+    packets = unpack_message(message, len(message))
+    if list(packets) != missed:
+        raise WireError(
+            f"the server sent the broadcasts {list(packets)}, not {missed}; run the same fedbraid"
+        )
+    return list(packets.values())
+
+
+# Algorithms -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mixing(Mean):
     """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
 
-    def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
-        apart = x - up.start + up.vectors["delta"]  # x − y_i
-        return super().add(acc, Uploads(**{**vars(up), "vectors": {**up.vectors, "delta": apart}}), s, x)
+    def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
+        apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
+        return super().add(acc, up.having({**up.vectors, "delta": apart}), s, x)
 
 
 def _steps(lr: float, momentum: float) -> Pipeline:
-    return pipeline(Precondition(Momentum(momentum)), Scale(lr))
+    return pipeline(Optimise(Momentum(momentum)), Scale(lr))
 
 
 @builder
@@ -35,7 +175,7 @@ def fedbuff(
     lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform"
 ) -> Algorithm:
     """FedBuff: x ← x − lr · (1/K) Σ s(τ) Δ over a buffer of K uploads."""
-    return Algorithm(gather=Mean(weights, Staleness(staleness)), server=_steps(lr, momentum))
+    return Algorithm(gather=Mean(weights, Staleness(staleness)), server=_steps(lr, momentum), work=PLAIN)
 
 
 @builder
@@ -50,7 +190,7 @@ def fedasync(
     if form not in ("delta", "mixing"):
         raise ConfigError(f"form={form!r} is not known; use 'delta' or 'mixing'")
     gather = (Mean if form == "delta" else Mixing)(weights, Staleness(staleness))
-    return Algorithm(gather=gather, server=_steps(lr, momentum))
+    return Algorithm(gather=gather, server=_steps(lr, momentum), work=PLAIN)
 
 
 @builder
@@ -60,6 +200,12 @@ def qafel(
 ) -> Algorithm:  # fmt: skip
     """QAFeL: FedBuff quantised both ways, the broadcast through a hidden state (4-bit qsgd by default)."""
     up, down = up or codecs.qsgd(4), down or codecs.qsgd(4)
+    if not up.unbiased:
+        log.warning(
+            "QAFeL's proof wants an unbiased client codec (Algorithm 2, line 5), which %r is not; qsgd(bits) is",
+            up,
+        )
+    gather = Mean(weights, Staleness(staleness))
     return Algorithm(
-        gather=Mean(weights, Staleness(staleness)), server=_steps(lr, momentum), up=up, down=HiddenState(down)
+        gather=gather, server=_steps(lr, momentum), up=Plain(up), down=HiddenState(down), work=PLAIN
     )

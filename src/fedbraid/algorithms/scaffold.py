@@ -1,4 +1,8 @@
-"""SCAFFOLD, option II (Karimireddy et al. 2020), and SCAFFOLD/m, which uploads nothing extra (AdaBest, Algorithm 1)."""
+"""SCAFFOLD, option II (Karimireddy et al. 2020), and SCAFFOLD/m, which uploads nothing extra (AdaBest, Algorithm 1).
+
+What the server keeps is the sum over clients, divided by today's N when it is sent, so that newcomers leave it
+right. Where the papers divide by K η, this divides by a η, a being the effective number of steps.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.declare import DELTA, Download, Upload
+from fedbraid.core.gather import Info, Mean, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
@@ -17,76 +22,111 @@ from fedbraid.core.transform import Scale, Transform, pipeline
 
 @dataclass(frozen=True)
 class ControlVariates(Rule):
-    """g − c_i + c; afterwards c_i⁺ = c_i − c + (x − y_K)/(K η)."""
+    """g − c_i + c; Δc = (x − y_K)/(a η) − c goes up, and c_i ← c_i + Δc as it was received."""
+
+    def uploads(self) -> tuple[Upload, ...]:
+        return DELTA, Upload("dc", uniform=True)
 
     def init(self, x: Tensor) -> Vectors:
         return {"c_i": torch.zeros_like(x)}
 
     def start(self, loc: Local) -> Vectors:
-        return {"shift": loc.down["c"] - loc.memory["c_i"]}
+        return {"correction": loc.down["c"] - loc.memory["c_i"]}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g.add_(s["shift"]), s
+        return g + s["correction"], s  # eq. 3
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        c_i = loc.memory["c_i"]
-        c_new = (loc.x - y).div_(loc.K * loc.lr).sub_(s["shift"])
-        return {"dc": c_new - c_i}, {"c_i": c_new}
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        return {"dc": (loc.x - y) / (loc.a * loc.lr) - loc.down["c"]}  # eq. 4, option II, less c_i
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"c_i": loc.memory["c_i"] + got["dc"]}
+
+    def leave(self, memory: Vectors) -> Vectors:
+        return {"dc": -memory["c_i"]}
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum over clients."""
+
+    total: Tensor
 
 
 @dataclass(frozen=True)
 class ControlVariate(Transform):
-    """c ← c + (|S|/N) · mean Δc."""
+    """Σ c_i ← Σ c_i + Σ_S Δc; c = Σ c_i / N."""
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {"c": torch.zeros_like(x)}
+    def init(self, x: Tensor, layout: Layout) -> Total:
+        return Total(torch.zeros_like(x))
 
-    def send(self, s: Tree) -> Vectors:
-        return {"c": s["c"]}
+    def sends(self) -> tuple[Download, ...]:
+        return (Download("c"),)
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        return u, {"c": s["c"] + (info.cohort / info.N) * u["dc"]}
+    def send(self, s: Total, N: int) -> Vectors:
+        return {"c": s.total / N}
+
+    def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
+        return u, Total(s.total + info.cohort * u["dc"])  # eq. 5
+
+    def leave(self, s: Total, share: Vectors) -> Total:
+        return Total(s.total + share.get("dc", 0))
 
 
 @builder
 def scaffold(lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """SCAFFOLD: control variates on clients and server; c stays the plain mean of all c_i."""
-    return Algorithm(ControlVariates(), Mean(weights, plain=("dc",)), pipeline(ControlVariate(), Scale(lr)))
+    return Algorithm(ControlVariates(), Mean(weights), pipeline(ControlVariate(), Scale(lr)), work=PLAIN)
 
 
 @dataclass(frozen=True)
 class LocalEstimate(Rule):
-    """g − h_i + h; afterwards h_i ← h_i − h + (x − y_K)/(K η)."""
+    """g − h_i + h; afterwards h_i ← h_i − h + Δ_i/(a η), of Δ_i as it was received."""
 
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}
 
     def start(self, loc: Local) -> Vectors:
-        return {"shift": loc.down["h"] - loc.memory["h_i"]}
+        return {"correction": loc.down["h"] - loc.memory["h_i"]}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g.add_(s["shift"]), s
+        return g + s["correction"], s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        return {}, {"h_i": (loc.x - y).div_(loc.K * loc.lr).sub_(s["shift"])}
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"h_i": got["delta"] / (loc.a * loc.lr) - s["correction"]}
+
+    def leave(self, memory: Vectors) -> Vectors:
+        return {"h": -memory["h_i"]}
 
 
 @dataclass(frozen=True)
 class GlobalEstimate(Transform):
-    """h ← ((N−1)/N)·h + |S|/(K η N)·(x − x̄)."""
+    """Σ h_i ← Σ h_i − Σ_S h + |S|/(a η)·Σ p_i Δ_i, each h as its client was sent it; h = Σ h_i / N."""
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {"h": torch.zeros_like(x)}
+    def init(self, x: Tensor, layout: Layout) -> Total:
+        return Total(torch.zeros_like(x))
 
-    def send(self, s: Tree) -> Vectors:
-        return {"h": s["h"]}
+    def sends(self) -> tuple[Download, ...]:
+        return (Download("h"),)
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        N = info.N
-        return u, {"h": (N - 1) / N * s["h"] + info.cohort / (info.K * info.lr * N) * u["delta"]}
+    def send(self, s: Total, N: int) -> Vectors:
+        return {"h": s.total / N}
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return Upload("h_sent", uniform=True), Upload("h_moved")
+
+    def account(self, up: Uploads) -> Vectors:
+        return {"h_sent": up.sent["h"], "h_moved": up.vectors["delta"]}
+
+    def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
+        fresh = u["h_moved"] / (info.a * info.lr) - u["h_sent"]
+        return u, Total(s.total + info.cohort * fresh)
+
+    def leave(self, s: Total, share: Vectors) -> Total:
+        return Total(s.total + share.get("h", 0))
 
 
 @builder
 def scaffold_m(lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """SCAFFOLD/m: as SCAFFOLD, with the server's estimate taken from the averaged update."""
-    return Algorithm(LocalEstimate(), Mean(weights), pipeline(GlobalEstimate(), Scale(lr)))
+    """SCAFFOLD/m: SCAFFOLD whose server takes its estimate from the averaged update, so nothing extra goes up."""
+    return Algorithm(LocalEstimate(), Mean(weights), pipeline(GlobalEstimate(), Scale(lr)), work=PLAIN)

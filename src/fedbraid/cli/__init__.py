@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+import typer.core
 
 from fedbraid.cli import (
     catalogue,
@@ -26,8 +28,20 @@ from fedbraid.cli import (
 from fedbraid.cli.show import complain
 from fedbraid.errors import ConfigError, FedbraidError
 
+
+class Commands(typer.core.TyperGroup):
+    """Lists every command with its whole first sentence, however narrow the terminal."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, c.get_short_help_str(10_000)) for name, c in found if c is not None and not c.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="fedbraid",
+    cls=Commands,
     help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
     epilog=(
         "Start with: fedbraid demo. Exit codes: 0 when all went well, 2 for what you can mend (one sentence on stderr"
@@ -59,12 +73,10 @@ app.add_typer(deploy.app, name="deploy")
 @app.callback(invoke_without_command=True)
 def nothing(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    version: bool = typer.Option(False, "--version", help="Print the versions of what is here, and exit."),
 ) -> None:
     if version:
-        from fedbraid import __version__
-
-        print(f"fedbraid {__version__}")
+        print(doctor.versions())
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())

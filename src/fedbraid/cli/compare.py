@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
 from fedbraid.cli import shared
+from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds
@@ -45,8 +48,10 @@ def compare(
     ] = None,
     seeds: Seeds = "5",
     target: Goal = None,
+    metric: Metric = None,
     jobs: Jobs = None,
     out: Folder = None,
+    own_work: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -81,16 +86,26 @@ def compare(
             raise ConfigError(f"{task} is a run, not a comparison; continue it with: fedbraid resume {task}")
         config = shared.base(task, sections)
         run = config["run"]
-        who = [contestant(config, text) for text in contestants or []]
+        who = [contestant(config, text, own_work) for text in contestants or []]
         loaded = cfg.task_of(config["task"])
         options = {k: v for k, v in run.items() if k in ("evaluate_every", "evaluate_on", "store", "layers")}
         place = out or new_folder(loaded.name, "compare")
         with Stoppable(place, watcher):
             result = comparing.compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
-                watcher=watcher, options=options,
+                watcher=watcher, options=options, metric=metric,
             )  # fmt: skip
+        if not json and not quiet:
+            print("\n".join(f"{w}: {', '.join(names)}" for w, names in _works(who).items()))
     show(result, time.monotonic() - begun, json, quiet)
+
+
+def _works(who: Sequence[Contestant]) -> dict[str, list[str]]:
+    """Who does what work."""
+    works: dict[str, list[str]] = {}
+    for one in who:
+        works.setdefault(repr(one.work), []).append(one.name)
+    return {work: names if len(works) > 1 else ["all"] for work, names in works.items()}
 
 
 def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
@@ -99,30 +114,34 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     if quiet:
         return
     head, rows = result.cells()
-    table(f"{result.task} ({format_seconds(seconds)})", head, rows)
+    said = ["", result.metric, "up", "down", "rank", "seeds", "time", "FLOPs"]
+    goal = [h for h in head if h not in said]  # what it took to reach the target
+    order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]
+    table(f"{result.task} ({format_seconds(seconds)})", head, rows, order=[head.index(h) for h in order])
     print(result.verdict)
     print(f"next: fedbraid report {result.out}")
 
 
-def contestant(config: cfg.Config, text: str) -> Contestant:
+def contestant(config: cfg.Config, text: str, own_work: bool = False) -> Contestant:
     """`[name:] [algorithm] key=value …` on top of what all share."""
     from fedbraid.study.compare import Contestant
 
     name, colon, rest = text.partition(":")
-    if not colon or not re.fullmatch(r"[\w .+-]+", name.strip()):
+    if not colon or files.names_file(text.split()[0]) or not re.fullmatch(r"[\w .+-]+", name.strip()):
         name, rest = "", text
     words = shared.words(rest)
     config = cfg.merge(config, {})
     if words and not re.match(r"[\w.]+=", words[0]):
-        config["algorithm"] = {"name": words.pop(0)}
+        config["algorithm"] = {"name": files.absolute(words.pop(0))}
     for key, value in shared.settings(words):
         config = shared.override(config, key, value)
     if "name" not in config["algorithm"]:
         raise ConfigError(f"{text!r} names no algorithm, and no file does; write it as 'fedavg lr=0.1'")
+    algorithm = cfg.algorithm_of(config["algorithm"])
     return Contestant(
         name.strip() or " ".join(rest.split()),
-        cfg.algorithm_of(config["algorithm"]),
-        cfg.work_of(config["work"]),
+        algorithm,
+        cfg.work_of(shared.work_of(config, algorithm, own_work)),
         cfg.schedule_of(config["schedule"]),
     )
 
@@ -203,9 +222,9 @@ class Board:
         from rich.table import Table
 
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=self._left(), title_justify="left")
-        grid.add_column("")
+        grid.add_column("", no_wrap=True, overflow="ellipsis", min_width=8)
         for name in ("seeds done", "running at", "now"):
-            grid.add_column(name, justify="right")
+            grid.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
         for name in dict.fromkeys(c.contestant.name for c in self.cells):
             mine = [self._key(c) for c in self.cells if c.contestant.name == name]
             going = [k for k in mine if k in self.steps and k not in self.ready]

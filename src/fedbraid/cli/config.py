@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fedbraid.files as files
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ SCHEDULE = (
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
+    "keep_going",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
 ONLY_ROUNDS = ("per_round", "over", "timeout")
@@ -117,7 +119,7 @@ def plan(config: Config) -> Plan:
     algorithm = algorithm_of(config["algorithm"])
     schedule = schedule_of(config["schedule"])
     name, settings = task_call(config["task"])
-    work = work_of(TASK_WORK.get(name, {}) | config["work"])
+    work = work_of(start_of_work(name, algorithm) | config["work"])
     return Plan(_load(name, settings), algorithm, work, schedule, run, target)
 
 
@@ -132,6 +134,8 @@ def task_of(section: Section) -> Task:
 def _load(name: str, settings: Section) -> Task:
     from fedbraid.data import tasks
 
+    if files.names_file(name):
+        return tasks.from_file(_told(name, settings))
     return tasks.load(name, **settings)
 
 
@@ -146,6 +150,8 @@ def task_call(section: Section) -> tuple[str, Section]:
     names |= {task: _named(task) for task in tasks.names()}
     rest = dict(section)
     text = str(rest.pop("name"))
+    if files.names_file(text):
+        return files.absolute(text), rest
     call = evaluate(text, names, "task")
     if not isinstance(call, _Call):
         raise ConfigError(f"{text!r} is no task; `fedbraid list tasks` shows what there is")
@@ -171,11 +177,26 @@ def _saying(word: str) -> Callable[[], str]:
 
 def algorithm_of(section: Section) -> Algorithm:
     """The algorithm of `name = "fedadavr(lr=0.01)"` with further keywords on the outermost call."""
-    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.run.simulate import algorithm_of
 
     rest = dict(section)
     text = str(rest.pop("name"))
-    return algorithm_from(_with_keywords(text, rest) if rest else text)
+    if files.names_file(text):
+        return algorithm_of(_told(text, {k: _literal(v) for k, v in rest.items()}))
+    return algorithm_of(_with_keywords(text, rest) if rest else text)
+
+
+def _told(text: str, settings: Section) -> str:
+    """`my.py:task` with keywords for the function that it names."""
+    if not settings:
+        return text
+    if text.rstrip().endswith(")"):
+        raise ConfigError(f"{text} has its arguments already; write {', '.join(settings)} in its brackets")
+    return f"{text}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+
+
+def _literal(value: Any) -> Any:
+    return ast.literal_eval(value) if isinstance(value, str) and _is_literal(value) else value
 
 
 def _with_keywords(text: str, extra: Mapping[str, Any]) -> str:
@@ -207,6 +228,13 @@ def _argument(value: Any, annotation: str, key: str) -> ast.expr:
     text = value if isinstance(value, str) else repr(value)
     if isinstance(value, str) and "str" in annotation and not _is_literal(value):
         text = repr(value)
+    if (
+        text.isidentifier()
+        and "Codec" not in annotation
+        and "Algorithm" not in annotation
+        and not _is_literal(text)
+    ):
+        raise ConfigError(f"{key}={value} is no number; write one, such as {key}=0.01")
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -242,6 +270,21 @@ def work_of(section: Section) -> Work:
         settings["batch"] = _batch(settings["batch"])
     _numbers(settings, [key for key in WORK if key != "last"], "work")
     return Work(**settings)
+
+
+def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:
+    """What a task's clients do unless told otherwise; with an algorithm, as its paper has them."""
+    return DEFAULT_WORK | TASK_WORK.get(task, {}) | dict(algorithm.work if algorithm else {})
+
+
+def own_work(algorithm: Algorithm, given: Section) -> str | None:
+    """What of the work comes from the algorithm's paper, as a sentence."""
+    taken = {key: value for key, value in algorithm.work.items() if key not in given}
+    if not taken:
+        return None
+    said = ", ".join(f"{key} {value:g}" for key, value in taken.items())
+    options = " and ".join(f"--{key.replace('_', '-')}" for key in taken)
+    return f"clients work as in {algorithm.name.partition('(')[0]}'s paper: {said} ({options} changes it)"
 
 
 def _batch(text: str) -> int | None:

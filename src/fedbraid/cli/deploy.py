@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedbraid.cli.show import Json, Quiet, facts, give
+from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_bytes, format_share
 
@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Record
 
 app = typer.Typer(
-    help="Real clients on Flower: init, trial, keys.", no_args_is_help=True, rich_markup_mode=None
+    help="Real clients on Flower: from a file to a fleet.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The deployment's folder.")]
+Keys = Annotated[Path, typer.Argument(metavar="KEYS", help="The folder that `deploy keys` made.")]
+Control = Annotated[str, typer.Option(help="Where the SuperLink listens for the operator.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
+]
+Nodes = Annotated[str, typer.Option(help="Where nodes reach the SuperLink.")]
+Unit = Annotated[Path | None, typer.Option(help="Write a systemd unit that does this, instead of doing it.")]
+CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 
 
 @app.command()
@@ -48,10 +57,7 @@ def init(folder: Folder, json: Json = False) -> None:
 def trial(
     folder: Folder,
     nodes: Annotated[int, typer.Option(min=1, max=1000, help="SuperNodes to start on this machine.")] = 3,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
-    ] = None,
+    set_: Set = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -97,7 +103,9 @@ def keys(
     nodes: Annotated[int, typer.Option(min=0, max=100_000, help="How many nodes need a key.")] = 0,
     json: Json = False,
 ) -> None:
-    """Make a CA, the server's certificate and the nodes' keys; what is there already is kept.
+    """Make a CA, the server's certificate, the nodes' keys, the operator's token and the key that signs apps.
+
+    What is there already is kept.
 
     \b
     Example:
@@ -110,6 +118,209 @@ def keys(
         give({"written": [str(p) for p in written]})
     else:
         facts({"written": ", ".join(p.name for p in written) or "nothing: all are there", "in": str(folder)})
+
+
+@app.command()
+def link(
+    keys: Keys,
+    listen: Annotated[str, typer.Option(help="Where nodes come in.")] = "0.0.0.0:8000",
+    control: Control = CONTROL,
+    database: Annotated[Path, typer.Option(help="What the SuperLink remembers.")] = Path("superlink.db"),
+    unit: Unit = None,
+) -> None:
+    """Run the SuperLink: nodes on one port, and nothing but nodes; the operator on another, on loopback alone.
+
+    \b
+    Examples:
+      fedbraid deploy link secrets --listen 0.0.0.0:8000
+      fedbraid deploy link /etc/fedbraid --unit fedbraid-link.service
+    """
+    from fedbraid.deploy.link import parse_address, serve
+    from fedbraid.deploy.unit import write
+
+    addresses = parse_address(listen), parse_address(control)
+    if unit is None:
+        return serve(keys, *addresses, database)
+    words = ["deploy", "link", str(keys.resolve()), "--listen", listen, "--control", control]
+    write(unit, "fedbraid SuperLink", [*words, "--database", str(database)], devices=False)
+    _next(unit)
+
+
+@app.command()
+def node(
+    key: Annotated[
+        Path, typer.Argument(metavar="NODE.key", help="Its key, with ca.crt and trusted.yaml beside it.")
+    ],
+    superlink: Annotated[str, typer.Option(help="Where nodes reach the SuperLink, HOST:PORT.")],
+    name: Annotated[
+        str | None, typer.Option(help="Who this node is; its key file's name by default.")
+    ] = None,
+    state: Annotated[Path, typer.Option(help="Where it remembers.")] = Path("~/.fedbraid/nodes"),
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("-c", "--config", metavar="KEY=VALUE", help="What load(node_config) gets."),
+    ] = None,
+    unit: Unit = None,
+) -> None:
+    """Run a node and keep it running: whatever dies is started again, and nothing is left behind.
+
+    \b
+    Examples:
+      fedbraid deploy node secrets/node-0.key --superlink fl.example.org:8000 --name clinic-0
+      fedbraid deploy node /etc/fedbraid/node-0.key --superlink fl.example.org:8000 --unit fedbraid-node.service
+    """
+    from fedbraid.deploy.service import Service
+    from fedbraid.deploy.unit import write
+
+    called = name or key.stem
+    if unit is None:
+        config = {**_settings(set_ or []), "name": called, "state": str(state.expanduser().resolve())}
+        return Service(key.resolve(), superlink, config).run()
+    words = ["deploy", "node", str(key.resolve()), "--superlink", superlink, "--name", called]
+    words += ["--state", "/var/lib/fedbraid/nodes", *(w for pair in set_ or [] for w in ("-c", pair))]
+    write(unit, f"fedbraid node {called}", words, devices=True)
+    _next(unit)
+
+
+def _next(unit: Path) -> None:
+    facts(
+        {
+            "written": str(unit),
+            "install": f"useradd -r fedbraid; cp {unit} /etc/systemd/system/; systemctl enable --now {unit.name}",
+        }
+    )
+
+
+@app.command()
+def register(
+    keys: Keys,
+    public: Annotated[list[Path], typer.Argument(metavar="NODE.pub", help="Public keys of nodes.")],
+    control: Control = CONTROL,
+    remove: Annotated[bool, typer.Option("--remove", help="Shut these nodes out instead.")] = False,
+    json: Json = False,
+) -> None:
+    """Let nodes in by their public keys, or shut them out.
+
+    \b
+    Example:
+      fedbraid deploy register secrets secrets/node-*.pub
+    """
+    from fedbraid.deploy.operator import Operator
+
+    done: dict[str, Any] = {}
+    with Operator(keys, control) as operator:
+        for path in public:
+            if remove:
+                operator.unregister(path)
+            done[str(path)] = None if remove else str(operator.register(path))
+    if json:
+        give(done)
+    else:
+        facts({name: "removed" if remove else f"node {node}" for name, node in done.items()})
+
+
+@app.command()
+def run(
+    folder: Folder,
+    keys: Keys,
+    set_: Set = None,
+    control: Control = CONTROL,
+    json: Json = False,
+) -> None:
+    """Sign a deployment and start it; started again with the same `out`, it goes on from its last step.
+
+    \b
+    Example:
+      fedbraid deploy run fleet secrets -c "algorithm=scaffold()" -c minimum=2
+    """
+    from fedbraid.deploy.operator import Operator
+    from fedbraid.deploy.trial import checked
+
+    given = _settings(set_ or [])
+    checked(folder, given)
+    with Operator(keys, control) as operator:
+        started = operator.start(folder, given)
+    if json:
+        give({"run": str(started)})
+    else:
+        facts({"run": str(started), "look": f"fedbraid deploy status {keys}"})
+
+
+@app.command()
+def check(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Json = False) -> None:
+    """What a SuperLink lets whom do: tried out from here, with the token, without it, and as a node.
+
+    \b
+    Example:
+      fedbraid deploy check secrets --nodes fl.example.org:8000
+    """
+    from fedbraid.deploy.check import look
+
+    found = look(keys, nodes, control)
+    if json:
+        give([vars(one) for one in found])
+    else:
+        head = ["API", "where", "who may", "tried", "found", "as it should be"]
+        table("What this SuperLink lets whom do", head, [one.row() for one in found], left=len(head))
+    if not all(one.good for one in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    keys: Keys,
+    control: Control = CONTROL,
+    run: Annotated[int | None, typer.Option(help="A run's number; the newest by default.")] = None,
+    json: Json = False,
+) -> None:
+    """What a fleet is doing: who is connected, what the run waits for, who was asked when and has not answered.
+
+    \b
+    Example:
+      fedbraid deploy status secrets
+    """
+    from fedbraid.deploy.doctor import status as ask
+
+    told = ask(keys, control, run)
+    if json:
+        return give(told)
+    about, inside = told["run"], told["folder"]
+    facts(
+        {
+            "nodes": f"{sum(n['status'] == 'online' for n in told['nodes'])} of {len(told['nodes'])} connected",
+            "run": about and f"{about['run']}, {about['status']} {about['how']}".strip(),
+            "step": inside and f"{inside['step']} of {inside['steps']}, {inside['busy']} nodes are at work",
+            "waiting for": (inside and inside["state"] == "running" and inside["wait"]["for"]) or None,
+        }
+    )
+    for one in inside["fleet"] if inside else ():
+        asked = f"asked {one['asked']:.0f} s ago" if one["asked"] is not None else "idle"
+        typer.echo(f"  {one['name']}: {'here' if one['here'] else 'away'}, {asked}")
+    for trouble in inside["trouble"] if inside else ():
+        typer.echo(f"  node {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
+    typer.echo("\n".join(f"  {line}" for line in told["log"]))
+
+
+@app.command()
+def doctor(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Json = False) -> None:
+    """What is wrong with a fleet: keys, certificates, clocks, versions, connections, and the run's own error.
+
+    Looks at all that the keys in this folder let it: the operator's, or a node's.
+
+    \b
+    Examples:
+      fedbraid deploy doctor secrets --nodes fl.example.org:8000
+    """
+    from fedbraid.deploy.doctor import examine
+
+    found = examine(keys, nodes, control)
+    if json:
+        give([vars(one) for one in found])
+    else:
+        head = ["what", "found", "fine", "to do"]
+        table("What there is to see from here", head, [one.row() for one in found], left=len(head))
+    if not all(one.good for one in found):
+        raise typer.Exit(1)
 
 
 class View:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbraid.cli.show import Json, Quiet, give
-from fedbraid.errors import FedbraidError, RunError
+from fedbraid.errors import FedbraidError, RunError, install
 from fedbraid.run.metrics import format_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +58,26 @@ def doctor(json: Json = False, quiet: Quiet = False) -> None:
             print(f"{MARKS[f.state]} {f.what:<{wide}}  {f.says}{f'; {f.do}' if f.do else ''}")
     if wrong := [f for f in found if f.state == "wrong"]:
         raise RunError(f"{wrong[0].what}: {wrong[0].says}; {wrong[0].do}")
+
+
+def versions() -> str:
+    """What a report of a bug should begin with: fedbraid, Python, torch, the compiler and the extras."""
+    import numpy
+    import torch
+
+    from fedbraid import __version__
+    from fedbraid.engines.native import build
+
+    here = [extra for extra, names in EXTRAS.items() if all(importlib.util.find_spec(m) for m in names)]
+    command = build.compiler()
+    lines = [
+        f"fedbraid {__version__}",
+        f"python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        f"torch {torch.__version__}, numpy {numpy.__version__}",
+        f"compiler {'none' if command is None else build.version(tuple(command))}",
+        f"extras {', '.join(here) or 'none'}",
+    ]
+    return "\n".join(lines)
 
 
 def machine() -> Iterator[Finding]:
@@ -143,12 +163,7 @@ def extras() -> Iterator[Finding]:
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         if missing:
-            yield Finding(
-                f"extra {extra}",
-                "missing",
-                f"no {' and no '.join(missing)}",
-                f"pip install 'fedbraid[{extra}]'",
-            )
+            yield Finding(f"extra {extra}", "missing", f"no {' and no '.join(missing)}", install(extra))
         else:
             yield Finding(f"extra {extra}", "ok", ", ".join(modules))
 

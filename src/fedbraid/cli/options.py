@@ -29,7 +29,9 @@ Steps = Annotated[int | None, typer.Option(help="Work: local steps, instead of e
 Batch = Annotated[
     str | None, typer.Option(help="Work: batch size, or 'full' for the whole local set (20; on digits 5).")
 ]
-Momentum = Annotated[float | None, typer.Option(help="Work: local momentum (0.9).")]
+Momentum = Annotated[
+    float | None, typer.Option(help="Work: local momentum (0.9, or as the algorithm's paper has it).")
+]
 WeightDecay = Annotated[float | None, typer.Option(help="Work: weight decay (0).")]
 Clip = Annotated[float | None, typer.Option(help="Work: the largest norm of a gradient (none).")]
 LrDecay = Annotated[float | None, typer.Option(help="Work: factor on the clients' rate per round (1).")]
@@ -81,7 +83,19 @@ Out = Annotated[
     str | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-ALGORITHM-n, a new one).")
 ]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Run: test the model every this many rounds (1).")]
+Metric = Annotated[
+    str | None, typer.Option(help="What to go by: 'loss', or a metric of your own task (the accuracy).")
+]
 Target = Annotated[float | None, typer.Option(help="Run: stop at this test accuracy, e.g. 0.95.")]
+OwnWork = Annotated[
+    bool,
+    typer.Option(
+        "--own-work", help="Work: each algorithm starts from its own paper's, not all from the same."
+    ),
+]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Run: go on when the model grows beyond reason, to look at it.")
+]
 Track = Annotated[
     str | None,
     typer.Option(help="Run: also log to 'tensorboard', 'mlflow' or 'wandb' (offline), or several: a,b."),

@@ -80,8 +80,9 @@ def fedgbo_flops() -> list[dict[str, Any]]:
     from fedbraid import models
     from fedbraid.core.layout import Layout
     from fedbraid.core.work import Work
+    from fedbraid.engines.flops import forward_flops
     from fedbraid.run.simulate import algorithm_from
-    from fedbraid.study.cost import client_flops, forward_flops
+    from fedbraid.study.cost import client_flops
 
     cells = []
     for steps, printed in FEDGBO_FLOPS.items():
@@ -107,20 +108,16 @@ def fedgbo_flops() -> list[dict[str, Any]]:
 
 def fedgbo_traffic() -> list[dict[str, Any]]:
     """Table 2: the vectors that each algorithm sends, asked of the algorithm itself."""
-    import torch
 
-    from fedbraid.core.layout import Layout
     from fedbraid.run.simulate import algorithm_from
 
-    layout = Layout.from_shapes([("w", (4,))])
     rows = []
     for name, (down, up) in FEDGBO_TRAFFIC.items():
         for kind in FEDGBO_OPTIMISERS if name in ("fedgbo", "mimelite", "mfl") else ("",):
             a = algorithm_from(f"{name}(optimizer={kind!r})" if kind else name)
-            sent = a.server.send(a.server.init(torch.zeros(4), layout))
             rows.append(
                 {
-                    "algorithm": name, "optimizer": kind, "down": 1 + len(sent), "up": len(a.uploads(layout)),
+                    "algorithm": name, "optimizer": kind, "down": len(a.downloads), "up": len(a.uploads),
                     "paper_down": down, "paper_up": up,
                 }
             )  # fmt: skip

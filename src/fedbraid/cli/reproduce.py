@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedbraid.cli.show import Json, Quiet, complain, give, table
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, DataError
 from fedbraid.run.metrics import format_seconds
 
 if TYPE_CHECKING:
@@ -28,6 +28,24 @@ def reproduce(
     workers: Annotated[int, typer.Option(min=1, help="Worker processes of one thread each.")] = 2,
     list_: Annotated[
         bool, typer.Option("--list", help="Show the cells and which are done; run nothing.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's own networks, rounds and seeds, for large machines.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Count cells whose definition has changed since as not done.")
+    ] = False,
+    trial: Annotated[
+        bool,
+        typer.Option(
+            "--try", help="Train a little of one cell of each part, and say how many hours all would take."
+        ),
+    ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page", help="Write the page of every paper's tables, figures and claims; run nothing."
+        ),
     ] = False,
     tables_only: Annotated[
         bool, typer.Option("--tables-only", help="Make tables and pictures from the results; run nothing.")
@@ -51,24 +69,32 @@ def reproduce(
       fedbraid reproduce
       fedbraid reproduce qafel --part mushrooms
       fedbraid reproduce fedadavr --cells 'mnist/LQ-1/*' --workers 2
+      fedbraid reproduce --list
       fedbraid reproduce fedadavr --list
+      fedbraid reproduce fedshift --full --try
+      fedbraid reproduce fedadavr --again --cells '*/SCAFFOLD/*'
+      fedbraid reproduce --page
       fedbraid reproduce fedadavr --tables-only
     """
     from fedbraid.study import reproduce as r
 
     home = r.find_home(experiments)
+    if page:
+        return _page(home, json, quiet)
     if paper is None:
         return _papers(home, json)
-    if list_ and tables_only:
-        raise ConfigError("--list and --tables-only were both given; give one of them")
-    grid, book = r.load(home, paper), r.Book(home / paper / "results")
-    chosen = r.choose(grid.cells(), part, cells)
+    if sum((list_, tables_only, trial)) > 1:
+        raise ConfigError("two of --list, --tables-only and --try were given; give one of them")
+    grid, book = r.load(home, paper), r.Book(home / paper / "results", again)
+    chosen = r.choose(grid.full() if full else grid.cells(), part, cells)
     if list_:
         return _list(paper, chosen, book, json)
+    if trial:
+        return _try(paper, chosen, book, json)
     if not tables_only:
         show = _Progress(paper, silent=json or quiet)
         try:
-            r.go(home, paper, chosen, runs, workers, show)
+            r.go(home, paper, chosen, runs, workers, show, again)
         except KeyboardInterrupt:
             done = len(book.done(chosen))
             complain(f"stopped with {done} of {len(chosen)} cells done; the same command continues")
@@ -89,32 +115,57 @@ class _Progress:
             print(f"{self.paper}: {done} of {total} cells done{when}", file=sys.stderr)
 
 
-def _papers(home: Path, json: bool) -> None:
-    from fedbraid.study import reproduce as r
+def _page(home: Path, json: bool, quiet: bool) -> None:
+    from fedbraid.study import page
 
-    found = []
-    for name in r.papers(home):
-        cells = r.load(home, name).cells()
-        done = r.Book(home / name / "results").done(cells)
-        for part in dict.fromkeys(c.part for c in cells):
-            of = [c for c in cells if c.part == part]
-            found.append(
-                {"paper": name, "part": part, "cells": len(of), "done": sum(c.name in done for c in of)}
-            )
+    where = page.write(home)
     if json:
-        return give(found)
-    rows = [[str(f[k]) for k in ("paper", "part", "cells", "done")] for f in found]
-    table(f"grids in {home}", ["paper", "part", "cells", "done"], rows, left=2)
+        return give({"page": str(where)})
+    if not quiet:
+        print(f"every paper's claims and what came of them: {where}")
+
+
+def _papers(home: Path, json: bool) -> None:
+    from fedbraid.study import page
+
+    found = page.parts(home)
+    names = ["paper", "part", "cells", "done", "hours left"]
+    if json:
+        return give([dict(zip((n.replace(" ", "_") for n in names), row)) for row in found])
+    table(f"grids in {home}; hours of one core", names, [list(map(str, row)) for row in found], left=2)
+
+
+def _try(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
+    from fedbraid.study import hours
+
+    first = {c.part: c for c in reversed(cells)}
+    for part, cell in reversed(first.items()):
+        try:
+            hours.write(book.folder, part, hours.attempt(cell))
+        except DataError as error:
+            complain(f"{part} cannot be tried here: {error}")
+    _list(paper, cells, book, json)
 
 
 def _list(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
+    from fedbraid.study import hours
+
     done = book.done(cells)
+    left = hours.hours(cells, done, hours.read(book.folder))
     if json:
-        return give([{"cell": c.name, **c.settings(), "done": c.name in done} for c in cells])
-    rows = [[c.name, c.algorithm, _came(done.get(c.name))] for c in cells]
+        return give(
+            [
+                {"cell": c.name, **c.settings(), "done": c.name in done, "hours_left": left.get(c.name, 0.0)}
+                for c in cells
+            ]
+        )
+    rows = [
+        [c.name, c.algorithm, _came(done.get(c.name)), hours.total([left[c.name]]) if c.name in left else ""]
+        for c in cells
+    ]
     table(
-        f"{paper}: {len(done)} of {len(cells)} cells done",
-        ["cell", "algorithm", "last accuracy"],
+        f"{paper}: {len(done)} of {len(cells)} cells done, {hours.total(left.values())} hours of one core left",
+        ["cell", "algorithm", "last accuracy", "hours"],
         rows,
         left=2,
     )

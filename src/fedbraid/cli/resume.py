@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedbraid.cli.options import AcceptOtherBits
+from fedbraid.cli.options import AcceptOtherBits, KeepGoing
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet
 from fedbraid.errors import ConfigError
@@ -34,6 +34,7 @@ def resume(
     track: Track = None,
     patience: Patience = None,
     keep_best: KeepBest = None,
+    keep_going: KeepGoing = False,
     accept_other_bits: AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -60,7 +61,12 @@ def resume(
     watching = [] if over else asked.callbacks()  # trackers need not hear of a run that is only read back
 
     def go(callbacks: list[Any]) -> Result:
-        return resume_run(run, callbacks=[*callbacks, *watching], accept_other_bits=accept_other_bits)
+        return resume_run(
+            run,
+            callbacks=[*callbacks, *watching],
+            keep_going=keep_going or None,
+            accept_other_bits=accept_other_bits,
+        )
 
     keep(run, json, quiet, asked, go)
 

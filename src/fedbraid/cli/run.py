@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
 from fedbraid.errors import ConfigError, RunError
-from fedbraid.run.metrics import best, format_bytes, format_seconds, format_share, rounds_to
+from fedbraid.run.metrics import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +69,7 @@ def run(
     track: o.Track = None,
     patience: o.Patience = None,
     keep_best: o.KeepBest = False,
+    keep_going: o.KeepGoing = False,
     accept_other_bits: o.AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -82,6 +83,7 @@ def run(
       fedbraid run 'mnist(clients=500)' "fedshift(fedpaq(mixed(kmeans(4), share=0.5)))" --epochs 3
       fedbraid run digits fedbuff --rounds 200 --buffer 10 --concurrency 50 --durations 'lognormal(0, 1)'
       fedbraid run experiment.toml --seed 7
+      fedbraid run my.py:task my.py:algorithm      your own, made in a file of yours; so in all commands
 
     \b
     A file has the same keys, with _ for -, in sections:
@@ -108,11 +110,13 @@ def run(
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, store=store, out=out,
-            evaluate_every=evaluate_every, target=target,
+            evaluate_every=evaluate_every, target=target, keep_going=keep_going or None,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
     plan = cfg.plan(whole)
+    if not json and not quiet and (said := cfg.own_work(plan.algorithm, whole["work"])) is not None:
+        print(said)
     asked = Asked(track, patience, keep_best, plan.target)
     watching = asked.callbacks()
     with _folder(whole) as place:
@@ -149,7 +153,7 @@ def _folder(config: cfg.Config) -> Iterator[Path]:
     if "out" in config["run"]:
         yield Path(config["run"]["out"])
         return
-    place = _new(*(re.match(r"\w*", config[s]["name"].strip())[0] for s in ("task", "algorithm")))  # type: ignore[index]
+    place = _new(*(files.word(config[s]["name"]) for s in ("task", "algorithm")))
     try:
         yield place
     finally:
@@ -296,12 +300,38 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 "best": None if facts_["best_accuracy"] is None else format_share(facts_["best_accuracy"]),
                 "loss": None if facts_["loss"] is None else f"{facts_['loss']:.4f}",
                 "to target": _reached(target, facts_["rounds_to_target"]),
-                "bytes up": format_bytes(result.bytes_up),
+                "bytes up": _sent(result),
                 "bytes down": format_bytes(result.bytes_down),
+                "server keeps": _kept(result),
                 "took": format_seconds(seconds),
                 "run": facts_["run"],
             }
         )
+        if facts_["hint"] is not None:
+            complain(facts_["hint"])
+
+
+def _sent(result: Result) -> str:
+    """What travelled, and in how many bits a number."""
+    bits = bits_up(result.history, result.task.layout.size)
+    return format_bytes(result.bytes_up) + ("" if bits is None else f", sent in {bits:.3g} bits a number")
+
+
+def _kept(result: Result) -> str | None:
+    """What the server remembers of clients, which may take other bits than what travels."""
+    size, numbers = remembered(result)
+    if not size:
+        return None
+    return f"{format_bytes(size)} of clients' updates, kept in {8 * size / numbers:.3g} bits a number"
+
+
+def remembered(result: Result) -> tuple[int, int]:
+    """The bytes of what the server remembers of clients, and how many numbers they hold."""
+    from fedbraid.run.checkpoint import rows_of
+
+    seen = len({c for r in result.history for c in r["clients"]})
+    sizes = [rows.row_bytes for name, rows in rows_of(result.state) if name != "clients"]
+    return seen * sum(sizes), seen * len(sizes) * result.task.layout.size
 
 
 def _reached(target: float | None, step: int | None) -> str | None:
@@ -321,8 +351,11 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "accuracy": result.last("accuracy"),
         "best_accuracy": best(result.history),
         "loss": result.last("loss"),
+        **{name: result.last(name) for name in result.task.metrics},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
+        "bytes_kept": remembered(result)[0],
+        "hint": hint(result.history, result.task.classes if result.task.classifies else None),
         "target": target,
         "rounds_to_target": None if target is None else rounds_to(result.history, target),
     }

@@ -6,11 +6,15 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from fedbraid.core.algorithm import Algorithm
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model},
@@ -55,10 +59,13 @@ def base(task: str, sections: cfg.Config) -> cfg.Config:
     """The sections of a file with the options on top, or those of a task's name with what suits it."""
     if task.endswith(".toml"):
         return cfg.merge(cfg.read(task), sections)
-    config = cfg.merge({"task": {"name": task}}, sections)
+    return cfg.merge({"task": {"name": files.absolute(task)}}, sections)
+
+
+def work_of(config: cfg.Config, algorithm: Algorithm, own: bool) -> cfg.Section:
+    """The whole work of one of several: the same for all, or its own paper's, with what was given on top."""
     name, _ = cfg.task_call(config["task"])
-    config["work"] = cfg.TASK_WORK.get(name, {}) | config["work"]
-    return config
+    return cfg.start_of_work(name, algorithm if own else None) | config["work"]
 
 
 def override(config: cfg.Config, key: str, value: Any) -> cfg.Config:

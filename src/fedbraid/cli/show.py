@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -32,18 +34,67 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """A small table on stdout; the first `left` columns are text, the rest numbers."""
-    from rich import box
-    from rich.table import Table
+GAP = 3  # columns between columns
+SHORT = 16  # to which a long name may be cut
 
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, name in enumerate(head):
-        grid.add_column(name, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+
+def table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    order: Sequence[int] | None = None,
+) -> None:
+    """A small table on stdout, one line a row; the first `left` columns are text, the rest numbers.
+
+    Where the terminal is narrow, columns are left out from the end of `order`, by importance.
+    """
+    room = width()
+    shown, wide = fit([list(head), *(list(r) for r in rows)], room, left, order)
     print(title)
-    console().print(grid)
+    for n, row in enumerate([head, *rows]):
+        cells = [_cell(row[i], w, i < left) for i, w in zip(shown, wide)]
+        print((" " * GAP).join(cells).rstrip())
+        if n == 0:
+            print("─" * (sum(wide) + GAP * (len(wide) - 1)))
+    if lost := [name for i, name in enumerate(head) if i not in shown and name]:
+        print(f"left out at {room} columns: {', '.join(lost)}; --json has them")
+
+
+def fit(
+    lines: Sequence[Sequence[str]], room: int, left: int, order: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """Which columns to show, and how wide each."""
+    from rich.cells import cell_len
+
+    full = [max(map(cell_len, column)) for column in zip(*lines)]
+    least = [min(w, SHORT) if i < left else w for i, w in enumerate(full)]
+    kept = list(order or range(len(full)))
+    while len(kept) > 2 and sum(least[i] for i in kept) + GAP * (len(kept) - 1) > room:
+        kept.pop()
+    shown = sorted(kept)
+    wide = [full[i] for i in shown]
+    over = sum(wide) + GAP * (len(wide) - 1) - room
+    for at in sorted((k for k, i in enumerate(shown) if i < left), key=lambda k: -wide[k]):
+        cut = min(max(0, over), wide[at] - least[shown[at]])
+        wide[at], over = wide[at] - cut, over - cut
+    return shown, wide
+
+
+def _cell(text: str, wide: int, left: bool) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    text = set_cell_size(text, wide - 1) + "…" if cell_len(text) > wide else text
+    room = " " * (wide - cell_len(text))
+    return text + room if left else room + text
+
+
+def width() -> int:
+    """How wide lines may be: COLUMNS, or what the terminal has; without end where nobody says."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdigit() and int(said):
+        return int(said)
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 def facts(pairs: dict[str, Any]) -> None:
@@ -55,8 +106,8 @@ def facts(pairs: dict[str, Any]) -> None:
 
 
 def console() -> Any:
-    """Where tables go; piped, it neither colours nor cuts lines."""
+    """Where pictures go; piped, it does not colour."""
     from rich.console import Console
 
     to = Console(highlight=False)
-    return to if to.is_terminal else Console(highlight=False, width=200, color_system=None)
+    return to if to.is_terminal else Console(highlight=False, width=min(width(), 200), color_system=None)

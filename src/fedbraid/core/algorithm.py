@@ -1,104 +1,182 @@
-"""What an algorithm is: five parts, and the rehearsal that shows that they fit."""
+"""What an algorithm is: five parts, what they declare, and the rehearsal that shows that they fit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.core.codec import Codec
+from fedbraid.core.declare import MODEL, Crossing, Download, Upload, by_name
 from fedbraid.core.gather import Gather, Info, Mean, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.link import Direct, Down, Plain, Up
+from fedbraid.core.rule import Local, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
-from fedbraid.errors import ConfigError
-from fedbraid.links.codec import Codec
-from fedbraid.links.codecs import identity
-from fedbraid.links.link import (
-    Down,
-    ErrorFeedback,
-    HiddenState,
-    Up,
-    codec_of,
-    residuals,
-)
-
-if TYPE_CHECKING:
-    pass
+from fedbraid.errors import ConfigError, FedbraidError
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Five parts with neutral defaults; all neutral is FedAvg."""
+    """Five parts with neutral defaults; all neutral is FedAvg. A codec as `up` or `down` is a plain link over it."""
 
     rule: Rule = field(default_factory=Rule)
     gather: Gather = field(default_factory=Mean)
     server: Transform = field(default_factory=Transform)
-    up: Up = field(default_factory=identity)
-    down: Down = field(default_factory=identity)
+    up: Up = field(default_factory=Plain)
+    down: Down = field(default_factory=Direct)
     name: str = field(default="", compare=False)  # the call that builds it, where a builder did
+    work: Mapping[str, float] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # settings of its paper's clients
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("rule", Rule), ("gather", Gather), ("server", Transform), ("up", Codec | ErrorFeedback), ("down", Codec | HiddenState),
-        ):  # fmt: skip
+        for link, plain in (("up", Plain), ("down", Direct)):
+            if isinstance(getattr(self, link), Codec):
+                object.__setattr__(self, link, plain(getattr(self, link)))
+        kinds = {"rule": Rule, "gather": Gather, "server": Transform, "up": Up, "down": Down}
+        for name, kind in kinds.items():
             part = getattr(self, name)
             if not isinstance(part, kind):
-                wanted = getattr(kind, "__name__", "Codec")
+                wanted = "Codec" if name in ("up", "down") else kind.__name__
                 raise ConfigError(f"{name}={part!r} is a {type(part).__name__}; give a {wanted} there")
-        if codec_of(self.down).weights:
-            raise ConfigError(
-                f"down={self.down!r} is for uploads; the model itself is sent down, so use its inner codec"
-            )
-        names = rehearse(self)
-        object.__setattr__(self, "_uploads", names)
+        self.up.fits(self.uploads)
+        rehearse(self)
 
-    def uploads(self, layout: Layout) -> dict[str, int]:
-        """Names and widths of what a client uploads."""
-        widths: dict[str, bool] = self.__dict__["_uploads"]
-        return {name: layout.size if wide else 1 for name, wide in widths.items()}
+    @cached_property
+    def uploads(self) -> dict[str, Upload]:
+        """What clients send up, by name."""
+        return by_name(self.rule.uploads(), "upload")
+
+    @cached_property
+    def gathered(self) -> dict[str, Upload]:
+        """What is gathered: the uploads, and what server parts make of them."""
+        made = by_name(self.server.accounts(), "account for")
+        return {**self.uploads, **made}
+
+    @cached_property
+    def downloads(self) -> dict[str, Download]:
+        """What the server sends down, by name: the model first."""
+        return by_name((MODEL, *self.server.sends()), "send")
+
+    def send(self, x: Tensor, server: Any, N: int) -> Vectors:
+        """What is broadcast when the server's model and state are these."""
+        return {"x": x, **{name: v.to(x.device) for name, v in self.server.send(server, N).items()}}
+
+    def widths(self, layout: Layout) -> dict[str, int]:
+        """How many numbers a client uploads, by name."""
+        return {name: d.size(layout) for name, d in self.uploads.items()}
 
     def remembers(self, x: Tensor, layout: Layout) -> Vectors:
         """A client's row before its first visit."""
-        row = {**self.rule.init(x), **residuals(self.up, self.uploads(layout), layout)}
-        return row | ({"held": torch.tensor([-1.0, 0.0])} if isinstance(self.down, HiddenState) else {})
+        return {
+            **self.rule.init(x),
+            **self.up.remembers(self.uploads, layout),
+            **self.down.remembers(),
+        }
+
+    def stateful(self, layout: Layout) -> bool:
+        """Whether what a client does depends on what it remembers."""
+        return bool(self.rule.init(torch.zeros(layout.size)) or self.up.remembers(self.uploads, layout))
 
 
-def rehearse(a: Algorithm) -> dict[str, bool]:
-    """One round on four numbers: what is uploaded, or a sentence about the parts that do not fit."""
+def rehearse(a: Algorithm) -> None:
+    """One round on four numbers: a sentence about the parts that do not fit, before anything runs."""
     layout = Layout.from_shapes([("w", (2, 1)), ("b", (2,))])
     x, one = torch.zeros(4), torch.ones(2, 1)
     stage = "server"
     try:
         server, gather = a.server.init(x, layout), a.gather.init(x, layout)
-        down = {k: v[None] for k, v in a.server.send(server).items()}
+        sent = {k: v.reshape(1, -1) for k, v in a.send(x, server, 2).items()}
+        _as_declared("the server sends", sent, a.downloads, layout)
         memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in a.rule.init(x).items()}
-        loc = Local(x[None], down, memory, 0.1, one, one, 0, 0.0, lambda y: torch.ones(2, 4))
+        down = {k: v for k, v in sent.items() if k != "x"}
+        loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, lambda y: torch.ones(2, 4))
         stage = "rule"
-        started = a.rule.start(loc)
-        v, s = a.rule.step(torch.ones(2, 4), x.repeat(2, 1), started, loc)
-        if s.keys() != started.keys():
+        up, new = _rehearse_visit(a.rule, loc, layout)
+        _as_declared("the rule uploads", up, a.uploads, layout)
+        if new.keys() != memory.keys():
             raise ConfigError(
-                f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
-            )
-        y = x - 0.1 * v
-        extra, remembered = a.rule.finish(y, s, loc)
-        up = {"delta": x - y, **extra}
-        if remembered.keys() != memory.keys():
-            raise ConfigError(
-                f"the rule remembers {sorted(remembered)} but starts with {sorted(memory)}; name the same in init and finish"
+                f"the rule remembers {sorted(new)} but starts with {sorted(memory)}; name the same in init and remember"
             )
         stage = "gather or server"
-        uploads = Uploads(np.arange(2), up, one, one, torch.zeros(2, 1), 0.1 * one, x[None])
+        uploads = Uploads(
+            np.arange(2), up, one, one, one, torch.zeros(2, 1), 0.1 * one.double(), sent, a.gathered
+        )
+        made = a.server.account(uploads)
+        _as_declared("the server accounts for", made, by_name(a.server.accounts(), "account for"), layout)
+        uploads = uploads.having({**up, **made})
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
-        info = Info(0, 2, 2, 2.0, 0.1, 1.0, 0.0, layout, np.ones(2, np.int64))
+        info = Info(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64))
         u, gather = a.gather.close(acc, gather, info)
-        a.server.update(u, server, x, info)
+        u, server = a.server.update(u, server, x, info)
+        if not isinstance(u.get("delta"), Tensor) or u["delta"].shape != x.shape:
+            raise ConfigError("the server's parts end without a delta as wide as the model; let one make it")
+        a.server.settle(u["delta"], server, info)
+        a.server.adjust(x - u["delta"], server, info)
+    except FedbraidError:
+        raise
     except KeyError as error:
         has = "what the server sends" if stage == "rule" else "what the clients upload"
         raise ConfigError(
             f"the {stage} part needs {error.args[0]!r}, which is not among {has}; add the part that makes it"
         ) from error
-    return {name: vec.shape[1] == 4 for name, vec in up.items()}
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise ConfigError(
+            f"the {stage} part fails in a rehearsal of one round on four numbers: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Vectors]:
+    """(uploads, new memory) of two clients."""
+    started = rule.start(loc)
+    bent = rule.step(torch.ones(2, 4), loc.x.repeat(2, 1), started, loc)
+    if not isinstance(bent, tuple) or len(bent) != 2 or not isinstance(bent[1], dict):
+        raise ConfigError(
+            f"the rule's step returns {_kind(bent)}; return (direction, state), a tensor and a dict"
+        )
+    v, s = bent
+    if not isinstance(v, Tensor) or v.shape != (2, 4):
+        raise ConfigError(
+            f"the rule's step makes of a gradient [m, d] = [2, 4] {_kind(v)}; return one of the same shape"
+        )
+    if s.keys() != started.keys():
+        raise ConfigError(
+            f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
+        )
+    y = loc.x - 0.1 * v
+    for hook in (rule.finish(y, s, loc), rule.remember(finished(rule, y, s, loc), s, loc)):
+        if not isinstance(hook, dict):
+            raise ConfigError(
+                f"the rule's finish or remember returns {_kind(hook)}; return a dict of named tensors"
+            )
+    extra = rule.finish(y, s, loc).keys() - {d.name for d in rule.uploads()}
+    if extra:
+        raise ConfigError(f"the rule uploads {min(extra)!r} but does not declare it; name it in uploads()")
+    up = finished(rule, y, s, loc)
+    return up, rule.remember(up, s, loc)
+
+
+def _as_declared(who: str, made: Vectors, declared: dict[str, Any], layout: Layout) -> None:
+    """Refuse what is not what was declared."""
+    if made.keys() != declared.keys():
+        odd = min(made.keys() ^ declared.keys())
+        verb = "does not declare it" if odd in made else "does not make it"
+        raise ConfigError(f"{who} {sorted(made)}, but {odd!r} is not among what it declares, or it {verb}")
+    for name, v in made.items():
+        what: Crossing = declared[name]
+        if not isinstance(v, Tensor) or v.ndim != 2 or v.shape[1] != what.size(layout):
+            raise ConfigError(
+                f"{who} {name!r} as {_kind(v)}; declared are {'d' if what.width is None else what.width} numbers a client"
+            )
+
+
+def _kind(value: Any) -> str:
+    return (
+        f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    )

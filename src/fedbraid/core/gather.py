@@ -1,37 +1,44 @@
-"""The server half of a round: gathers fold uploads into one update, transforms turn it into a step."""
+"""The server half of a round, first stroke: gathers fold uploads into one update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.declare import Upload
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 from fedbraid.errors import ConfigError, unknown
 
-Tree = dict[str, Any]  # named tensors, numbers, Rows, and trees of them
+Tree = Any  # state: records, dicts and tuples of tensors, numbers and Rows
 
 
 @dataclass
 class Uploads:
-    """What a block of clients sent: named vectors `[m, ·]`, and what the server knows of the senders."""
+    """What a block of clients sent, as it was received, and what the server knows of the senders."""
 
     clients: NDArray[np.int64]
-    vectors: Vectors
+    vectors: Vectors  # [m, ·]
     n: Tensor  # [m, 1] samples
     K: Tensor  # [m, 1] local steps
+    a: Tensor  # [m, 1] effective steps
     staleness: Tensor  # [m, 1] server steps since the version they trained from
     lr: Tensor  # [m, 1] the rates they trained with, float64
-    start: Tensor  # [m, d] or [1, d], the models they trained from
+    sent: Vectors  # [m, ·] or [1, ·]: the model each trained from and what else it was sent
+    declared: dict[str, Upload]  # what each name is
 
-    def weights(self, kind: str) -> Tensor:
+    def p(self, kind: str) -> Tensor:
         """What each sender counts for, `[m, 1]`."""
         return self.n if kind == "samples" else torch.ones_like(self.n)
+
+    def having(self, vectors: Vectors, declared: dict[str, Upload] | None = None) -> Uploads:
+        """The same senders with other vectors."""
+        return replace(self, vectors=vectors, declared=declared or self.declared)
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,16 @@ class Info:
     """The facts of a server step."""
 
     t: int
-    cohort: int  # |S|
+    cohort: int  # |S|: how many uploads
     N: int  # how many clients are known
     samples: float  # Σ n_j over all of them
     lr: float  # weighted mean of the senders' rates
     K: float  # weighted mean of the senders' steps
+    a: float  # weighted mean of the senders' effective steps
     quantised: float  # the share of quantised senders
     layout: Layout
-    sizes: NDArray[np.int64]  # n_j of every known client
+    sizes: NDArray[np.int64]  # n_j by client number, 0 for numbers that nobody has
+    stalest: int = 0  # the age of the oldest upload
 
 
 # Staleness ------------------------------------------------------------------------------------------
@@ -84,6 +93,9 @@ _STALENESS: dict[str, Any] = {
 class Gather:
     """Fold uploads into one update; the schedule says when it closes."""
 
+    weights: ClassVar[str] = "uniform"  # how it weighs clients, "samples" or "uniform"
+    alone: ClassVar[bool] = False  # whether a step that nobody came to makes an update all the same
+
     def init(self, x: Tensor, layout: Layout) -> Tree:
         """State that lives from step to step."""
         return {}
@@ -93,52 +105,105 @@ class Gather:
         raise NotImplementedError
 
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
-        """Fold a block of uploads in."""
+        """Fold a block of uploads in; no client is in it twice."""
         raise NotImplementedError
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         """(the update, the new state)."""
         raise NotImplementedError
 
+    def leave(self, s: Tree, client: int) -> Tree:
+        """The state without this client, who goes for good."""
+        return s
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Weighted sums so far, by name, and what they are divided by in the end."""
+
+    vectors: Vectors
+    weight: float
+    count: int
+    uniform: frozenset[str] = frozenset()  # the names that count once for each client
+
 
 @dataclass(frozen=True)
 class Mean(Gather):
     """Σ p_i s(τ_i) v_i for every name that came up, the weights normalised over the cohort.
 
-    Names in `plain` are averaged uniformly and whatever their age, such as control variates that the
-    paper sums over clients.
+    What is declared uniform counts once for each client; what is not declared to age is taken as it is.
     """
 
-    weights: str = "samples"
+    weights: str = "samples"  # type: ignore[misc]
     staleness: Staleness = field(default_factory=Staleness)
-    plain: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
 
+    def zero(self, x: Tensor) -> Sums:
+        return Sums({}, 0.0, 0)
+
+    def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
+        p, age, sums = up.p(self.weights), self.staleness(up.staleness), dict(acc.vectors)
+        for name, v in up.vectors.items():
+            what = up.declared[name]
+            weight = torch.ones_like(p) if what.uniform else p
+            total = sums.get(name, torch.zeros_like(v[0]))
+            sums[name] = fold(total, (weight * age if what.aged else weight, v))
+        uniform = frozenset(name for name in sums if up.declared[name].uniform)
+        return Sums(sums, acc.weight + float(p.sum()), acc.count + len(p), uniform)
+
+    def close(self, acc: Sums, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        return {
+            name: v / (acc.count if name in acc.uniform else acc.weight) for name, v in acc.vectors.items()
+        }, s
+
+
+@dataclass(frozen=True)
+class Beside(Gather):
+    """A gather that treats `delta` in its own way and hands the rest to a mean. A subclass says how."""
+
+    weights: str = "samples"  # type: ignore[misc]
+    staleness: Staleness = field(default_factory=Staleness)
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+
+    def begin(self, s: Tree, x: Tensor) -> Tree:
+        """What a step's deltas are folded into."""
+        raise NotImplementedError
+
+    def fold(self, mine: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+        """Fold a block's deltas in."""
+        raise NotImplementedError
+
+    def end(self, mine: Tree, s: Tree, info: Info) -> tuple[Tensor, Tree]:
+        """(delta, the new state)."""
+        raise NotImplementedError
+
+    @property
+    def _mean(self) -> Mean:
+        return Mean(self.weights, self.staleness)
+
     def zero(self, x: Tensor) -> Tree:
-        return {"sum": {}, "weight": 0.0, "count": 0}
+        return None, self._mean.zero(x)
 
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
-        p = up.weights(self.weights)
-        aged = p * self.staleness(up.staleness)
-        sums = dict(acc["sum"])
-        for name, v in up.vectors.items():
-            weight = torch.ones_like(p) if name in self.plain else aged if name == "delta" else p
-            sums[name] = fold(sums.get(name, torch.zeros_like(v[0])), (weight, v))
-        return {"sum": sums, "weight": acc["weight"] + float(p.sum()), "count": acc["count"] + len(p)}
+        mine, rest = acc
+        if mine is None:  # the first block; the others may still be training
+            mine = self.begin(s, x)
+        mine = self.fold(mine, up.having({"delta": up.vectors["delta"]}), s, x)
+        others = {name: v for name, v in up.vectors.items() if name != "delta"}
+        return mine, self._mean.add(rest, up.having(others), {}, x)
 
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
-        over = {name: acc["count"] if name in self.plain else acc["weight"] for name in acc["sum"]}
-        return {name: v / over[name] for name, v in acc["sum"].items()}, s
+        mine, rest = acc
+        others, _ = self._mean.close(rest, {}, info)
+        delta, s = self.end(mine, s, info)
+        return {**others, "delta": delta}, s
 
 
 WIDE = 2**14  # numbers from which a row is worth an operation of its own
-
-
-def native(x: Tensor) -> bool:
-    """Whether vectors like x are worth compiled code, and of a kind that it knows."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and len(x) >= WIDE
 
 
 def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
@@ -148,10 +213,11 @@ def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
     """
     if len(total) < WIDE:
         for p, rows in terms:
+            rows = rows.expand(len(p), -1)
             total.addmv_(rows.to(total.dtype).T, p.to(total.dtype).squeeze(1))
         return total
-    weighted = [(p.squeeze(1).tolist(), rows) for p, rows in terms]
-    for i in range(len(terms[0][0])):
+    weighted = [(p.squeeze(1).tolist(), rows.expand(len(p), -1)) for p, rows in terms]
+    for i in range(len(weighted[0][0])):
         for weights, rows in weighted:
             if weights[i]:
                 total.add_(rows[i], alpha=weights[i])
@@ -159,5 +225,6 @@ def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def check_weights(kind: str) -> None:
+    """Refuse a kind of averaging that nobody knows."""
     if kind not in ("samples", "uniform"):
         raise ConfigError(f"weights={kind!r} is not known; use 'samples' or 'uniform'")

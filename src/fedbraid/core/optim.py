@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.core.gather import Info, Tree, native
+from fedbraid.core.gather import Info, Tree
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Transform
-from fedbraid.engines.native.moments import moments
 from fedbraid.errors import ConfigError, unknown
 
 
@@ -37,6 +36,11 @@ class Optimiser:
         """The statistics before the first step."""
         return {}
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Their names; `v` is a second moment, which is never negative."""
+        return tuple(self.init(torch.zeros(1)))
+
     def apply(self, g: Tensor, s: Vectors) -> Tensor:
         """−U(g, s)/η: the direction with statistics that do not follow g."""
         return g
@@ -55,7 +59,7 @@ class Optimiser:
         return self.step(g, s, T), s
 
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
-        """I: the mean gradient behind `move` = (x_t − x_{t+1})/(ηK), made with statistics s."""
+        """I: the mean gradient behind `move` = (x_t − x_{t+1})/(ηa), made with statistics s; affine in `move`."""
         return move
 
 
@@ -159,15 +163,6 @@ class Adam(Optimiser):
         root = math.sqrt(1 - self.beta2**T)
         return root, root / (1 - self.beta1**T)
 
-    def follow(self, g: Tensor, s: Vectors, T: int) -> tuple[Tensor, Vectors]:
-        run = moments() if native(g) and type(self) in FUSED else None
-        if run is None:
-            return super().follow(g, s, T)
-        root, scale = self._corrections(T)
-        kind = FUSED.index(type(self))
-        m, v, direction = run(kind, g, s["m"], s["v"], self.beta1, self.beta2, self.eps * root, scale)
-        return direction, {"m": m, "v": v}
-
     def inverse(self, move: Tensor, s: Vectors) -> Tensor:
         return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)
 
@@ -200,11 +195,16 @@ class Adagrad(Adam):
         return v + g * g
 
 
-FUSED = (Adam, AdaBelief, Yogi, Adagrad)  # in the order of native/moments.py
+@dataclass(frozen=True)
+class Tracked:
+    """An optimiser's statistics after T steps."""
+
+    T: int
+    stats: Vectors
 
 
 @dataclass(frozen=True)
-class Precondition(Transform):
+class Optimise(Transform):
     """The server's optimiser: track the pseudo-gradient, replace it by the direction."""
 
     optimiser: Optimiser
@@ -214,14 +214,13 @@ class Precondition(Transform):
         if self.weight_decay < 0:
             raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
 
-    def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {**self.optimiser.init(x), "T": 0}
+    def init(self, x: Tensor, layout: Layout) -> Tracked:
+        return Tracked(0, self.optimiser.init(x))
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Tracked, x: Tensor, info: Info) -> tuple[Vectors, Tracked]:
         g = u["delta"] if not self.weight_decay else u["delta"] + self.weight_decay * x
-        T, stats = s["T"] + 1, {k: v for k, v in s.items() if k != "T"}
-        direction, stats = self.optimiser.follow(g, stats, T)
-        return {**u, "delta": direction}, {**stats, "T": T}
+        direction, stats = self.optimiser.follow(g, s.stats, s.T + 1)
+        return {**u, "delta": direction}, Tracked(s.T + 1, stats)
 
 
 @dataclass(frozen=True)
@@ -246,8 +245,6 @@ class TrustRatio(Transform):
 SERVER: dict[str, type[Optimiser]] = {
     "sgd": Optimiser, "adagrad": Adagrad, "adam": Adam, "adabelief": AdaBelief, "yogi": Yogi, "lamb": Adam,
 }  # fmt: skip
-
-CLIENT: dict[str, type[Optimiser]] = {"sgdm": SGDm, "rmsprop": RMSProp, "adam": Adam}
 
 
 def named(name: str, table: dict[str, type[Optimiser]]) -> type[Optimiser]:

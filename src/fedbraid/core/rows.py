@@ -23,8 +23,8 @@ from fedbraid.core.rule import Vectors
 from fedbraid.errors import RunError
 
 if TYPE_CHECKING:
+    from fedbraid.core.codec import Codec
     from fedbraid.core.layout import Layout
-    from fedbraid.links.codec import Codec
     from fedbraid.run.database import Database
 
 

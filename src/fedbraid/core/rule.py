@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from fedbraid.core.declare import DELTA, Upload, by_name
 from fedbraid.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedbraid.core.layout import Layout
     from fedbraid.core.work import Work
-    from fedbraid.data.batches import Batch, Plan
 
 Vectors = dict[str, Tensor]
 
@@ -31,9 +31,18 @@ class Gradient(Protocol):
     name: str
     vectorised: bool  # whether a larger block is cheaper per client
 
-    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, y: Tensor, batch: Any) -> tuple[Tensor, Tensor]: ...
 
-    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]: ...
+    def evaluate(self, x: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Batches(Protocol):
+    """What a block of clients will see in one visit."""
+
+    n: Any  # [m], samples
+    K: Any  # [m], steps
+
+    def batch(self, k: int) -> Any: ...
 
 
 @dataclass
@@ -41,13 +50,14 @@ class Local:
     """What stays fixed while a block of clients trains."""
 
     x: Tensor  # [1, d], the model they all start from
-    down: Vectors  # [1, d] each, what else the server sent
+    down: Vectors  # [1, ·] each, what else the server sent
     memory: Vectors  # [m, ·], what each client remembers
     lr: float
     K: Tensor  # [m, 1], how many steps each will take
+    a: Tensor  # [m, 1], how far they go: the effective number of plain steps
     n: Tensor  # [m, 1], how many samples each holds
     t: int  # the version they train from
-    momentum: float
+    layout: Layout
     full_grad: Callable[[Tensor], Tensor]  # y[·, d] -> the gradient over each whole local set, [m, d]
 
 
@@ -55,8 +65,12 @@ class Local:
 class Rule:
     """One link of local training; every hook defaults to doing nothing."""
 
+    def uploads(self) -> tuple[Upload, ...]:
+        """What it sends up. `delta`, x − y, is there unless a rule leaves it out."""
+        return (DELTA,)
+
     def init(self, x: Tensor) -> Vectors:
-        """What a client remembers before its first round: named rows of width d or 1."""
+        """What a client remembers before its first round: named rows of any width."""
         return {}
 
     def start(self, loc: Local) -> Vectors:
@@ -64,12 +78,20 @@ class Rule:
         return {}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        """Bend the gradient taken at y. g may be overwritten and returned; it must not be kept."""
+        """Bend the gradient taken at y; g must not be kept."""
         return g, s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        """(extra uploads, what to remember). An upload named `delta` replaces x − y."""
-        return {}, {}
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        """The declared uploads; `delta` is made where it is not given."""
+        return {}
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        """The client's new memory, made of what the server received of its uploads."""
+        return {}
+
+    def leave(self, memory: Vectors) -> Vectors:
+        """What a client that goes for good sends: the negative of its share, by the upload's name."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,11 @@ class Chain(Rule):
     """Rules one after the other: each bends what the one before it made of the gradient."""
 
     links: tuple[Rule, ...]
+
+    def uploads(self) -> tuple[Upload, ...]:
+        of_each = [r.uploads() for r in self.links]
+        own = by_name((d for some in of_each for d in some if d != DELTA), "upload")
+        return (*([DELTA] if all(DELTA in some for some in of_each) else []), *own.values())
 
     def init(self, x: Tensor) -> Vectors:
         return _merge([r.init(x) for r in self.links], "remembers")
@@ -89,9 +116,14 @@ class Chain(Rule):
             g, s = r.step(g, y, s, loc)
         return g, s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> tuple[Vectors, Vectors]:
-        done = [r.finish(y, s, loc) for r in self.links]
-        return _merge([up for up, _ in done], "uploads"), _merge([memory for _, memory in done], "remembers")
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        return _merge([r.finish(y, s, loc) for r in self.links], "uploads")
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return _merge([r.remember(got, s, loc) for r in self.links], "remembers")
+
+    def leave(self, memory: Vectors) -> Vectors:
+        return _merge([r.leave(memory) for r in self.links], "uploads")
 
 
 def chain(*rules: Rule) -> Rule:
@@ -102,10 +134,10 @@ def chain(*rules: Rule) -> Rule:
 
 
 def train(
-    rule: Rule, grad: Gradient, loc: Local, plan: Plan, work: Work, layout: Layout
-) -> tuple[Vectors, Vectors, Tensor]:
-    """K local steps of every client in the block: (uploads, what to remember, mean loss `[m]`)."""
-    m = len(plan.n)
+    rule: Rule, grad: Gradient, loc: Local, plan: Batches, work: Work
+) -> tuple[Tensor, Vectors, Tensor]:
+    """K local steps of every client in the block: (y `[m, d]`, the visit's state, mean loss `[m]`)."""
+    m, buffers = len(plan.n), loc.layout.buffers
     y = loc.x.repeat(m, 1)
     s, steps = rule.start(loc), int(plan.K.max())
     even = int(plan.K.min()) == steps
@@ -114,7 +146,7 @@ def train(
     for k in range(steps):
         g, losses = grad(y, plan.batch(k))
         loss += losses
-        stats = None if layout.buffers is None else y[:, layout.buffers].clone()
+        stats = None if buffers is None else y[:, buffers].clone()
         if work.clip is not None:
             g = g * (work.clip / g.norm(dim=1, keepdim=True).clamp_min(work.clip))
         if work.weight_decay:
@@ -133,9 +165,14 @@ def train(
                 for name, value in s_new.items()
             }
         if stats is not None:
-            y[:, layout.buffers] = stats  # running statistics follow the data, not the gradient
-    extra, memory = rule.finish(y, s, loc)
-    return {"delta": loc.x - y, **extra}, memory, loss / loc.K.squeeze(1)
+            y[:, buffers] = stats  # running statistics follow the data, not the gradient
+    return y, s, loss / loc.K.squeeze(1)
+
+
+def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+    """All that a block uploads, by the order of its declaration."""
+    made = rule.finish(y, s, loc)
+    return {d.name: loc.x - y if d.update and d.name not in made else made[d.name] for d in rule.uploads()}
 
 
 def _merge(parts: list[Vectors], verb: str) -> Vectors:

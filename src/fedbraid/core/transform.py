@@ -1,4 +1,5 @@
-"""The server half of a round: transforms turn what was gathered into a step."""
+"""The server's two strokes: transforms turn what was gathered into the averaged model x̄; then x̄ is moved, and
+what is subtracted for the next round comes last."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbraid.core.gather import Info, Tree
+from fedbraid.core.declare import Download, Upload
+from fedbraid.core.gather import Info, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 from fedbraid.errors import ConfigError
@@ -15,21 +17,47 @@ from fedbraid.errors import ConfigError
 
 @dataclass(frozen=True)
 class Transform:
-    """One link of the server's pipeline, from update to update; x ← x − update['delta'] ends it."""
+    """One link of the server's pipeline; every hook defaults to doing nothing.
+
+    First stroke: `account` reads each upload, `update` goes from update to update; x̄ = x − update['delta'].
+    Second stroke: `adjust` moves x̄, which is what is evaluated; `settle` says what x̄ is sent out without.
+    """
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
+        """State that lives from step to step."""
         return {}
 
-    def send(self, s: Tree) -> Vectors:
-        """What goes down to clients beside the model, `[d]` each."""
+    def sends(self) -> tuple[Download, ...]:
+        """What goes down to clients beside the model."""
+        return ()
+
+    def send(self, s: Tree, N: int) -> Vectors:
+        """The declared downloads, `[width]` each; N is how many clients are known."""
+        return {}
+
+    def accounts(self) -> tuple[Upload, ...]:
+        """What it makes of each upload before it is gathered; `delta` among them takes delta's place."""
+        return ()
+
+    def account(self, up: Uploads) -> Vectors:
+        """The declared accounts of a block, each upload with what its sender was sent: `[m, ·]` or `[1, ·]`."""
         return {}
 
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        """From update to update."""
         return u, s
 
-    def judged(self, x: Tensor, s: Tree) -> Tensor:
-        """The model to evaluate, where it is not the one that is sent out."""
-        return x
+    def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
+        """Move x̄; nobody's state sees this as a gradient."""
+        return average
+
+    def settle(self, move: Tensor, s: Tree, info: Info) -> tuple[Tensor | None, Tree]:
+        """(what x̄ is sent out without, the new state); `move` is x − x̄ before any adjustment."""
+        return None, s
+
+    def leave(self, s: Tree, share: Vectors) -> Tree:
+        """The state after a client has gone for good, whose rule sent this share."""
+        return s
 
 
 @dataclass(frozen=True)
@@ -42,29 +70,39 @@ class Pipeline(Transform):
     links: tuple[Transform, ...] = ()
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
-        return {str(i): link.init(x, layout) for i, link in enumerate(self.links)}
+        return tuple(link.init(x, layout) for link in self.links)
 
-    def send(self, s: Tree) -> Vectors:
-        down: Vectors = {}
-        for i, link in enumerate(self.links):
-            part = link.send(s[str(i)])
-            for name in part.keys() & down.keys():
-                raise ConfigError(
-                    f"two server parts of one algorithm both send {name!r}; rename it in one of them"
-                )
-            down |= part
-        return down
+    def sends(self) -> tuple[Download, ...]:
+        return tuple(d for link in self.links for d in link.sends())
+
+    def send(self, s: Tree, N: int) -> Vectors:
+        return {name: v for link, mine in zip(self.links, s) for name, v in link.send(mine, N).items()}
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return tuple(d for link in self.links for d in link.accounts())
+
+    def account(self, up: Uploads) -> Vectors:
+        return {name: v for link in self.links for name, v in link.account(up).items()}
 
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        new: Tree = {}
-        for i, link in enumerate(self.links):
-            u, new[str(i)] = link.update(u, s[str(i)], x, info)
-        return u, new
+        new = []
+        for link, mine in zip(self.links, s):
+            u, state = link.update(u, mine, x, info)
+            new.append(state)
+        return u, tuple(new)
 
-    def judged(self, x: Tensor, s: Tree) -> Tensor:
-        for i, link in reversed(list(enumerate(self.links))):
-            x = link.judged(x, s[str(i)])
-        return x
+    def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
+        for link, mine in zip(self.links, s):
+            average = link.adjust(average, mine, info)
+        return average
+
+    def settle(self, move: Tensor, s: Tree, info: Info) -> tuple[Tensor | None, Tree]:
+        done = [link.settle(move, mine, info) for link, mine in zip(self.links, s)]
+        without = [h for h, _ in done if h is not None]
+        return (sum(without[1:], without[0]) if without else None), tuple(state for _, state in done)
+
+    def leave(self, s: Tree, share: Vectors) -> Tree:
+        return tuple(link.leave(mine, share) for link, mine in zip(self.links, s))
 
 
 def pipeline(*transforms: Transform) -> Pipeline:

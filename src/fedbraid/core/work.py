@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from fedbraid.core.check import plain_numbers, whole
 from fedbraid.errors import ConfigError
 
@@ -14,7 +16,7 @@ class Work:
     """What a client does in one visit: `epochs` over its data, or a number of `steps`.
 
     `batch=None` is the full local set. A `last` batch that is short is kept, dropped, or filled with
-    the client's own samples drawn again.
+    the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement.
     """
 
     lr: float = 0.01
@@ -26,6 +28,7 @@ class Work:
     clip: float | None = None  # the largest norm of a gradient
     lr_decay: float = 1.0  # per round
     last: str = "keep"
+    replace: bool = False
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -48,9 +51,16 @@ class Work:
             raise ConfigError(f"momentum={self.momentum} never forgets; use 0 <= momentum < 1")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
+        if self.replace and self.batch is None:
+            raise ConfigError("replace=True draws batches, and batch=None is the full local set; give batch=")
         if self.last not in ("keep", "drop", "fill"):
             raise ConfigError(f"last={self.last!r} is not known; use 'keep', 'drop' or 'fill'")
 
     def rate(self, version: int) -> float:
         """η_c of a client that trains from this version."""
         return self.lr * self.lr_decay**version
+
+    def effective(self, K: Tensor) -> Tensor:
+        """a: how many plain steps go as far as K steps with this momentum."""
+        rho = self.momentum
+        return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)

@@ -11,37 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.data import tree
+from fedbraid.data.augment import Augment
+from fedbraid.data.tree import Tree
 
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-
-
-@dataclass(frozen=True)
-class Flip:
-    """Mirror an image left to right, half of the time."""
-
-    def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
-        return torch.where((draws[:, 0] < 0.5).view(-1, 1, 1, 1), x.flip(-1), x)
-
-
-@dataclass(frozen=True)
-class FlipCrop:
-    """Mirror half of the time, then shift by up to `pad` pixels each way over a zero border."""
-
-    pad: int = 4
-
-    def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
-        n, channels, height, width = x.shape
-        x = torch.nn.functional.pad(Flip()(x, draws), (self.pad,) * 4)
-        shift = (draws[:, 1:3] * (2 * self.pad + 1)).long()
-        rows = (shift[:, :1] + torch.arange(height, device=x.device)).view(n, 1, height, 1)
-        cols = (shift[:, 1:] + torch.arange(width, device=x.device)).view(n, 1, 1, width)
-        take = torch.arange(n, device=x.device).view(n, 1, 1, 1)
-        return x[take, torch.arange(channels, device=x.device).view(1, -1, 1, 1), rows, cols]
-
-
-Augment = Flip | FlipCrop
 
 
 @dataclass
@@ -51,12 +27,12 @@ class Batch:
     `weight` is None where every row counts; a padded row weighs 0.
     """
 
-    inputs: Tensor  # the table, [T, ...]
-    targets: Tensor  # [T, ...]
+    inputs: Tree  # the table, [T, ...] each
+    targets: Tree  # [T, ...] each
     rows: Tensor  # int64 [m, B]
     weight: Tensor | None = None  # float32 [m, B]
     augment: Augment | None = None
-    draws: Tensor | None = None  # [m, B, 3], for the augmentation
+    draws: Tensor | None = None  # [m, B, ·], for the augmentation
     noise: NDArray[np.uint64] | None = None  # [m], seeds for a model that draws numbers itself
 
     @property
@@ -73,16 +49,24 @@ class Batch:
         noise = self.noise if self.noise is None else self.noise[i : i + 1]
         return Batch(self.inputs, self.targets, rows, None, self.augment, picked, noise)
 
-    def x(self) -> Tensor:
-        """The inputs, `[m, B, ...]`; token ids come as int64."""
-        x = self.inputs[self.rows]
+    def x(self) -> Tree:
+        """The inputs, `[m, B, ...]` each; token ids come as int64."""
+        x = tree.take(self.inputs, self.rows)
         if self.augment is not None and self.draws is not None:
-            x = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1)).view_as(x)
-        return x if x.is_floating_point() else x.long()
+            made = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1))
+            x = made.view(*self.rows.shape, *made.shape[1:])
+        return tree.numbers(x)
 
-    def y(self) -> Tensor:
-        """The targets, `[m, B, ...]`."""
-        return self.targets[self.rows]
+    def y(self) -> Tree:
+        """The targets, `[m, B, ...]` each."""
+        return tree.take(self.targets, self.rows)
+
+    def alone(self) -> tuple[Tree, Tree]:
+        """The first client's (inputs, targets), `[B, ...]` each, cut to their longest where lengths differ."""
+        x = tree.take(self.inputs, self.rows[0])
+        if self.augment is not None and self.draws is not None:
+            x = self.augment(x, self.draws[0])
+        return tree.numbers(x), tree.take(self.targets, self.rows[0])
 
 
 class Plan:
@@ -104,6 +88,8 @@ class Plan:
     def batch(self, k: int) -> Batch:
         """The block's k-th batch."""
         size = batch_sizes(self.n, self.work)
+        if self.work.replace:
+            return self._drawn(k, size)
         per_epoch = batches_per_epoch(self.n, self.work)
         if self._even:
             epoch, at = divmod(k, int(per_epoch[0]))
@@ -128,6 +114,13 @@ class Plan:
         inside &= (k < self.K)[:, None]
         return self._make(picked, inside, k)
 
+    def _drawn(self, k: int, size: NDArray[np.int64]) -> Batch:
+        """A full batch of each client's samples, drawn with replacement."""
+        column = np.arange(size.max())
+        draw = rng.uniform(self.seed, "replace", self.version, self.clients[:, None], k, column)
+        inside = (column < size[:, None]) & (k < self.K)[:, None]
+        return self._make((draw * self.n[:, None]).astype(np.int64), inside, k)
+
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         """A fresh order of each client's samples, `[m, max n]`; a client's full batch keeps its own."""
         if epoch != self._epoch:
@@ -148,13 +141,14 @@ class Plan:
         rows = task.row_ids(self.clients, picked)
         weight = None
         if inside is not None and not inside.all():
-            weight = torch.from_numpy(inside.astype(np.float32)).to(task.inputs.device)
+            weight = torch.from_numpy(inside.astype(np.float32)).to(task.device)
         draws = None
-        if task.augment is not None:
-            axes = (self.clients[:, None, None], k, np.arange(picked.shape[1])[:, None], np.arange(3))
-            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(
-                task.inputs.device
+        if (augment := task.augment) is not None:
+            column = (
+                np.arange(picked.shape[1]) if augment.per == "sample" else np.zeros(picked.shape[1], np.int64)
             )
+            axes = (self.clients[:, None, None], k, column[:, None], np.arange(augment.draws))
+            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.device)
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
             if task.stochastic

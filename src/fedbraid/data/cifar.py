@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedbraid.data.batches import FlipCrop
+from fedbraid.data.augment import FlipCrop
 from fedbraid.data.dataset import Bytes, DataSet, class_numbers, normalised
 from fedbraid.data.formats import cifar_binary, images, parquet
 from fedbraid.data.sources import Home, Root, cached, hub
@@ -33,23 +33,30 @@ CIFAR100 = Home(
 Part = tuple[Bytes, Bytes]  # images, and a column or two of labels, the fine one last
 
 
-def cifar10(root: Root = None, augment: bool = False) -> DataSet:
-    """50,000 and 10,000 photographs of ten classes; `augment=True` flips and shifts those trained on."""
+def cifar10(root: Root = None, augment: bool | str = False, statistics: str = "own") -> DataSet:
+    """50,000 and 10,000 photographs of ten classes; `augment=True` flips and shifts those trained on.
+
+    `augment="batch"` draws once for each batch.
+    Images are normalised by their `statistics`: their "own", those of "cifar10", or "none" at all.
+    """
     train = _binary(CIFAR10, root, "data_batch_?.bin", 1) or _parquet(CIFAR10, root, "train*", ("label",))
     test = _binary(CIFAR10, root, "test_batch.bin", 1) or _parquet(CIFAR10, root, "test*", ("label",))
     if train is None or test is None:
         train, test = _fetched(CIFAR10, root, "uoft-cs/cifar10", ("label",))
-    return _dataset(train, test, 10, augment)
+    return _dataset(train, test, 10, augment, statistics)
 
 
-def cifar100(root: Root = None, augment: bool = False) -> DataSet:
-    """Photographs of 100 fine classes in 20 coarse ones; `augment=True` flips and shifts those trained on."""
+def cifar100(root: Root = None, augment: bool | str = False, statistics: str = "own") -> DataSet:
+    """Photographs of 100 fine classes in 20 coarse ones; `augment=True` flips and shifts those trained on.
+
+    FedGBO's authors normalise them by the `statistics` of "cifar10"; "own" and "none" as there.
+    """
     labels = ("coarse_label", "fine_label")
     train = _binary(CIFAR100, root, "train.bin", 2) or _parquet(CIFAR100, root, "train*", labels)
     test = _binary(CIFAR100, root, "test.bin", 2) or _parquet(CIFAR100, root, "test*", labels)
     if train is None or test is None:
         train, test = _fetched(CIFAR100, root, "uoft-cs/cifar100", labels)
-    return _dataset(train, test, 100, augment)
+    return _dataset(train, test, 100, augment, statistics)
 
 
 def _binary(home: Home, root: Root, pattern: str, labels: int) -> Part | None:
@@ -80,11 +87,11 @@ def _fetched(home: Home, root: Root, repository: str, labels: tuple[str, ...]) -
     return train, test
 
 
-def _dataset(train: Part, test: Part, classes: int, augment: bool) -> DataSet:
+def _dataset(train: Part, test: Part, classes: int, augment: bool | str, statistics: str) -> DataSet:
     for pixels, labels in (train, test):
         if pixels.shape != (len(labels), 32, 32, 3):
             raise DataError(f"CIFAR images must be 32×32 in colour, one per label; found {pixels.shape}")
-    inputs, test_inputs = normalised(train[0], test[0])
+    inputs, test_inputs = normalised(train[0], test[0], statistics)
     y, yt = class_numbers(train[1]), class_numbers(test[1])
     coarse = y[:, 0].numpy() if y.shape[1] == 2 else None
     return DataSet(
@@ -93,5 +100,5 @@ def _dataset(train: Part, test: Part, classes: int, augment: bool) -> DataSet:
         (test_inputs, yt[:, -1].contiguous()),
         classes,
         coarse=coarse,
-        augment=FlipCrop() if augment else None,
+        augment=FlipCrop(per="batch" if augment == "batch" else "sample") if augment else None,
     )

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.data.batches import Augment
+from fedbraid.data.augment import Augment
 from fedbraid.data.partition import Table
-from fedbraid.errors import DataError
+from fedbraid.errors import DataError, unknown
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -53,8 +53,18 @@ class DataSet:
         return facts
 
 
-def normalised(train: Bytes, test: Bytes) -> tuple[Tensor, Tensor]:
-    """Bytes `[n, h, w]` or `[n, h, w, c]` as float32 `[n, c, h, w]`, of training mean 0 and deviation 1."""
+# Mean and deviation by channel, of levels from 0 to 255.
+STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cifar10": ((125.3, 122.95, 113.87), (62.99, 62.09, 66.7)),
+    "none": ((0.0,), (255.0,)),
+}
+
+
+def normalised(train: Bytes, test: Bytes, statistics: str = "own") -> tuple[Tensor, Tensor]:
+    """Bytes `[n, h, w]` or `[n, h, w, c]` as float32 `[n, c, h, w]`, of training mean 0 and deviation 1.
+
+    `statistics` may be others' than the training images' "own"; with "none" images are levels from 0 to 1.
+    """
     train, test = (x[..., None] if x.ndim == 3 else x for x in (train, test))
     shapes = train.shape[1:], test.shape[1:]
     if shapes[0] != shapes[1]:
@@ -63,6 +73,11 @@ def normalised(train: Bytes, test: Bytes) -> tuple[Tensor, Tensor]:
         )
     if not len(train) or not len(test):
         raise DataError(f"there are {len(train)} train and {len(test)} test images; get the files again")
+    if statistics != "own":
+        if statistics not in STATISTICS:
+            raise unknown("statistics", statistics, ["own", *STATISTICS])
+        mean, std = (np.array(v) for v in STATISTICS[statistics])
+        return _scaled(train, mean, std), _scaled(test, mean, std)
     counts = np.stack([_histogram(train[..., c]) for c in range(train.shape[-1])])
     share, level = counts / counts.sum(1, keepdims=True), np.arange(256)
     mean = share @ level

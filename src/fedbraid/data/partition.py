@@ -1,14 +1,14 @@
 """Who holds which rows: a partition is a frozen recipe, called as `partition(table, clients, seed)`.
 
 It gives one sorted int64 array of row numbers per client, none empty. Every row goes to exactly one
-client; only `natural` asked for fewer clients than there are ids, and `pachinko` and balanced
+client, with `parity_shards(copies=2)` to two; only `natural` asked for fewer clients than there are ids, and `pachinko` and balanced
 `dirichlet` whose equal shares leave a remainder, leave rows out. `repr` is the call that makes it.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,14 @@ class Table:
 class Partition:
     """A recipe for handing rows to clients."""
 
-    def __call__(self, table: Table, clients: int, seed: int = 0) -> list[Ints]:
-        """One sorted array of row numbers per client."""
+    def __call__(self, table: Table | Any, clients: int, seed: int = 0) -> list[Ints]:
+        """One sorted array of row numbers per client, of a table or of plain labels, one for each row.
+
+        >>> [len(rows) for rows in iid()([0, 1, 1, 0, 2, 2], clients=3)]
+        [2, 2, 2]
+        """
+        if not isinstance(table, Table):
+            table = Table(np.asarray(table))
         if not isinstance(clients, int | np.integer) or clients < 1:
             raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
         if clients > len(table):
@@ -187,10 +193,26 @@ class pachinko(Partition):
 class parity_shards(Partition):
     """FedShift's shards: the first half of the clients ("superior") hold two even labels each, the rest odd.
 
-    Of an odd number of clients the middle one is superior.
+    Of an odd number of clients the middle one is superior. In the authors' code every shard serves two clients:
+    with `copies=2`, half of each side shares the rows of the other half.
     """
 
+    copies: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.copies not in (1, 2):
+            raise ConfigError(
+                f"parity_shards(copies={self.copies}) is not known; a shard serves 1 or 2 clients"
+            )
+
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        if self.copies == 2:
+            if clients % 4:
+                raise ConfigError(
+                    f"parity_shards(copies=2) pairs the clients of a side; {clients} is no multiple of 4"
+                )
+            half = replace(self, copies=1).deal(table, clients // 2, gen)
+            return [rows.copy() for side in (half[: clients // 4], half[clients // 4 :]) for rows in 2 * side]
         superior = -(-clients // 2)
         sides = ((0, superior), (superior, clients - superior))
         owner = np.asarray(table.labels % 2, np.int64)
@@ -221,9 +243,38 @@ class quantity_skew(Partition):
         return _shares(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
 
 
+@dataclass(frozen=True, repr=False)
+class power_law(Partition):
+    """Random rows, one for each client and the rest by weights u^(1/alpha), u uniform: QAFeL's "Dirichlet" CIFAR-10.
+
+    Labels do not depend on clients; the smaller alpha in (0, 1], the fewer clients hold most of the rows.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha <= 1:
+            raise ConfigError(f"power_law needs 0 < alpha <= 1, not {self.alpha}; small is uneven")
+
+    def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
+        weights = gen.random(clients) ** (1 / self.alpha) + 1e-300
+        sizes = 1 + gen.multinomial(len(table) - clients, weights / weights.sum())
+        return _shares(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
+
+
 KINDS: dict[str, type[Partition]] = {
     kind.__name__: kind
-    for kind in (iid, iid_mix, dirichlet, label_chunks, natural, pachinko, parity_shards, quantity_skew)
+    for kind in (
+        iid,
+        iid_mix,
+        dirichlet,
+        label_chunks,
+        natural,
+        pachinko,
+        parity_shards,
+        power_law,
+        quantity_skew,
+    )
 }
 
 

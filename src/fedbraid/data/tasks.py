@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+import fedbraid.files as files
 from fedbraid import models
+from fedbraid.core import rng
 from fedbraid.data import celeba, cifar, digits, femnist, mnist, mushrooms, sent140, shakespeare, synthetic
 from fedbraid.data.dataset import DataSet, Ints
 from fedbraid.data.partition import KINDS, Partition, iid, natural, pachinko, parse
@@ -60,6 +63,7 @@ def load(
     *,
     model: str | nn.Module | Build | None = None,
     seed: int = 0,
+    test_shares: bool = False,
     **options: Any,
 ) -> Task:
     """A task by name, its training samples shared among clients.
@@ -67,7 +71,8 @@ def load(
     Files are looked for in the folder that FEDBRAID_DATA (or the option `root`) names; `digits` needs none.
     `seed` draws the partition. `model` is a name in `fedbraid.models`, a module or a function that builds
     one; unless given it is the data set's own: LeNet-5 for the MNISTs, `small_cnn` for CIFAR-10 and so on.
-    With natural ids `clients=None` takes all there are, and every client has its test share.
+    With natural ids `clients=None` takes all there are, and every client has its test share; with other
+    partitions `test_shares=True` deals the test set out by the labels that each client holds.
 
     >>> task = load("digits", clients=100, partition="label_chunks(1)")
     >>> task.clients, task.spec
@@ -91,16 +96,26 @@ def load(
     test, test_offsets = data.test, None
     if isinstance(share, natural) and data.test_groups is not None:
         test, test_offsets = _test_shares(data, parts)
+    elif test_shares:
+        test, test_offsets = _shares_by_label(data, parts, seed)
     rows = parts if data.rows is None else [data.rows[p] for p in parts]
     return Task.from_table(
         _model(model or known.model, data), data.inputs, data.targets, rows,
         test=test, test_offsets=test_offsets, augment=data.augment, name=name,
-        spec=_spec(name, count, share, seed, model, options),
+        spec=_spec(name, count, share, seed, model, options | ({"test_shares": True} if test_shares else {})),
     )  # fmt: skip
 
 
+def from_file(text: str) -> Task:
+    """The task that `FILE.py:NAME` names; its `spec` says so, so that a run of it can be resumed."""
+    made: Task = files.load(text, Task, "task", KINDS)
+    return dataclasses.replace(made, name=files.word(text), spec=files.absolute(text))
+
+
 def reload(spec: str) -> Task:
-    """The task that a `Task.spec` describes; nothing in it is run but `load`."""
+    """The task that a `Task.spec` describes; nothing is run but `load`, or the file that it names."""
+    if files.names_file(spec):
+        return from_file(spec)
     try:
         call = ast.parse(spec, mode="eval").body
         if not isinstance(call, ast.Call) or ast.unparse(call.func) != "load":
@@ -156,6 +171,28 @@ def _test_shares(data: DataSet, parts: list[Ints]) -> tuple[tuple[torch.Tensor, 
         raise DataError("none of the chosen clients has test samples; take more clients or another seed")
     order = torch.from_numpy(mine[np.argsort(client[mine], kind="stable")])
     sizes = np.bincount(client[mine], minlength=len(whose))
+    return (data.test[0][order], data.test[1][order]), np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _shares_by_label(
+    data: DataSet, parts: list[Ints], seed: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Ints]:
+    """The test samples client by client: each goes to one who holds its label, by how many of those they hold."""
+    labels, wanted = data.table.labels, data.test[1].numpy()
+    if wanted.ndim != 1:
+        raise ConfigError(
+            "test_shares=True deals a test set out by its labels, and this one has several a sample"
+        )
+    client = np.full(len(wanted), -1)
+    owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+    held, gen = labels[np.concatenate(parts)], rng.generator(seed, "test shares")
+    for label in np.unique(wanted):
+        owners, mine = owner[held == label], np.flatnonzero(wanted == label)
+        if len(owners):
+            client[mine] = owners[gen.integers(len(owners), size=len(mine))]
+    kept = np.flatnonzero(client >= 0)
+    order = torch.from_numpy(kept[np.argsort(client[kept], kind="stable")])
+    sizes = np.bincount(client[kept], minlength=len(parts))
     return (data.test[0][order], data.test[1][order]), np.concatenate([[0], np.cumsum(sizes)])
 
 

@@ -17,23 +17,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedbraid.core.link import Caster, bundle
 from fedbraid.core.rule import Vectors
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Order, Setup, visit
-from fedbraid.errors import WireError
-from fedbraid.links.codec import unpack_message
-from fedbraid.links.link import HiddenState, bundle, open_packet
+from fedbraid.errors import RunError
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project
-
-NONE = "none"  # the job that no upload came of
 
 
 def client_app(project: Project) -> ClientApp:
@@ -75,15 +72,14 @@ def obey(
     if not memory.receive(order, setup):
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
     layout = task.layout
-    fresh = algorithm.remembers(memory.down["x"], layout)
-    fresh.pop("held", None)
+    who = Caster(algorithm.downloads, version, settings.seed, layout, real=True)
+    down = algorithm.down.means(memory.down, who)
+    fresh = {**algorithm.rule.init(down["x"]), **algorithm.up.remembers(algorithm.uploads, layout)}
     rows = memory.after.get(str(order["start"]), {name: v.reshape(1, -1) for name, v in fresh.items()})
     frames: dict[str, bytes] = {}
-    reply = visit(
-        setup, gradient(setup, "auto"), Order(version, np.array([client]), memory.down, rows), frames
-    )
+    reply = visit(setup, gradient(setup, "auto"), Order(version, np.array([client]), down, rows), frames)
     memory.after[str(order["job"])] = reply.memory
-    memory.write(place, keep_down=isinstance(algorithm.down, HiddenState))
+    memory.write(place, keep_down=algorithm.down.builds)
     return {
         "job": str(order["job"]),
         "lost": False,
@@ -106,22 +102,12 @@ class Memory:
 
     def receive(self, order: Mapping[str, Any], setup: Setup) -> bool:
         """Take in what the server sent; False where it builds on something that this node does not hold."""
-        algorithm, layout = setup.algorithm, setup.task.layout
-        names, base, version, blob = (
-            list(order["names"]),
-            int(order["base"]),
-            int(order["version"]),
-            order["blob"],
-        )
-        if isinstance(algorithm.down, HiddenState) and base >= 0:
-            if self.held != base:
-                self.held, self.down = -1, {}
-                return False
-            missed = [str(v) for v in range(base + 1, version + 1)]
-            for one in _packets(blob, missed):
-                self.down = open_packet(algorithm.down, one, self.down, names, layout)
-        else:
-            self.down = open_packet(algorithm.down, blob, None, names, layout)
+        base, version = int(order["base"]), int(order["version"])
+        if base >= 0 and self.held != base:
+            self.held, self.down = -1, {}
+            return False
+        who = Caster(setup.algorithm.downloads, version, setup.seed, setup.task.layout, real=True)
+        self.down = setup.algorithm.down.receive(order["blob"], base, self.down, who)
         self.held = version
         return True
 
@@ -133,6 +119,10 @@ class Memory:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             return cls()
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{place / 'memory.safetensors'} is damaged ({error}); remove it, and this node starts without a memory"
+            ) from error
         jobs: dict[str, Vectors] = {job: {} for job in about["jobs"]}
         down: Vectors = {}
         for key, value in tensors.items():
@@ -142,7 +132,7 @@ class Memory:
 
     def write(self, place: Path, keep_down: bool) -> None:
         """To disk, whole or not at all."""
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
         tensors: dict[str, Tensor] = {}
         if keep_down:
             tensors |= {f"down//{name}": v.contiguous().clone() for name, v in self.down.items()}
@@ -154,18 +144,6 @@ class Memory:
         with open(part, "rb") as file:
             os.fsync(file.fileno())
         part.replace(place / "memory.safetensors")
-
-
-def _packets(blob: bytes, missed: list[str]) -> list[bytes]:
-    """The broadcasts that this node missed, one after the other."""
-    if len(missed) < 2:
-        return [blob] if missed else []
-    packets = unpack_message(blob, len(blob))
-    if list(packets) != missed:
-        raise WireError(
-            f"the server sent the broadcasts {list(packets)}, not {missed}; run the same fedbraid"
-        )
-    return list(packets.values())
 
 
 def _task(project: Project, node_config: Mapping[str, Any], client: int) -> Task:

@@ -60,7 +60,7 @@ publisher = "fedbraid"
 serverapp = "fleet:server"
 clientapp = "fleet:client"
 
-# Everything below can be overridden when a run is started: flwr run . NAME --run-config 'seed=1 minimum=2'
+# Everything below can be overridden when a run is started: fedbraid deploy run . KEYS -c seed=1 -c minimum=2
 [tool.flwr.app.config]
 algorithm = "fedavg()"                              # any of `fedbraid list algorithms`, wrapped as you like
 work = "Work(lr=0.1, epochs=1, batch=20)"           # what a client does in one visit
@@ -72,6 +72,9 @@ minimum = 2                                         # uploads without which no r
 deadline = 600.0                                    # seconds for a round, or for an asynchronous job
 too-few = "wait"                                    # or "stop"
 max-norm = 0.0                                      # an upload with a vector of a larger norm is refused; 0: none
+norm-factor = 100.0                                 # so is one this many times the median of those taken; 0: none
+identity = "key"                                    # a name belongs to the key that had it first; "name": to anybody
+samples = "fixed"                                   # as many as a node said at first; "free": they may change
 evaluate-every = 1
 poll = 0.5                                          # seconds between two looks at what has arrived
 """
@@ -84,10 +87,15 @@ def init(folder: Path, name: str | None = None) -> list[Path]:
         folder / "fleet.py": FLEET,
         folder / "pyproject.toml": PYPROJECT.format(name=called),
     }
-    for path in files:
-        if path.exists():
-            raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text)
+    try:
+        for path in files:
+            if path.exists():
+                raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            path.write_text(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot hold a deployment: {error.strerror}; choose another folder"
+        ) from error
     return list(files)

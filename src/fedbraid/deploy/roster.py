@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class Member:
     taken: str = "none"  # the last job whose upload was committed
     accepted: str = "none"  # the last job whose upload is in a step that may not be committed yet
     held: int = -1  # the version of the hidden state that it holds
+    key: str = ""  # the fingerprint of the key that first had the name
     node: int | None = None  # where it is now
 
 
@@ -32,8 +33,10 @@ class Roster:
     """All clients that were ever met, by number."""
 
     members: dict[int, Member] = field(default_factory=dict)
+    by_key: bool = True  # a name belongs to the key that had it first
+    any_samples: bool = False  # clients may come back with other data
 
-    def welcome(self, node: int, about: dict[str, Any], online: Iterable[int]) -> Member:
+    def welcome(self, node: int, about: dict[str, Any], online: Mapping[int, str]) -> Member:
         """Enter a node that introduced itself; it may be an old acquaintance under a new id."""
         name, samples, claim = about["name"], about["samples"], about["client"]
         if not 0 < samples <= MOST_SAMPLES or not 0 < len(name) <= 200:
@@ -44,10 +47,26 @@ class Roster:
             if client in self.members or client > len(self.members) + 10**6:
                 raise WireError(f"it claims to be client {client}, which {self._whose(client)}")
             known = self.members[client] = Member(name, client, samples)
-        elif known.node is not None and known.node != node and known.node in set(online):
-            raise WireError(f"it calls itself {name!r}, but node {known.node} does so too and is connected")
+        self._recognise(known, node, samples, online)
         known.node, known.samples, known.held = node, samples, about["held"]
+        known.key = known.key or online[node]
         return known
+
+    def _recognise(self, known: Member, node: int, samples: int, online: Mapping[int, str]) -> None:
+        """Refuse whoever has another's name, or other data than it said at first."""
+        if known.node is not None and known.node != node and known.node in online:
+            raise WireError(
+                f"it calls itself {known.name!r}, but node {known.node} does so too and is connected"
+            )
+        if self.by_key and known.key and known.key != online[node]:
+            raise WireError(
+                f"it calls itself {known.name!r}, which belongs to the key {known.key[:16]}, not to its own,"
+                f" {online[node][:16]}; where nodes have no keys of their own, set identity='name'"
+            )
+        if samples != known.samples and not self.any_samples:
+            raise WireError(
+                f"it claims {samples} samples, {known.samples} at first; where data may change, set samples='free'"
+            )
 
     def _free(self) -> int:
         return next(i for i in range(len(self.members) + 1) if i not in self.members)
@@ -70,9 +89,10 @@ class Roster:
 
     def note(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps."""
-        keep = ("name", "client", "samples", "taken")
+        keep = ("name", "client", "samples", "taken", "key")
         return [{k: v for k, v in asdict(m).items() if k in keep} for m in self.members.values()]
 
     @classmethod
-    def restore(cls, note: list[dict[str, Any]]) -> Roster:
-        return cls({m["client"]: Member(**m, accepted=m["taken"]) for m in note})
+    def restore(cls, note: list[dict[str, Any]], by_key: bool = True, any_samples: bool = False) -> Roster:
+        members = {m["client"]: Member(**m, accepted=m["taken"]) for m in note}
+        return cls(members, by_key, any_samples)

@@ -23,19 +23,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.gather import Tree
-from fedbraid.core.rows import Rows
+from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
+from fedbraid.data import tree
+from fedbraid.data.arrays import pair
 from fedbraid.data.batches import step_counts
-from fedbraid.data.task import Task, _pair
+from fedbraid.data.task import Task
+from fedbraid.deploy.backoff import Resting
+from fedbraid.deploy.bound import Bound, Norms
+from fedbraid.deploy.keys import fingerprint
+from fedbraid.deploy.notes import Troubles, Wait
 from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
-from fedbraid.errors import InUseError, RunError, WireError
-from fedbraid.links.codec import pack_message
-from fedbraid.links.link import HiddenState, packet, receive, whole_state
+from fedbraid.errors import Diverged, InUseError, RunError, WireError
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
-from fedbraid.run.simulate import Options, describe, judge
+from fedbraid.run.judge import judge
+from fedbraid.run.simulate import Options, describe
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Tick
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
 HELLO = "hello"
-SHUN = 20.0  # seconds before a node that introduced itself badly may try again
+SHOWN = 1000  # nodes in the status file
 
 
 def server_app(project: Project) -> ServerApp:
@@ -80,6 +84,7 @@ class Arrival:
 
     job: Job
     reply: Reply
+    norms: Norms
 
 
 @dataclass
@@ -87,6 +92,7 @@ class Arrivals:
     """What stands in for the simulator's jobs: replies that are already here."""
 
     got: list[Arrival]
+    real = True
 
     def opens(self, tick: Tick) -> None: ...
 
@@ -114,28 +120,26 @@ class Driver:
         self.settings, self.grid = settings, grid
         self.algorithm, self.work = settings.what()
         self.schedule = settings.when()
-        self.hidden = isinstance(self.algorithm.down, HiddenState)
         self.task = _task(project)
         self.layout = self.task.layout
-        self.widths = self.algorithm.uploads(self.layout)
         self.judge = Loop(self.task) if self.task.test is not None else None
         self.folder = Folder(settings.out)
         self.id = self._open()
-        state = State.first(self.algorithm, self.layout, self.task.initial(settings.seed), settings.seed)
-        held = {"held": torch.tensor([-1.0, 0.0])} if self.hidden else {}
-        state = replace(state, clients=Rows(held))  # clients are apart and keep what they remember themselves
+        state = self._first(self.task.initial(settings.seed))
         self.checkpoint = self._checkpoint(state)
         self.state, note = self.checkpoint.restore(state)
-        self.roster = Roster.restore(note.get("roster", []))
-        self.names = list(self.state.sent[self.state.t]["vectors"])
-        if self.state.t == 0 and not self.hidden:
-            self._keep_message({})
+        self.roster = Roster.restore(
+            note.get("roster", []), settings.identity == "key", settings.samples == "free"
+        )
+        self.bound = Bound.restore(settings.norm_factor, note.get("norms", {}))
+        self.names = list(self.algorithm.downloads)
         self.flying: dict[str, Job] = {}  # message id -> job
-        self.online: set[int] = set()
-        self.shunned: dict[int, float] = {}  # nodes that introduced themselves badly, and since when
+        self.online: dict[int, str] = {}  # node -> the fingerprint of its key
+        self.woke: dict[int, str] = {}  # node -> when it last connected
+        self.resting = Resting()  # clients whose orders, and nodes whose introductions failed
         self.spare: list[Arrival] = []  # uploads that came while a step was closing, for the next
         self.asked = 0
-        self.trouble: list[Record] = []
+        self.trouble, self.wait = Troubles(), Wait()
         self.late = 0
         self.begun = time.monotonic() - note.get("time", 0.0)
         self.met = 0.0
@@ -149,15 +153,20 @@ class Driver:
         self._status(ended, str(error) if ended == "failed" else "")
         self.checkpoint.close()
 
+    def _first(self, x: Tensor) -> State:
+        """A run's first state from this model; clients keep what they remember themselves."""
+        return State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
+
     def _checkpoint(self, state: State, patience: float = 30.0) -> Checkpoint:
         """A server outlives its SuperLink by some seconds; the next one waits for it to let go."""
-        end = time.monotonic() + patience
+        end, wait = time.monotonic() + patience, Wait()
         while True:
             try:
                 return Checkpoint(self.folder, state)
             except InUseError:
                 if time.monotonic() > end:
                     raise
+                wait.now(f"another server to let go of {self.folder.path}", end - time.monotonic())
                 time.sleep(0.5)
 
     def _open(self) -> str:
@@ -187,64 +196,60 @@ class Driver:
         while self.state.t < steps:
             got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
             self._step(got)
-        judged = self.algorithm.server.judged(self.state.x, self.state.server)
-        save_model(self.folder.path / "model.safetensors", self.layout.views(judged))
+        save_model(self.folder.path / "model.safetensors", self.layout.views(self.state.average))
 
     def _step(self, got: list[Arrival]) -> None:
-        clients = [a.job.client for a in got]
         live = frozenset(
             j.version for j in [*self.flying.values(), *(a.job for a in self.spare)] if j.id != HELLO
         )
-        tick = Tick(
-            self.state.t, time.monotonic() - self.begun, np.array(clients), np.array([a.job.version for a in got]),
-            np.array([], np.int64), live, self.late,
-        )  # fmt: skip
-        before, sizes = self.state, self.roster.sizes
-        task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(sizes)]))
-        task.__dict__["layout"] = self.layout
-        self.state, record = advance(self.algorithm, task, Arrivals(got), before, tick, self.settings.seed)
-        self._keep_message(before.wire)
+        tick = self._tick(got, [a.job.version for a in got], live)
+        self.state, record = self._advance(got, self.state, tick)
         record |= {
             "versions": [a.job.version for a in got],
-            "bytes_down": sum(a.job.down for a in got),
             "nodes": len(self.roster.at(self.online)),
             **self._judge(),
         }
-        if self.trouble:
-            record["trouble"], self.trouble = self.trouble, []
+        record |= self.trouble.take()
         self.late = 0
         for a in got:
             self.roster.members[a.job.client].taken = a.job.id
-        self.checkpoint.commit(self.state, [record], {"roster": self.roster.note(), "time": tick.time})
+            self.bound.took(a.norms)
+        note = {"roster": self.roster.note(), "time": tick.time, "norms": self.bound.note()}
+        self.checkpoint.commit(self.state, [record], note)
         self._status("running")
         log.info(
             "fedbraid: step %d of %d, %d uploads, %s", self.state.t, self.schedule.steps, len(got),
             ", ".join(f"{k} {record[k]:.4f}" for k in ("loss", "accuracy", "train_loss") if k in record),
         )  # fmt: skip
 
-    def _vectors(self) -> dict[str, Tensor]:
-        return {"x": self.state.x, **self.algorithm.server.send(self.state.server)}
+    def _tick(self, got: list[Arrival], versions: list[int], live: frozenset[int]) -> Tick:
+        clients, now = np.array([a.job.client for a in got]), time.monotonic() - self.begun
+        return Tick(self.state.t, now, clients, np.array(versions), np.array([], np.int64), live, self.late)
 
-    def _keep_message(self, before: Tree) -> None:
-        """Keep the newest broadcast while it may be sent: packets only for as long as they beat the whole state."""
-        seed, t = self.settings.seed, self.state.t
-        message = packet(self.algorithm.down, self._vectors(), before, seed, t, self.layout)
-        kept = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if not self.hidden:
-            self.state.sent[t]["message"] = kept
-            return
-        packets = {**before.get("log", {}), str(t): kept}
-        whole = len(whole_state(self.state.wire["hidden"], self.layout))
-        while packets and sum(len(p) for p in packets.values()) > whole:
-            del packets[min(packets, key=int)]
-        self.state.wire["log"] = packets
+    def _advance(self, got: list[Arrival], state: State, tick: Tick) -> tuple[State, Record]:
+        task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(self.roster.sizes)]))
+        task.__dict__["layout"] = self.layout
+        setup = Setup(self.algorithm, task, self.work, self.settings.seed)
+        return advance(setup, Arrivals(got), state, tick)
+
+    def _rehearse(self, arrival: Arrival) -> None:
+        """Refuse an upload that no step could be taken with, even alone: the next step goes on without it."""
+        alone = [replace(arrival, job=replace(arrival.job, version=0))]
+        first = self._first(self.state.x)
+        try:
+            then, record = self._advance(alone, first, self._tick(alone, [0], frozenset()))
+        except (Diverged, WireError) as error:
+            raise WireError(f"no step can be taken with it: {str(error).split(';')[0]}") from error
+        if then.watch.strained:
+            raise WireError(
+                f"no step can be taken with it: the model's norm would go from {first.watch.norm:.3g} to {record['norm']:.3g}"
+            )
 
     def _judge(self) -> Record:
         every, t = self.settings.evaluate_every, self.state.t
         if self.judge is None or not every or (t % every and t != self.schedule.steps):
             return {}
-        x = self.algorithm.server.judged(self.state.x, self.state.server)
-        return judge(self.judge, self.task, x)  # type: ignore[arg-type]
+        return judge(self.judge, self.task, self.state.average)  # type: ignore[arg-type]
 
     # When a step closes -------------------------------------------------------------------------------
 
@@ -270,17 +275,21 @@ class Driver:
                 break
             if over and s.too_few == "stop":
                 raise RunError(
-                    f"round {t + 1} has {len(got)} uploads after {s.deadline:g} s, fewer than minimum={s.minimum}; the run"
-                    " can be continued: start it again with the same out"
+                    f"round {t + 1} has {len(got)} uploads after {s.deadline:g} s, fewer than minimum={s.minimum}"
+                    f" ({len(self.roster.at(self.online))} nodes are here); the run can be continued: start it again with"
+                    " the same out"
                 )
             if not asked or over or not waiting:
-                cohort, wanted = self._cohort(t, attempt, got, patient=not over)
+                cohort, wanted = (
+                    self._cohort(t, attempt, got, patient=not over) if asked or self._all_here() else ([], 0)
+                )
                 for client in cohort:
                     self._ask(self.roster.members[client])
                 if over or (cohort and not asked):  # the deadline counts from the first order
                     until = time.monotonic() + s.deadline
                 asked += [c for c in cohort if c not in asked]
                 attempt += bool(cohort or over)
+            self._wait(f"uploads of round {t + 1}", until - time.monotonic())
             time.sleep(s.poll)
         counted = [got[c] for c in asked if c in got][:wanted]
         self.late += len(got) - len(counted)
@@ -299,7 +308,7 @@ class Driver:
             return (here if complete or not patient else []), len(fixed)
         known = len(self.roster.members)
         wanted = self.schedule.cohort(max(known, 1))
-        enough = self.settings.nodes if t == 0 and not attempt else min(wanted, self.settings.minimum)
+        enough = min(wanted, self.settings.minimum)
         if len(idle) + len(got) < enough or not idle:
             return [], wanted
         count = min(len(idle), math.ceil((wanted - len(got)) * self.schedule.over))
@@ -329,6 +338,7 @@ class Driver:
             self._expire()
             if len(got) < self.schedule.buffer:
                 self._start_some()
+                self._wait(f"uploads for step {self.state.t + 1}", s.deadline - (time.monotonic() - last))
                 time.sleep(s.poll)
         self.spare = got[self.schedule.buffer :]
         return got[: self.schedule.buffer]
@@ -336,7 +346,7 @@ class Driver:
     def _start_some(self) -> None:
         assert isinstance(self.schedule, Buffered)
         idle = self._idle()
-        if self.state.t == 0 and len(self.roster.at(self.online)) < self.settings.nodes:
+        if not self.asked and not self._all_here():
             return
         busy = sum(j.id != HELLO and not j.slow for j in self.flying.values())
         count = min(len(idle), self.schedule.concurrency - busy)
@@ -357,7 +367,26 @@ class Driver:
 
     def _idle(self) -> list[int]:
         busy = {j.client for j in self.flying.values() if j.id != HELLO}
-        return sorted(m.client for m in self.roster.at(self.online).values() if m.client not in busy)
+        here = (m.client for m in self.roster.at(self.online).values())
+        return sorted(c for c in here if c not in busy and c not in self.resting)
+
+    def _all_here(self) -> bool:
+        """Whether the run may take its first step; later ones need only `minimum` uploads."""
+        here = len(self.roster.at(self.online))
+        if self.state.t > 0 or here >= self.settings.nodes:
+            return True
+        self._wait(f"{self.settings.nodes} nodes before the first step ({here} are here)", None)
+        return False
+
+    def _wait(self, name: str, seconds: float | None) -> None:
+        if seconds is not None and not self.state.t and not self.asked:
+            return  # the nodes are waited for, which has no end
+        now = time.monotonic()
+        silent = [
+            (now - j.since, self.roster.members[j.client].name) for j in self.flying.values() if j.id != HELLO
+        ]
+        told = ", ".join(f"{who} was asked {age:.0f} s ago" for age, who in sorted(silent, reverse=True)[:10])
+        self.wait.now(name, seconds, told or f"{len(self._idle())} clients are idle, none is asked")
 
     # Messages -----------------------------------------------------------------------------------------
 
@@ -366,13 +395,24 @@ class Driver:
         if time.monotonic() - self.met < self.settings.poll:
             return
         self.met = time.monotonic()
-        self.online = set(self.grid.get_node_ids())
-        self.shunned = {node: at for node, at in self.shunned.items() if self.met - at < SHUN}
-        known = {j.node for j in self.flying.values() if j.id == HELLO} | self.shunned.keys()
+        nodes = {n.node_id: n for n in self.grid.get_nodes()}
+        self.online = {i: fingerprint(n.public_key) for i, n in nodes.items()}
+        self._forget_restarted({i: n.last_activated_at for i, n in nodes.items()})
+        known = {j.node for j in self.flying.values() if j.id == HELLO}
+        known |= {node for node in self.online if (HELLO, node) in self.resting}
         known |= self.roster.at(self.online).keys()
-        for node in sorted(self.online - known):
+        for node in sorted(self.online.keys() - known):
             self._send(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id})
         self._status("running")
+
+    def _forget_restarted(self, woke: dict[int, str]) -> None:
+        """A node that was started again knows nothing of the orders that it had; they will be given anew."""
+        again = {i for i, at in woke.items() if self.woke.get(i, at) != at}
+        self.woke |= woke
+        for message, job in list(self.flying.items()):
+            if job.node in again:
+                del self.flying[message]
+                self._note(job.node, job.client, "it was started again, and its order with it")
 
     def _ask(self, member: Member) -> None:
         """Order a member to train from the newest version."""
@@ -387,17 +427,10 @@ class Driver:
         self._send(job, MessageType.TRAIN, order)
 
     def _download(self, member: Member) -> tuple[int, bytes]:
-        """(the version that the message builds on, the message): missed packets, or everything if that is less."""
-        if not self.hidden:
-            return -1, bytes(self.state.sent[self.state.t]["message"].numpy())
-        packets = self.state.wire.get("log", {})
-        missed = [str(v) for v in range(member.held + 1, self.state.t + 1)]
-        if member.held < 0 or not all(v in packets for v in missed):
-            return -1, whole_state(self.state.sent[self.state.t]["vectors"], self.layout)
-        frames = {v: bytes(packets[v].numpy()) for v in missed}
-        if not frames:
-            return member.held, b""
-        return member.held, frames[missed[0]] if len(frames) == 1 else pack_message(frames)
+        """(the version that the message builds on, the message)."""
+        t = self.state.t
+        who = Caster(self.algorithm.downloads, t, self.settings.seed, self.layout, real=True)
+        return self.algorithm.down.order(self.state.sent[t], self.state.wire, member.held, who)
 
     def _send(self, job: Job, kind: str, content: dict[str, Any]) -> None:
         record = RecordDict({"fedbraid": ConfigRecord(content)})
@@ -423,9 +456,9 @@ class Driver:
                 arrival = self._read(job, message)
             except WireError as error:
                 self._note(job.node, job.client, str(error))
-                if job.id == HELLO:
-                    self.shunned[job.node] = time.monotonic()
+                self.resting.failed((HELLO, job.node) if job.id == HELLO else job.client)
                 continue
+            self.resting.succeeded((HELLO, job.node) if job.id == HELLO else job.client)
             if arrival is not None:
                 arrivals.append(arrival)
         return arrivals
@@ -436,7 +469,7 @@ class Driver:
             raise WireError("its answer has no fedbraid record")
         if job.id == HELLO:
             about = _fields(content, name=str, samples=int, held=int, client=int)
-            member = self.roster.welcome(job.node, about, self.online)
+            member = self.roster.welcome(job.node, about, self.online)  # whose keys the SuperLink has checked
             log.info("fedbraid: node %d is client %d (%s)", job.node, member.client, member.name)
             return None
         member = self.roster.members[job.client]
@@ -449,37 +482,54 @@ class Driver:
         answer = _fields(content, loss=float, blob=bytes)
         if not math.isfinite(answer["loss"]):
             raise WireError(f"its training loss is {answer['loss']}")
-        return Arrival(job, self._open_upload(job, member, answer))
+        return self._open_upload(job, member, answer)
 
-    def _open_upload(self, job: Job, member: Member, answer: dict[str, Any]) -> Reply:
+    def _open_upload(self, job: Job, member: Member, answer: dict[str, Any]) -> Arrival:
         if job.version not in self.state.sent:
             raise WireError(f"it trained from version {job.version}, which is no longer kept")
-        x = self.state.sent[job.version]["vectors"]["x"][None]
-        vectors, sizes = receive(self.algorithm.up, answer["blob"], job.client, x, self.widths, self.layout)
-        for name, v in vectors.items():
-            norm = float(v.norm())
-            if not math.isfinite(norm) or 0 < self.settings.max_norm < norm:
-                raise WireError(f"its {name} has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
+        x, a, blob = self.state.sent[job.version].vectors["x"][None], self.algorithm, answer["blob"]
+        who = Sender(np.array([job.client]), job.version, self.settings.seed, x, a.uploads, self.layout)
+        frames = unbundle(blob, a.uploads, self.layout)
+        vectors = a.up.receive(frames, who)
         K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]
-        lr = torch.full_like(K, self.work.rate(job.version))
-        return Reply(np.array([job.client]), vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr)
+        norms = self.bound.judge(vectors, float(K), x)
+        for name, (norm, _) in norms.items():
+            if 0 < self.settings.max_norm < norm:
+                raise WireError(f"its {name} has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
+        lr = torch.full_like(K, self.work.rate(job.version), dtype=torch.float64)
+        sizes = {name: np.array([len(frame)]) for name, frame in frames.items()}
+        add_overhead(sizes)
+        down = {"x": np.array([job.down])}
+        reply = Reply(who.clients, vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr, down)
+        arrival = Arrival(job, reply, norms)
+        if self.bound.is_odd(vectors):
+            self._rehearse(arrival)
+        return arrival
 
     def _accept(self, arrival: Arrival) -> None:
         self.roster.members[arrival.job.client].accepted = arrival.job.id
 
     def _note(self, node: int, client: int, why: str) -> None:
         """Refused, failed or silent: counted, reported with the node's id, and the run goes on."""
-        log.warning("fedbraid: node %d (client %d): %s", node, client, why)
-        self.trouble.append({"node": str(node), "client": client, "why": why[:500]})
+        self.trouble.add(node, client, why)
 
     def _status(self, what: str, error: str = "") -> None:
         """A small file for whoever watches."""
-        busy = sum(j.id != HELLO for j in self.flying.values()) if hasattr(self, "flying") else 0
+        asked = {j.client: j for j in self.flying.values() if j.id != HELLO}
+        here, now = self.roster.at(self.online), time.monotonic()
+        nodes = [
+            {
+                "client": m.client, "name": m.name, "node": str(m.node), "here": m.node in here,
+                "asked": round(now - asked[m.client].since, 1) if m.client in asked else None,
+            }
+            for m in list(self.roster.members.values())[:SHOWN]
+        ]  # fmt: skip
         self.folder.write_json(
             "status.json",
             {
-                "state": what, "error": error, "step": self.state.t, "steps": self.schedule.steps, "busy": busy,
-                "nodes": len(self.roster.at(self.online)), "trouble": self.trouble, "pid": os.getpid(),
+                "state": what, "error": error, "step": self.state.t, "steps": self.schedule.steps, "busy": len(asked),
+                "nodes": len(here), "trouble": self.trouble.shown(), "pid": os.getpid(), "at": time.time(),
+                "wait": self.wait.note(), "fleet": nodes,
             },
         )  # fmt: skip
 
@@ -494,8 +544,8 @@ def _fields(content: ConfigRecord, **kinds: type) -> dict[str, Any]:
 
 def _task(project: Project) -> Task:
     """The model and the server's test set; clients' data stays with the clients."""
-    test = None if project.test is None else _pair(project.test(), "the test set", project.loss)
-    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (test[0][:0], test[1][:0])
+    test = None if project.test is None else pair(project.test(), "the test set", project.loss)
+    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (tree.take(t, slice(0)) for t in test)
     return Task(
         project.model, x, y, torch.zeros(0, dtype=torch.int64), np.zeros(1, np.int64), test=test, loss=project.loss,
         buffers=project.buffers,

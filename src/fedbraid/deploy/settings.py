@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fedbraid.parse import Names
     from fedbraid.schedule import Schedule
 
+CHOICES = {"too_few": ("wait", "stop"), "identity": ("key", "name"), "samples": ("fixed", "free")}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -29,6 +31,11 @@ class Settings:
     deadline: float = 600.0  # seconds that a round, or an asynchronous job, may take
     too_few: str = "wait"  # when fewer answer: "wait" asks again, "stop" ends the run (it can be continued)
     max_norm: float = 0.0  # an upload with a vector of a larger norm is refused; 0 refuses none
+    norm_factor: float = (
+        100.0  # so is one this many times larger than the median of those taken; 0 refuses none
+    )
+    identity: str = "key"  # a name belongs to the "key" that had it first; "name": to whoever claims it
+    samples: str = "fixed"  # a client has as many as it said at first; "free": it may come back with others
     evaluate_every: int = 1
     poll: float = 0.5  # seconds between two looks at what has arrived
 
@@ -61,8 +68,15 @@ class Settings:
             raise ConfigError(
                 f"max_norm={self.max_norm} refuses everything; use max_norm > 0, or 0 for no bound"
             )
-        if self.too_few not in ("wait", "stop"):
-            raise ConfigError(f"too_few={self.too_few!r} is not known; use 'wait' or 'stop'")
+        if not self.norm_factor >= 0:
+            raise ConfigError(
+                f"norm_factor={self.norm_factor} refuses everything; use one > 1, or 0 for no bound"
+            )
+        for name, words in CHOICES.items():
+            if getattr(self, name) not in words:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not known; use {words[0]!r} or {words[1]!r}"
+                )
 
     def what(self) -> tuple[Algorithm, Work]:
         """What nodes and server must agree on."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedbraid.deploy.operator import Operator
 from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError, EngineError, MissingExtra
 from fedbraid.run.checkpoint import Folder, Record
@@ -37,6 +38,7 @@ class Flower:
     keys: Path | None = None
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     port: int = 0
+    control: int = 0  # the operator's port, where there are keys
     _before: Any = None  # what SIGTERM did
 
     def __enter__(self) -> Flower:
@@ -55,23 +57,26 @@ class Flower:
             signal.signal(signal.SIGTERM, self._before)
 
     def link(self) -> None:
-        """Start the SuperLink, on the same port as before if there was one."""
-        self.port = self.port or free_port()
-        words = ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
-        words += ["--database", str(self.scratch / "superlink.db")]
+        """Start the SuperLink, on the same ports as before if there was one."""
+        self.port, self.control = self.port or free_port(), self.control or free_port()
+        database = ["--database", str(self.scratch / "superlink.db")]
         if self.keys is None:
-            words += ["--insecure"]
+            words = ["--host", "127.0.0.1", "--port", str(self.port), "--insecure"]
+            words += ["--disable-runtime-dependency-installation", *database]
+            self.start("superlink", "flower-superlink", words)
         else:
-            words += [
-                "--ssl-ca-certfile",
-                str(self.keys / "ca.crt"),
-                "--ssl-certfile",
-                str(self.keys / "server.crt"),
-            ]
-            words += ["--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth"]
-        self.start("superlink", "flower-superlink", words)
+            words = ["deploy", "link", str(self.keys), "--listen", f"127.0.0.1:{self.port}"]
+            words += ["--control", f"127.0.0.1:{self.control}", *database]
+            self.start("superlink", "fedbraid", words)
         self.wait_for_port()
-        self._connection()
+        if self.keys is None:
+            self._connection()
+
+    @property
+    def operator(self) -> Operator:
+        """Whoever may register nodes and start runs, where there are keys."""
+        assert self.keys is not None
+        return Operator(self.keys, f"127.0.0.1:{self.control}")
 
     def wait_for_port(self) -> None:
         until = time.monotonic() + PATIENCE
@@ -99,19 +104,20 @@ class Flower:
             given,
         ]
         if not words:
-            words = (
-                ["--insecure"] if self.keys is None else ["--root-certificates", str(self.keys / "ca.crt")]
-            )
+            words = ["--insecure"] if self.keys is None else self._trusting(self.keys)
         if key is not None:
             words = [*words, "--auth-supernode-private-key", str(key)]
         self.start(name, "flower-supernode", [*arguments, *words])
 
-    def register(self, public: Path) -> None:
-        """Let the node with this public key in."""
-        self.flwr("supernode", "register", str(public), "trial")
+    @staticmethod
+    def _trusting(keys: Path) -> list[str]:
+        return ["--root-certificates", str(keys / "ca.crt"), "--trusted-entities", str(keys / "trusted.yaml")]
 
     def submit(self, app: Path, config: dict[str, Any]) -> str:
         """Hand an app to the SuperLink: the run's id."""
+        if self.keys is not None:
+            with self.operator as operator:
+                return str(operator.start(app, config))
         given = " ".join(f"{k}={_toml(v)}" for k, v in config.items())
         answer = self.flwr(
             "run", str(app), "trial", "--format", "json", *(["--run-config", given] if given else [])
@@ -198,11 +204,7 @@ class Flower:
             "[superlink.trial]",
             f'address = "127.0.0.1:{self.port}"',
         ]
-        lines += (
-            ["insecure = true"]
-            if self.keys is None
-            else [f"root-certificates = {json.dumps(str(self.keys / 'ca.crt'))}"]
-        )
+        lines += ["insecure = true"]
         (home / "config.toml").write_text("\n".join(lines) + "\n")
 
 
@@ -213,12 +215,9 @@ def trial(
 
     `tell(status, new records)` is called whenever there is something new to show.
     """
-    if not (app / "pyproject.toml").exists():
-        raise ConfigError(f"{app} holds no app; make one with: fedbraid deploy init {app}")
     out = Path(settings.get("out") or app / "runs" / f"trial-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    config = {"nodes": nodes, "minimum": nodes, "poll": 0.2, **settings, "out": str(out)}
-    asked = Settings.read(_written(app) | config)
-    asked.what(), asked.when()  # what cannot be read is better said before anything is started
+    config = {"nodes": nodes, "minimum": nodes, "poll": 0.2, "identity": "name", **settings, "out": str(out)}
+    checked(app, config)
     (out / "status.json").unlink(missing_ok=True)  # that of the run which this one continues
     scratch = Path(tempfile.mkdtemp(prefix="fedbraid-trial-"))
     try:
@@ -240,6 +239,14 @@ def trial(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def checked(app: Path, config: dict[str, Any]) -> None:
+    """What cannot be read is better said before anything is started."""
+    if not (app / "pyproject.toml").exists():
+        raise ConfigError(f"{app} holds no app; make one with: fedbraid deploy init {app}")
+    asked = Settings.read(_written(app) | config)
+    asked.what(), asked.when()
 
 
 def watch(flower: Flower, folder: Folder, run: str) -> Iterator[tuple[Record, list[Record]]]:

@@ -67,4 +67,5 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
     if auto.expected_seconds(task, work, cohort * steps) < auto.WORTH:
         return in_process(backend=auto.guess(task))
     chosen = auto.best(task, work, cohort)
-    return pool(backend="loop") if chosen == "pool" else in_process(backend=chosen)
+    fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
+    return auto.Watched(fastest, chosen)

@@ -1,7 +1,8 @@
 """Which way is fastest for this model on this machine: guessed for small jobs, measured once for large ones.
 
 A small job takes the same way every time, so that it repeats to the bit; what was measured for a large one is
-remembered for the model, the batch, the cohort and the machine, in the user's cache folder.
+remembered for the model, the batch and the cohort, in the user's cache folder, as long as the machine is the same.
+A run that turns out slower than was promised is measured again the next time.
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fedbraid.core.rule import Gradient
+from fedbraid.data import tree
 from fedbraid.data.batches import Plan, batch_sizes, step_counts
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
-from fedbraid.engines.native.build import cache_folder, cpu_model
+from fedbraid.engines.native.build import cache_folder, compiler, cpu_model
 from fedbraid.errors import EngineError
 
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
+    from fedbraid.engines.client import Engine, Order, Reply, Setup
 
 log = logging.getLogger("fedbraid")
 
@@ -52,14 +58,17 @@ def multiply_adds(task: Task) -> int:
 
     def count(module: nn.Module, _: Any, out: Any) -> None:
         nonlocal total
-        out = out[0] if isinstance(out, tuple) else out
-        channels = out.shape[1] if out.ndim == 4 else out.shape[-1]
-        total += sum(p.numel() for p in module.parameters(recurse=False)) * out[0].numel() // channels
+        weights = sum(p.numel() for p in module.parameters(recurse=False))
+        first = next((t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.ndim), None)
+        if not weights or first is None or not first.numel():
+            return
+        channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
+        total += weights * first[0].numel() // channels
 
-    module = task.module().to(task.inputs.device).eval()
+    module = task.module().to(task.device).eval()
     hooks = [m.register_forward_hook(count) for m in module.modules()]
     with torch.no_grad():
-        task._forward(module, task.inputs.device)
+        task._forward(module, task.device)
     for hook in hooks:
         hook.remove()
     return total
@@ -70,23 +79,81 @@ def guess(task: Task) -> str:
     return "vmap" if Vmap.suits(task) else "loop"
 
 
-def best(task: Task, work: Work, cohort: int) -> str:
-    """The engine of a large job: "native" or "vmap" in this process, "loop" in it, or "pool"."""
+@dataclass(frozen=True)
+class Choice:
+    """The way of a large job, and how many seconds a client's step should take in it."""
+
+    way: str
+    seconds: float
+    key: str = ""
+    measured: bool = False  # in this process, not long ago
+
+
+def best(task: Task, work: Work, cohort: int) -> Choice:
+    """How a large job runs: "native" or "vmap" in this process, "loop" in it, or "pool"."""
     memory, key = _Memory(), _key(task, work, cohort)
     known = memory.get(key)
-    if known is not None and (known != "native" or Native.supports(task) is None):
+    if known is not None and (known.way != "native" or Native.supports(task) is None):
         return known
     times = {name: timed() for name, timed in _candidates(task, work, cohort).items()}
     chosen = min(times, key=lambda name: times[name])
     log.info("measured per client step: %s", ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in times.items()))
-    memory.put(key, chosen)
-    return chosen
+    memory.put(key, chosen, times[chosen])
+    return Choice(chosen, times[chosen], key, measured=True)
+
+
+SLOWER = 1.5  # times the promised seconds from which a choice is doubted
+
+
+class Watched:
+    """An engine whose training is timed, so that a choice that does not hold is not made again."""
+
+    def __init__(self, engine: Engine, choice: Choice) -> None:
+        self.engine, self.choice = engine, choice
+        self.seconds, self.steps = 0.0, 0.0
+
+    def open(self, setup: Setup) -> None:
+        self.engine.open(setup)
+
+    def train(self, order: Order) -> Iterator[Reply]:
+        replies = iter(self.engine.train(order))
+        while True:
+            start = time.perf_counter()
+            reply = next(replies, None)
+            self.seconds += time.perf_counter() - start
+            if reply is None:
+                return
+            self.steps += float(reply.K.sum())
+            yield reply
+
+    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.engine.evaluate(x, inputs, targets)
+
+    def describe(self) -> str:
+        return self.engine.describe()
+
+    @property
+    def grad(self) -> Gradient:
+        """What the engine computes with."""
+        return self.engine.grad  # type: ignore[attr-defined, no-any-return]
+
+    def close(self) -> None:
+        self.engine.close()
+        taken = self.seconds / max(self.steps, 1)
+        if self.seconds < WORTH or taken <= SLOWER * self.choice.seconds:
+            return
+        if self.choice.measured:  # what surrounds the gradient took the rest: promise what was seen
+            _Memory().put(self.choice.key, self.choice.way, taken)
+        else:
+            log.info("a client step took %.3f ms, not %.3f: measuring anew next time",
+                     1e3 * taken, 1e3 * self.choice.seconds)  # fmt: skip
+            _Memory().forget(self.choice.key)
 
 
 def _candidates(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
     cores = len(os.sched_getaffinity(0))
     forks = min(cores, cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
-    on_cpu = task.inputs.device.type == "cpu"
+    on_cpu = task.device.type == "cpu"
     ways: dict[str, Callable[[], float]] = {}
     if on_cpu and Native.supports(task) is None:
         ways["native"] = lambda: _native_time(task, work, cohort) / min(cores, cohort)
@@ -109,29 +176,42 @@ def _native_time(task: Task, work: Work, cohort: int) -> float:
 
 def _time(grad: Gradient, task: Task, work: Work, m: int) -> float:
     """Processor seconds per client of one gradient step of a block on one thread, whatever else the machine does."""
-    m = min(m, task.clients, 1024)
-    plan = Plan(task, work, np.arange(m), 0, 0)
-    y, batch = task.initial(0).repeat(m, 1), plan.batch(0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        taken = []
         with torch.random.fork_rng(devices=[]):
-            for _ in range(4):
-                start = time.process_time()
-                grad(y, batch)
-                taken.append(time.process_time() - start)
-        return min(taken[1:]) / m
+            one = _steps(grad, task, work, 1, 2)
+            m = min(m, task.clients, 1024)
+            return min(one, _steps(grad, task, work, m, 4)) if m > 1 and one < LONG else one
     finally:
         torch.set_num_threads(before)
 
 
+LONG = 0.02  # seconds of one client's step from which a block of them says no more
+
+
+def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
+    y, batch = task.initial(0).repeat(m, 1), Plan(task, work, np.arange(m), 0, 0).batch(0)
+    taken = []
+    for _ in range(times):
+        start = time.process_time()
+        grad(y, batch)
+        taken.append(time.process_time() - start)
+    return min(taken[1:]) / m
+
+
 def _key(task: Task, work: Work, cohort: int) -> str:
     facts = (
-        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tuple(task.inputs.shape[1:]),
-        str(task.augment), work.batch, cohort, *cpu_model(), len(os.sched_getaffinity(0)), torch.__version__,
-        torch.get_num_threads(),
+        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tree.shapes(task.inputs),
+        str(task.augment), work.batch, cohort,
     )  # fmt: skip
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _machine() -> str:
+    """What the measurements depend on besides the job."""
+    cores = len(os.sched_getaffinity(0))
+    facts = (*cpu_model(), cores, torch.__version__, torch.get_num_threads(), *(compiler() or ()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -139,21 +219,33 @@ class _Memory:
     """What was measured before, as a small JSON file; whatever is wrong with it, it is only forgotten."""
 
     def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+        self.path: Path | None = None
         try:
             self.path = cache_folder() / "fastest.json"
-            known = json.loads(self.path.read_text())
-        except (EngineError, OSError, ValueError):
-            known = {}
-        self.known: dict[str, str] = known if isinstance(known, dict) else {}
+            found = json.loads(self.path.read_text())
+            if found["machine"] == _machine():
+                self.known = dict(found["fastest"])
+        except (EngineError, OSError, ValueError, KeyError, TypeError):
+            pass
 
-    def get(self, key: str) -> str | None:
-        known = self.known.get(key)
-        return known if known in ("native", "vmap", "loop", "pool") else None
+    def get(self, key: str) -> Choice | None:
+        match self.known.get(key):
+            case [("native" | "vmap" | "loop" | "pool") as way, float(seconds)]:
+                return Choice(way, seconds, key)
+        return None
 
-    def put(self, key: str, chosen: str) -> None:
+    def put(self, key: str, way: str, seconds: float) -> None:
+        self._write({**self.known, key: [way, seconds]})
+
+    def forget(self, key: str) -> None:
+        self._write({k: v for k, v in self.known.items() if k != key})
+
+    def _write(self, fastest: dict[str, Any]) -> None:
         try:
-            part = self.path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({**self.known, key: chosen}))
-            part.replace(self.path)
-        except (AttributeError, OSError):
+            if self.path is not None:
+                part = self.path.with_suffix(f".{os.getpid()}")
+                part.write_text(json.dumps({"machine": _machine(), "fastest": fastest}))
+                part.replace(self.path)
+        except OSError:
             log.info("which way is fastest could not be remembered")

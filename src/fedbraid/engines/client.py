@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.rule import Gradient, Local, Vectors, train
+from fedbraid.core.link import Sender, Sizes
+from fedbraid.core.rule import Gradient, Local, Vectors, finished, train
 from fedbraid.data.batches import Batch, Plan
-from fedbraid.links.link import Sender, Sizes, upload
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -54,7 +54,8 @@ class Reply:
     sizes: Sizes  # bytes by name, [m] each
     loss: Tensor  # [m]
     K: Tensor  # [m, 1]
-    lr: Tensor  # [m, 1], the rates they trained with
+    lr: Tensor  # [m, 1], the rates they trained with, float64
+    down: Sizes | None = None  # bytes that really went down, where clients are really apart
 
     def row(self, i: int) -> Reply:
         """One client's part."""
@@ -62,6 +63,7 @@ class Reply:
         return Reply(
             self.clients[at], {k: v[at] for k, v in self.uploads.items()}, {k: v[at] for k, v in self.memory.items()},
             {k: v[at] for k, v in self.sizes.items()}, self.loss[at], self.K[at], self.lr[at],
+            None if self.down is None else {k: v[at] for k, v in self.down.items()},
         )  # fmt: skip
 
     @staticmethod
@@ -75,6 +77,7 @@ class Reply:
             {k: np.concatenate([p.sizes[k] for p in parts]) for k in first.sizes},
             torch.cat([p.loss for p in parts]), torch.cat([p.K for p in parts]),
             torch.cat([p.lr for p in parts]),
+            None if first.down is None else {k: np.concatenate([(p.down or {})[k] for p in parts]) for k in first.down},
         )  # fmt: skip
 
 
@@ -93,11 +96,14 @@ class Engine(Protocol):
 
 
 def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] | None = None) -> Reply:
-    """Train a block of clients from one version and encode what they upload.
+    """Train a block of clients from one version: finish, cross, remember.
 
     A real client, alone in its block, gives `frames` and gets there what it is to send.
     """
-    task, work, layout = setup.task, setup.work, setup.task.layout
+    task = setup.task.visited(order.clients, order.version, setup.seed)
+    if task is not setup.task:
+        setup = replace(setup, task=task)
+    a, work = setup.algorithm, setup.work
     plan = Plan(task, work, order.clients, order.version, setup.seed)
     x = order.down["x"][None]
     K = torch.from_numpy(plan.K).to(x)[:, None]
@@ -107,30 +113,27 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         memory=order.memory,
         lr=work.rate(order.version),
         K=K,
+        a=work.effective(K),
         n=torch.from_numpy(plan.n).to(x)[:, None],
         t=order.version,
-        momentum=work.momentum,
-        full_grad=full_gradient(task, grad, order.clients, order.version, setup.seed),
+        layout=task.layout,
+        full_grad=full_gradient(setup, grad, order.clients, order.version),
     )
     with torch.random.fork_rng(devices=[], enabled=task.stochastic):
-        vectors, memory, loss = train(setup.algorithm.rule, grad, loc, plan, work, layout)
-    who = Sender(order.clients, order.version, setup.seed, frames)
-    received, kept, sizes = upload(setup.algorithm.up, vectors, x, order.memory, who, layout)
-    return Reply(
-        order.clients,
-        received,
-        {**order.memory, **memory, **kept},
-        sizes,
-        loss,
-        K,
-        torch.full_like(K, loc.lr, dtype=torch.float64),
-    )
+        y, s, loss = train(a.rule, grad, loc, plan, work)
+        vectors = finished(a.rule, y, s, loc)
+    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames)
+    sent = a.up.send(vectors, order.memory, who)
+    memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory}
+    rates = torch.full_like(K, loc.lr, dtype=torch.float64)
+    return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
 
 
 def full_gradient(
-    task: Task, grad: Gradient, clients: NDArray[np.int64], version: int, seed: int, chunk: int = 256
+    setup: Setup, grad: Gradient, clients: NDArray[np.int64], version: int, chunk: int = 256
 ) -> Callable[[Tensor], Tensor]:
-    """y -> the gradient of each client's whole local set, in chunks that fit in memory."""
+    """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory."""
+    task, seed, decay = setup.task, setup.seed, setup.work.weight_decay
     n = task.sizes[clients]
 
     def at(y: Tensor) -> Tensor:
@@ -145,6 +148,6 @@ def full_gradient(
             some = Batch(task.inputs, task.targets, rows, None if inside.all() else weight, noise=noise)
             g, _ = grad(y, some)
             total += g * torch.from_numpy(inside.sum(1) / n).to(y)[:, None]
-        return total
+        return total + decay * y if decay else total
 
     return at

@@ -57,10 +57,8 @@ class Ray:
 
     def open(self, setup: Setup) -> None:
         ray = _ray()
-        if setup.task.inputs.device.type != "cpu":
-            raise ConfigError(
-                f"the ray engine runs on the CPU, not on {setup.task.inputs.device}; use device='cpu'"
-            )
+        if setup.task.device.type != "cpu":
+            raise ConfigError(f"the ray engine runs on the CPU, not on {setup.task.device}; use device='cpu'")
         parcel = _Parcel.of(setup, self.backend, self.data)
         self.setup, self.ray, self.ours = setup, ray, not ray.is_initialized()
         if self.ours:
@@ -69,7 +67,7 @@ class Ray:
         self.grad: Gradient = gradient(setup, self.backend, 1)
         self.key, self.parcel = uuid.uuid4().hex, ray.put(parcel)
         self.task = ray.remote(num_cpus=1, max_retries=RETRIES)(_block)
-        row = 4 * sum(setup.algorithm.uploads(setup.task.layout).values())
+        row = 4 * sum(setup.algorithm.widths(setup.task.layout).values())
         self.wave = max(self.count, WAVE_BYTES // max(row, 1))
         self.down: tuple[Vectors, Any] = ({}, None)
 

@@ -40,9 +40,9 @@ class Pool:
     def open(self, setup: Setup) -> None:
         if "fork" not in mp.get_all_start_methods():
             raise ConfigError("the pool engine needs fork, which this system lacks; use engine='in_process'")
-        if setup.task.inputs.device.type != "cpu":
+        if setup.task.device.type != "cpu":
             raise ConfigError(
-                f"the pool engine runs on the CPU, not on {setup.task.inputs.device}; use engine='in_process'"
+                f"the pool engine runs on the CPU, not on {setup.task.device}; use engine='in_process'"
             )
         count = self.workers or len(os.sched_getaffinity(0))
         self.setup, self.count = setup, count
@@ -147,15 +147,14 @@ class _Shared:
     def __init__(self, setup: Setup, workers: int) -> None:
         layout, algorithm = setup.task.layout, setup.algorithm
         x = torch.zeros(layout.size)
-        memory = {name: v.numel() for name, v in algorithm.remembers(x, layout).items()}
-        down = ["x", *algorithm.server.send(algorithm.server.init(x, layout))]
-        self.names = {"uploads": algorithm.uploads(layout), "memory": memory}
-        row = 4 * sum(sum(widths.values()) for widths in self.names.values())
+        uploads = {name: torch.zeros(width) for name, width in algorithm.widths(layout).items()}
+        names = {"uploads": uploads, "memory": algorithm.remembers(x, layout)}
+        row = sum(v.nbytes for vectors in names.values() for v in vectors.values())
         self.slots = max(workers, min(setup.cohort, SLOT_BYTES // max(row, 1)))
-        self.down = {name: _shared(layout.size) for name in down}
+        self.down = {name: _shared(d.size(layout)) for name, d in algorithm.downloads.items()}
         self.rows = {
-            kind: {name: _shared(self.slots, width) for name, width in widths.items()}
-            for kind, widths in self.names.items()
+            kind: {name: _shared(self.slots, v.numel(), dtype=v.dtype) for name, v in vectors.items()}
+            for kind, vectors in names.items()
         }
         self._last: Vectors = {}
 
@@ -176,8 +175,8 @@ class _Shared:
         return {name: rows[lo:hi] for name, rows in self.rows[kind].items()}
 
 
-def _shared(*shape: int) -> Tensor:
-    shared: Tensor = torch.zeros(shape).share_memory_()  # type: ignore[no-untyped-call]
+def _shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    shared: Tensor = torch.zeros(shape, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
     return shared
 
 

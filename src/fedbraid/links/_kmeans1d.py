@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.links.codec import F32
+from fedbraid.core.codec import F32
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]

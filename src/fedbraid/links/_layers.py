@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.core.codec import F32, Framed, checked, row_blocks
 from fedbraid.core.layout import Layout, Slot
+from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bits import Codes, code_type, pack, packed_size, spare_bits, unpack
-from fedbraid.links.codec import F32, U8, Framed, checked, finite, row_blocks
 
 QUANTISED_BIASES = 1 << 15
 CHUNK = 1 << 16  # numbers quantised at a time
@@ -60,8 +61,8 @@ class LayerCodec(Framed):
         """How many side numbers a segment of n numbers has."""
         raise NotImplementedError
 
-    def _measure(self, w: F32) -> F32:
-        """The side numbers `[m, sides]` of a segment `[m, n]`."""
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
+        """The side numbers `[m, sides]` of a segment `[m, n]`; what is drawn for it comes from the seeds."""
         raise NotImplementedError
 
     def _to_codes(self, w: F32, side: F32, noise: Codes | None) -> Codes:
@@ -169,7 +170,7 @@ class LayerCodec(Framed):
         sides = np.empty((m, sum(self._sides(n) for n in self._segments(coded))), np.float32)
         codes = np.empty((m, q), code_type(self.width))
         for w, (a, b, side) in zip(self._stretches(block, coded), self._walk(coded, sides)):
-            side[:] = self._measure(w)
+            side[:] = self._measure(w, seeds)
             for i, j, here in self._chunks(b - a, side):
                 bits = None if noise is None else noise[:, a + i : a + j]
                 codes[:, a + i : a + j] = self._to_codes(w[:, i:j], here, bits)

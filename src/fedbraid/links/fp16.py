@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes
 from fedbraid.links._layers import LayerCodec
-from fedbraid.links.codec import F32
 
 _INFINITE = 0x7C00  # a half whose exponent is all ones is infinite or not a number
 
@@ -29,7 +30,7 @@ class Fp16(LayerCodec):
     def _sides(self, n: int) -> int:
         return 0
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         return np.empty((len(w), 0), np.float32)
 
     def _to_codes(self, w: F32, side: F32, noise: Codes | None) -> Codes:

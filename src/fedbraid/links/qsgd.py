@@ -11,18 +11,18 @@ from typing import ClassVar
 import numpy as np
 
 from fedbraid.core import rng
+from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._layers import CHUNK, LayerCodec, gather, scatter, whole_bits
-from fedbraid.links.codec import F32
 
 
 @dataclass(frozen=True, repr=False)
 class Qsgd(LayerCodec):
     """v ↦ ‖v‖·sgn(v)·ξ with ξ stochastic on s = 2^(bits−1) − 1 levels, so that the expectation is v.
 
-    norm: "max" or "l2". scope: one norm a "layer", or one for the whole "vector"; with `bucket=B`, one for
+    levels: s itself, in place of bits, where a paper counts levels; as many bits as that takes are sent. norm: "max" or "l2". scope: one norm a "layer", or one for the whole "vector"; with `bucket=B`, one for
     every B numbers of it. contractive: divide by 1 + ω, for links that need E‖v − Q(v)‖² < ‖v‖² rather than
     no bias.
 
@@ -30,18 +30,28 @@ class Qsgd(LayerCodec):
     qsgd(bits=4, norm='l2')
     """
 
-    bits: int
+    bits: int | None = None
     norm: str = "max"
     scope: str = "layer"
     bucket: int | None = None
     contractive: bool = False
+    levels: int | None = None
 
     kind: ClassVar[int] = 6
     stochastic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_bits("qsgd", self.bits, least=2)
+        if (self.bits is None) == (self.levels is None):
+            raise ConfigError(
+                f"qsgd(bits={self.bits}, levels={self.levels}) needs one of the two; give bits or levels"
+            )
+        if self.levels is None:
+            whole_bits("qsgd", self.bits, least=2)
+        elif type(self.levels) is not int or not 0 < self.levels < 1 << 15:
+            raise ConfigError(
+                f"qsgd(levels={self.levels!r}) is no number of levels; use 1 to {(1 << 15) - 1}"
+            )
         if self.norm not in ("max", "l2"):
             raise ConfigError(f"qsgd(norm={self.norm!r}) is not known; use 'max' or 'l2'")
         if self.scope not in ("layer", "vector"):
@@ -53,31 +63,33 @@ class Qsgd(LayerCodec):
 
     @property
     def width(self) -> int:
-        return self.bits
+        return self.bits or (2 * self.s + 1).bit_length()  # code 0 is not used
 
     @property
     def unbiased(self) -> bool:
         return not self.contractive
 
     @property
-    def levels(self) -> int:
-        """s, the levels besides zero."""
-        return (1 << self.bits - 1) - 1
+    def s(self) -> int:
+        """The levels besides zero."""
+        return self.levels or (1 << (self.bits or 0) - 1) - 1
 
     def omega(self, n: int) -> float:
         """ω with E‖v − Q(v)‖² ≤ ω‖v‖² for n numbers under one norm, before any division by 1 + ω."""
         n = min(n, self.bucket or n)
-        fine = n / self.levels**2
+        fine = n / self.s**2
         if self.norm == "max":
             fine /= 4  # the variance p(1 − p) is at most 1/4, and ‖v‖ is at least the largest number
-        return min(fine, math.sqrt(n) / self.levels)
+        return min(fine, math.sqrt(n) / self.s)
 
     def _params(self) -> int:
-        flags = (self.norm == "l2", self.scope == "vector", self.contractive, self.bucket is not None)
+        flags = (
+            self.norm == "l2", self.scope == "vector", self.contractive, self.bucket is not None, self.levels is not None,
+        )  # fmt: skip
         return super()._params() | sum(1 << 5 + i for i, flag in enumerate(flags) if flag)
 
     def _preamble(self, layout: Layout) -> bytes:
-        return b"" if self.bucket is None else struct.pack("<I", self.bucket)
+        return b"".join(struct.pack("<I", n) for n in (self.bucket, self.levels) if n is not None)
 
     def _segments(self, coded: list[Slot]) -> list[int]:
         sizes = super()._segments(coded)
@@ -92,7 +104,7 @@ class Qsgd(LayerCodec):
             row[:] = rng.generator(seed, "qsgd").integers(0, 1 << 64, len(row), np.uint64)
         return draws.view("<u2")[:, :n]
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         cells = self._cells(w)
         if self.norm == "max":
             return np.asarray(np.maximum(cells.max(2), -cells.min(2)))
@@ -106,20 +118,20 @@ class Qsgd(LayerCodec):
         assert noise is not None
         cells = self._cells(w) / np.where(side == 0, np.float32(1), side)[:, :, None]
         t = cells.reshape(len(w), -1)[:, : w.shape[1]]
-        t *= np.float32(self.levels << 16)
+        t *= np.float32(self.s << 16)
         np.rint(t, out=t)
         q = t.astype(np.int32)
         q += noise.astype(np.int32)
         q >>= 16
-        codes = q.astype(code_type(self.bits))
-        codes += self.levels + 1  # negative ones wrap around to where they belong
+        codes = q.astype(code_type(self.width))
+        codes += self.s + 1  # negative ones wrap around to where they belong
         return codes
 
     def _to_values(self, codes: Codes, side: F32) -> F32:
         m, n = codes.shape
         q = codes.astype(np.float32)
-        q -= self.levels + 1
-        q /= np.float32(self.levels)
+        q -= self.s + 1
+        q /= np.float32(self.s)
         cells = self._cells(q)
         cells *= side[:, :, None]
         return cells.reshape(m, -1)[:, :n]
@@ -129,10 +141,11 @@ class Qsgd(LayerCodec):
             raise WireError(
                 f"message has a norm of {side.min():g}; it was damaged or made by a hostile sender"
             )
-        if codes.min() == 0:
-            raise WireError(
-                f"message holds code 0, which {self!r} does not use; it was damaged or is hostile"
-            )
+        for code in (int(codes.min()), int(codes.max())):
+            if not 0 < code <= 2 * self.s + 1:
+                raise WireError(
+                    f"message holds code {code}, which {self!r} does not use; it was damaged or is hostile"
+                )
 
     def _received(self, side: F32, n: int) -> F32:
         return side / np.float32(1 + self.omega(n)) if self.contractive else side

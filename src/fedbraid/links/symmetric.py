@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._layers import LayerCodec
-from fedbraid.links.codec import F32
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +25,7 @@ class Symmetric(LayerCodec):
     def _sides(self, n: int) -> int:
         return 1
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         alpha: F32 = np.maximum(w.max(1, keepdims=True), -w.min(1, keepdims=True)) / np.float32(self._top)
         alpha[alpha == 0] = 1
         return alpha

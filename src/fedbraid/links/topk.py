@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.codec import F32, Framed, checked
 from fedbraid.core.layout import Layout
+from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links import _positions as positions
-from fedbraid.links.codec import F32, U8, Framed, checked, finite
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._layers import LayerCodec, whole_bits
-from fedbraid.links.codec import F32
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +41,7 @@ class Uniform(LayerCodec):
     def _sides(self, n: int) -> int:
         return 2
 
-    def _measure(self, w: F32) -> F32:
+    def _measure(self, w: F32, seeds: Sequence[int]) -> F32:
         side = np.stack([w.min(1), w.max(1)], axis=1)
         if not _spans(side):
             raise WireError(

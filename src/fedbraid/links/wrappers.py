@@ -10,10 +10,11 @@ from functools import cached_property
 
 from torch import Tensor
 
+from fedbraid.core.codec import Codec
+from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
+from fedbraid.core.wire import kind_of
 from fedbraid.errors import ConfigError
-from fedbraid.links.codec import Codec, kind_of
-from fedbraid.links.identity import Identity
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,8 +28,12 @@ class Wrapper(Codec):
             raise ConfigError(f"{self._name}({self.codec!r}) wraps a codec; pass one, such as uniform(4)")
 
     @property
-    def weights(self) -> bool:
-        return self.codec.weights
+    def of_model(self) -> bool:
+        return self.codec.of_model
+
+    @property
+    def shared(self) -> bool:
+        return self.codec.shared
 
     @property
     def lossless(self) -> bool:
@@ -56,12 +61,12 @@ class OfWeights(Wrapper):
     """The codec on the model's weights rather than on the update: the caller shifts by x on either side."""
 
     @property
-    def weights(self) -> bool:
+    def of_model(self) -> bool:
         return True
 
     def for_client(self, client: int) -> Codec:
         inner = self.codec.for_client(client)
-        return inner if inner.weights else OfWeights(inner)
+        return inner if inner.of_model else OfWeights(inner)
 
     def quantises(self, client: int) -> bool:
         return self.codec.quantises(client)
@@ -93,6 +98,10 @@ class Mixed(Wrapper):
         if self.clients is not None:
             object.__setattr__(self, "clients", tuple(sorted({int(c) for c in self.clients})))
 
+    @property
+    def shared(self) -> bool:
+        return False
+
     def chosen(self, client: int) -> bool:
         """Whether this client uses the codec."""
         if self.clients is not None:
@@ -113,7 +122,7 @@ class Mixed(Wrapper):
 
     @property
     def _plain(self) -> Codec:
-        return OfWeights(Identity()) if self.weights else Identity()
+        return OfWeights(Identity()) if self.of_model else Identity()
 
     @cached_property
     def _part(self) -> Fraction:

@@ -23,9 +23,32 @@ def fedgbo_cnn(classes: int = 100, channels: int = 3, size: int = 32) -> nn.Modu
     return two_conv(classes, channels, size, kernel=3, padding=0)
 
 
-def fedshift_cnn(classes: int = 10, channels: int = 3, size: int = 32) -> nn.Module:
-    """FedShift's CNN: 2,156,490 parameters on CIFAR-10, with PyTorch's own Kaiming initialisation."""
-    return two_conv(classes, channels, size, kernel=5, padding=2)
+def fedshift_cnn(
+    classes: int = 10,
+    channels: int = 3,
+    size: int = 32,
+    width: int = 32,
+    units: int = 512,
+    bias: bool = False,
+) -> nn.Module:
+    """FedShift's CNN as its authors have it: no biases, 2,155,872 weights on CIFAR-10, normal Kaiming initialisation.
+
+    `width` and `units` make a smaller one, `width=16, units=128` a tenth of it; `bias=True` is not theirs.
+    """
+    side = (
+        size // 2 // 2
+    )  # padded by 1, a 5×5 convolution takes 2 away and the pooling puts 2 back before it halves
+    model = nn.Sequential(
+        nn.Conv2d(channels, width, 5, padding=1, bias=bias), nn.ReLU(), nn.MaxPool2d(2, padding=1),
+        nn.Conv2d(width, 2 * width, 5, padding=1, bias=bias), nn.ReLU(), nn.MaxPool2d(2, padding=1),
+        nn.Flatten(),
+        nn.Linear(2 * width * side * side, units, bias=bias), nn.ReLU(),
+        nn.Linear(units, classes, bias=bias),
+    )  # fmt: skip
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return model
 
 
 def w3_cnn(classes: int = 10, channels: int = 3, size: int = 32) -> nn.Module:

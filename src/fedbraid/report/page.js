@@ -3,11 +3,10 @@
   const AXES = { step: "Rounds", bytes: "Bytes", time: "Time", flops: "FLOPs" };
   const AXIS_TITLES = { step: "server steps", bytes: "bytes up and down", time: "simulated time", flops: "FLOPs on clients" };
   const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", drift: "Drift", staleness: "Staleness" };
-  const DASHES = ["", "7 4", "2 4", "10 3 2 3"];
-  const COLOURS = 7;
+  const BANDS = { interval: "95 % interval", range: "Min to max", none: "No bands" };
   const $ = (id) => document.getElementById(id);
   let data = JSON.parse($("data").textContent);
-  const view = { axis: "step", metric: data.metric, scale: "linear", hidden: new Set() };
+  const view = { axis: "step", metric: data.metric, scale: "linear", band: null, line: 0, hidden: new Set() };
 
   // Elements -----------------------------------------------------------------------------------------
 
@@ -56,28 +55,10 @@
     return one(interval.mean) + (interval.half === null ? "" : ` ± ${one(interval.half)}`) + (percent ? " %" : "");
   }
 
-  function ticks(low, high, wanted) {
-    const raw = (high - low) / Math.max(1, wanted);
-    const unit = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 2.5, 5, 10].find((m) => m * unit >= raw * 0.999) * unit;
-    const found = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) found.push(+(i * step).toPrecision(12));
-    return found;
-  }
-
-  function powers(low, high) {
-    const found = [];
-    const factors = Math.log10(high / low) > 2.5 ? [1] : [1, 2, 5];
-    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e += 1)
-      for (const m of factors) { const v = +(m * 10 ** e).toPrecision(6); if (v >= low * 0.999 && v <= high * 1.001) found.push(v); }
-    return found;
-  }
-
   // Charts -------------------------------------------------------------------------------------------
 
-  const colour = (i) => `var(--c${i % COLOURS})`;
+  const colour = (i) => `var(--${charts.colour(i)})`;
   const shade = (i) => `color-mix(in srgb, var(--ink) ${[78, 48, 28, 62, 14, 38][i % 6]}%, var(--card))`;
-  const dashes = (i) => DASHES[Math.floor(i / COLOURS) % DASHES.length] || null;
 
   function series(metric, axis) {
     return data.groups
@@ -86,110 +67,73 @@
   }
 
   function plot(place, metric, axis, options) {
-    const width = Math.max(260, place.clientWidth), height = options.height;
     const shown = series(metric, axis);
-    const label = `${METRICS[metric]} over ${AXIS_TITLES[axis]}`;
-    if (!shown.length) return place.replaceChildren(html("p", { class: "empty" }, options.empty || "Nothing to draw: every curve is hidden."));
-    const log = options.log && shown.every((s) => s.curve.mean.every((v) => v > 0));
-    const xs = shown.flatMap((s) => s.curve.x[axis]);
-    const ends = shown.flatMap((s) => s.curve.mean.flatMap((v, j) => [v - (s.curve.half ? s.curve.half[j] : 0), v + (s.curve.half ? s.curve.half[j] : 0)]));
-    const means = shown.flatMap((s) => s.curve.mean);
-    let x1 = Math.max(...xs), x0 = Math.min(0, ...xs);
-    if (x1 === x0) x1 = x0 + 1;
-    // a band may be far wider than the curves are high; it is cut there rather than flattening them
-    const spread = Math.max(...means) - Math.min(...means) || Math.abs(means[0]) * 0.1 || 1;
-    let y0 = Math.max(Math.min(...ends), Math.min(...means) - 0.6 * spread), y1 = Math.min(Math.max(...ends), Math.max(...means) + 0.6 * spread);
-    if (metric === "accuracy") { y0 = Math.max(0, y0); y1 = Math.min(1, y1); }
-    if (log) { y0 = Math.max(y0, Math.min(...means) * 0.7); } else if (metric !== "accuracy") y0 = Math.max(y0, 0);
-    if (y1 <= y0) y1 = y0 + (Math.abs(y0) * 0.1 || 1);
-    if (!log) { const pad = 0.03 * (y1 - y0); y0 = metric === "accuracy" ? Math.max(0, y0 - pad) : y0 - (y0 > 0 ? Math.min(pad, y0) : 0); y1 = metric === "accuracy" ? Math.min(1, y1 + pad) : y1 + pad; }
-    const yTicks = log ? powers(y0, y1) : ticks(y0, y1, Math.round(height / 60));
-    const yLabel = (v) => (metric === "accuracy" ? `${+(100 * v).toPrecision(4)} %` : plain(v));
-    const left = 14 + 7.2 * Math.max(...yTicks.map((v) => yLabel(v).length), 3), right = 16, top = 26, bottom = 42;
-    const X = (v) => left + ((v - x0) / (x1 - x0)) * (width - left - right);
-    const scale = (v) => (log ? Math.log(Math.max(v, y0 * 1e-3)) : v);
-    const Y = (v) => height - bottom - ((scale(v) - scale(y0)) / (scale(y1) - scale(y0))) * (height - top - bottom);
-    const clip = `clip-${options.id}`;
-    const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });
-    drawn.append(svg("clipPath", { id: clip }, svg("rect", { x: left, y: top - 4, width: width - left - right + 4, height: height - top - bottom + 8 })));
-    for (const v of yTicks) {
-      drawn.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(v), y2: Y(v) }));
-      drawn.append(svg("text", { x: left - 8, y: Y(v) + 4, "text-anchor": "end" }, yLabel(v)));
+    place.setAttribute("role", "img");
+    place.setAttribute("aria-label", `${METRICS[metric] || metric} over ${AXIS_TITLES[axis]}`);
+    if (!shown.length) {
+      if (place.chart) { place.chart.destroy(); place.chart = null; }
+      return place.replaceChildren(html("p", { class: "empty" }, options.empty || "Nothing to draw: every curve is hidden."));
     }
-    for (const v of ticks(x0, x1, Math.max(2, Math.floor((width - left) / 110)))) {
-      const near = X(v) > width - 34;
-      drawn.append(svg("line", { class: "base", x1: X(v), x2: X(v), y1: height - bottom, y2: height - bottom + 5 }));
-      drawn.append(svg("text", { x: near ? width - 2 : X(v), y: height - bottom + 19, "text-anchor": near ? "end" : "middle" }, along(axis, v)));
-    }
-    drawn.append(svg("line", { class: "base", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
-    drawn.append(svg("text", { x: left + (width - left - right) / 2, y: height - 4, "text-anchor": "middle" }, AXIS_TITLES[axis]));
-    drawn.append(svg("text", { x: 0, y: 12 }, METRICS[metric] + (log ? ", log scale" : "")));
-    const inside = svg("g", { "clip-path": `url(#${clip})` });
-    for (const s of shown) if (s.curve.half) {
-      const at = (j, sign) => `${X(s.curve.x[axis][j]).toFixed(1)},${Y(s.curve.mean[j] + sign * s.curve.half[j]).toFixed(1)}`;
-      const order = s.curve.mean.map((_, j) => j);
-      inside.append(svg("path", { class: "band", "data-name": s.name, style: `fill:${colour(s.i)}`, d: `M${order.map((j) => at(j, 1)).join("L")}L${order.reverse().map((j) => at(j, -1)).join("L")}Z` }));
-    }
-    for (const s of shown) {
-      const points = s.curve.mean.map((v, j) => `${X(s.curve.x[axis][j]).toFixed(1)},${Y(v).toFixed(1)}`);
-      inside.append(svg("path", { class: "curve", "data-name": s.name, style: `stroke:${colour(s.i)}`, "stroke-dasharray": dashes(s.i), d: `M${points.join("L")}` }));
-      if (points.length === 1) { const [cx, cy] = points[0].split(","); inside.append(svg("circle", { cx, cy, r: 3.5, style: `fill:${colour(s.i)}` })); }
-    }
-    const guide = svg("line", { class: "guide", y1: top, y2: height - bottom, visibility: "hidden" });
-    drawn.append(inside, guide);
-    if (metric === "accuracy" && data.target !== null && data.target >= y0 && data.target <= y1) {
-      const under = shown.every((s) => s.curve.mean[s.curve.mean.length - 1] < data.target); // its text keeps clear of where curves end
-      drawn.append(svg("line", { class: "goal", x1: left, x2: width - right, y1: Y(data.target), y2: Y(data.target) }));
-      drawn.append(svg("text", { class: "halo", x: width - right, y: Y(data.target) + (under ? -6 : 15), "text-anchor": "end" }, `target ${+(100 * data.target).toPrecision(4)} %`));
-    }
-    drawn.addEventListener("pointermove", (event) => {
-      const box = drawn.getBoundingClientRect();
-      const value = x0 + ((event.clientX - box.left - left) / (width - left - right)) * (x1 - x0);
-      if (value < x0 - 0.02 * (x1 - x0) || value > x1 * 1.02) return leave();
-      tell(event, metric, axis, shown, Math.min(x1, Math.max(x0, value)));
-      const at = X(Math.min(x1, Math.max(x0, value)));
-      guide.setAttribute("x1", at); guide.setAttribute("x2", at); guide.setAttribute("visibility", "visible");
+    const what = `${metric} ${axis}`;
+    if (place.dataset.what !== what) { place.dataset.what = what; place.zoom = null; }
+    charts.curves(place, {
+      shown, axis, metric, height: options.height, band: view.band,
+      log: Boolean(options.log) && shown.every((s) => s.curve.mean.every((v) => v > 0)),
+      target: metric === "accuracy" ? data.target : null,
+      formats: { along: (v) => along(axis, v), up: (v) => (metric === "accuracy" ? `${+(100 * v).toPrecision(4)} %` : plain(v)) },
+      label: { along: AXIS_TITLES[axis] },
+      tell: (value, u) => (value === null ? hush() : tell(u, metric, axis, shown, value)),
     });
-    const leave = () => { $("tip").hidden = true; guide.setAttribute("visibility", "hidden"); };
-    drawn.addEventListener("pointerleave", leave);
-    drawn.addEventListener("pointercancel", leave);
-    place.replaceChildren(drawn);
   }
 
-  function tell(event, metric, axis, shown, value) {
+  function tell(u, metric, axis, shown, value) {
     const lines = [];
     for (const s of shown) {
       const xs = s.curve.x[axis];
       if (value > xs[xs.length - 1] * 1.02) continue;
       let j = 0;
       while (j < xs.length - 1 && Math.abs(xs[j + 1] - value) <= Math.abs(xs[j] - value)) j += 1;
-      lines.push([s, s.curve.mean[j], s.curve.half ? s.curve.half[j] : null]);
+      lines.push([s, s.curve.mean[j], around(s.curve, j, metric)]);
     }
     lines.sort((a, b) => (metric === "accuracy" ? b[1] - a[1] : a[1] - b[1]));
-    const tip = $("tip");
-    tip.replaceChildren(
+    tip(u,
       html("div", { class: "soft" }, `${along(axis, axis === "step" ? Math.round(value) : value)} ${axis === "bytes" ? "" : AXIS_TITLES[axis]}`.trim()),
-      ...lines.map(([s, v, half]) => html("div", null,
+      ...lines.map(([s, v, band]) => html("div", null,
         html("span", { class: "who" }, html("span", { class: "swatch", style: `background:${colour(s.i)}` }), s.name),
-        html("span", { class: "num" }, upward(metric, v) + (half === null ? "" : ` ± ${metric === "accuracy" ? (100 * half).toFixed(2) : plain(half)}`)))),
-    );
-    tip.hidden = false;
-    const box = tip.getBoundingClientRect();
-    const x = event.clientX + 16 + box.width > window.innerWidth ? event.clientX - box.width - 16 : event.clientX + 16;
-    tip.style.left = `${Math.max(4, x)}px`;
-    tip.style.top = `${Math.min(window.innerHeight - box.height - 4, event.clientY + 12)}px`;
+        html("span", { class: "num" }, upward(metric, v) + band))));
+  }
+
+  function around(curve, j, metric) {
+    const one = (v) => (metric === "accuracy" ? (100 * v).toFixed(2) : plain(v));
+    if (!curve.half || view.band === "none") return "";
+    return view.band === "range" ? ` (${one(curve.low[j])} to ${one(curve.high[j])})` : ` ± ${one(curve.half[j])}`;
+  }
+
+  function hush() { $("tip").hidden = true; }
+
+  function tip(u, ...lines) {
+    const sign = $("tip"), over = u.over.getBoundingClientRect();
+    sign.replaceChildren(...lines);
+    sign.hidden = false;
+    const box = sign.getBoundingClientRect(), x = over.left + u.cursor.left, y = over.top + u.cursor.top;
+    sign.style.left = `${Math.max(4, x + 16 + box.width > window.innerWidth ? x - box.width - 16 : x + 16)}px`;
+    sign.style.top = `${Math.max(4, Math.min(window.innerHeight - box.height - 4, y + 12))}px`;
   }
 
   // Parts of the page --------------------------------------------------------------------------------
 
   function controls() {
-    const metrics = ["accuracy", "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
+    const own = new Set(data.groups.flatMap((g) => Object.keys(g.curves)).filter((m) => !METRICS[m]));
+    const metrics = ["accuracy", ...own, "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
     if (!metrics.includes(view.metric) && metrics.length) view.metric = metrics[0];
     const axes = Object.keys(AXES).filter((a) => data.groups.some((g) => Object.values(g.curves).some((c) => c && c.x[a])));
     if (!axes.includes(view.axis) && axes.length) view.axis = axes[0];
-    choose("metric", metrics.map((m) => [m, METRICS[m]]), view.metric, (m) => { view.metric = m; render(); });
+    choose("metric", metrics.map((m) => [m, METRICS[m] || m]), view.metric, (m) => { view.metric = m; render(); });
     choose("axis", axes.map((a) => [a, AXES[a]]), view.axis, (a) => { view.axis = a; render(); });
     choose("scale", view.metric === "accuracy" ? [] : [["linear", "Linear"], ["log", "Log"]], view.scale, (s) => { view.scale = s; render(); });
+    const seeds = Math.max(...data.groups.map((g) => g.seeds.length));
+    if (view.band === null) view.band = seeds < 2 ? "none" : seeds < 5 ? "range" : "interval"; // few seeds make wide intervals
+    choose("band", seeds < 2 ? [] : Object.entries(BANDS), view.band, (b) => { view.band = b; render(); });
     const theme = document.documentElement.dataset.theme;
     choose("theme", [["light", "Light"], ["dark", "Dark"]], theme, paint);
   }
@@ -198,21 +142,23 @@
     $("legend").replaceChildren(...data.groups.map((group, i) => html("button", {
       type: "button", "aria-pressed": String(!view.hidden.has(group.name)), "data-name": group.name,
       onclick: () => { view.hidden.has(group.name) ? view.hidden.delete(group.name) : view.hidden.add(group.name); render(); },
-    }, svg("svg", { width: 26, height: 10 }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, style: `stroke:${colour(i)};stroke-width:3`, "stroke-dasharray": dashes(i) })), group.name)));
+    }, svg("svg", { width: 26, height: 10 }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, style: `stroke:${colour(i)};stroke-width:3`, "stroke-dasharray": charts.dashes(i).join(" ") })), group.name)),
+    ...(view.metric === "accuracy" && data.target !== null ? [html("span", { class: "goal" }, svg("svg", { width: 26, height: 10 }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, style: "stroke:var(--soft);stroke-width:1", "stroke-dasharray": "6 4" })), `target ${+(100 * data.target).toPrecision(4)} %`)] : []));
   }
 
   function curves() {
-    plot($("main-plot"), view.metric, view.axis, { id: "main", height: Math.max(280, Math.min(420, window.innerWidth * 0.75)), log: view.scale === "log" && view.metric !== "accuracy", empty: data.groups.some((g) => g.curves[view.metric]) ? null : "No evaluations yet." });
+    plot($("main-plot"), view.metric, view.axis, { height: Math.max(280, Math.min(420, window.innerWidth * 0.75)), log: view.scale === "log" && view.metric !== "accuracy", empty: data.groups.some((g) => g.curves[view.metric]) ? null : "No evaluations yet." });
     const seeds = data.groups.map((g) => g.seeds.length);
-    const over = Math.max(...seeds) > 1 ? "Lines are means over seeds at each step, shades their 95 % intervals (Student's t). " : "One seed each, so no intervals. ";
+    const said = { interval: ", shades their 95 % intervals (Student's t)", range: ", shades reach from the least to the most of them", none: "" }[view.band];
+    const over = Math.max(...seeds) > 1 ? `Lines are means over seeds at each step${said}. ` : "One seed each, so no intervals. ";
     const thin = data.groups.some((g) => Object.values(g.curves).some((c) => c && c.mean.length >= data.points)) ? `At most ${data.points} points a curve are drawn.` : "";
-    $("curve-note").textContent = over + thin;
+    $("curve-note").textContent = `${over}${thin} Drag to zoom, double-click to see all.`;
   }
 
   function results() {
     const accuracy = data.metric === "accuracy";
     const columns = [
-      [accuracy ? "Accuracy" : METRICS[data.metric], (r) => within(r.final, data.metric), true],
+      [accuracy ? "Accuracy" : METRICS[data.metric] || data.metric, (r) => within(r.final, data.metric), true],
       ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
       ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
       ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],
@@ -266,7 +212,32 @@
       place.dataset.of = present.join();
       place.replaceChildren(...present.map((m) => html("section", { class: "card" }, html("h2", null, EXTRAS[m]), html("div", { class: "plot", id: `plot-${m}` }))));
     }
-    for (const m of present) plot($(`plot-${m}`), m, view.axis, { id: m, height: 240, log: m === "drift" && view.scale === "log" });
+    for (const m of present) plot($(`plot-${m}`), m, view.axis, { height: 240, log: m === "drift" && view.scale === "log" });
+  }
+
+  function timeline() {
+    const lines = data.groups.map((g) => g.timeline).filter(Boolean), place = $("timeline-plot");
+    $("timeline").hidden = !lines.length;
+    if (!lines.length) return;
+    view.line = Math.min(view.line, lines.length - 1);
+    const line = lines[view.line];
+    if (place.dataset.what !== line.name) { place.dataset.what = line.name; place.zoom = null; }
+    choose("timeline-run", lines.map((l, k) => [String(k), l.name]), String(view.line), (k) => { view.line = Number(k); timeline(); });
+    $("timeline-zoom").replaceChildren(...[["in", "Zoom in", 0.5], ["out", "Zoom out", 2], ["all", "All", 0]].map(([value, text, factor]) =>
+      html("button", { type: "button", "data-value": value, onclick: () => (factor ? charts.zoom(place, factor, place.chart.over.clientWidth / 2, place.chart.over.clientHeight / 2) : charts.all(place)) }, text)));
+    charts.timeline(place, line, {
+      height: Math.max(260, Math.min(460, window.innerWidth * 0.8)), formats: { along: plain },
+      tell: (job, u) => (job === null ? hush() : spell(u, job)),
+    });
+    $("timeline-key").replaceChildren("trained from a version so many steps old:", ...charts.AGES.map(([, text, name]) => html("span", null, html("span", { class: "swatch", style: `background:var(--${name})` }), text)));
+    $("timeline-note").textContent = `A bar is a client at work, from fetching the model to handing in; upright lines are the server's steps. Seed ${line.seed}. ${line.note} Drag to zoom, double-click to see all; with Ctrl, or once zoomed, the wheel zooms too.`;
+  }
+
+  function spell(u, job) {
+    const say = (name, text) => html("div", null, html("span", { class: "soft" }, name), html("span", { class: "num" }, text));
+    tip(u, html("div", null, `client ${job.client}`), ...(job.version === null
+      ? [say("at", plain(job.time)), say("doing", "nothing"), say("server at version", String(job.step))]
+      : [say("from version", String(job.version)), say("handed in at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.began)), say("took", plain(job.ended - job.began))]));
   }
 
   function partition() {
@@ -324,8 +295,17 @@
 
   function status(state, text) { $("status").hidden = false; $("status").dataset.state = state; $("status").textContent = text; }
 
-  function charts() { curves(); extras(); }
-  function render() { heading(); controls(); legend(); charts(); results(); goal(); traffic(); partition(); commands(); settings(); }
+  function drawings() { curves(); extras(); timeline(); }
+  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); partition(); commands(); settings(); hints(); }
+
+  // A table that is cut on its right says so.
+  function hints() {
+    for (const box of document.querySelectorAll(".scroll")) {
+      const look = () => { box.parentElement.dataset.more = String(box.scrollWidth - box.clientWidth - box.scrollLeft > 4); };
+      box.onscroll = look;
+      look();
+    }
+  }
 
   function paint(theme) { document.documentElement.dataset.theme = theme; render(); }
 
@@ -345,7 +325,7 @@
   }
 
   let size = 0;
-  new ResizeObserver(() => { if (document.body.clientWidth !== size) { size = document.body.clientWidth; charts(); } }).observe(document.body);
+  new ResizeObserver(() => { if (document.body.clientWidth !== size) { size = document.body.clientWidth; drawings(); hints(); } }).observe(document.body);
   paint(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   if (data.live) setTimeout(follow, data.every);
 })();

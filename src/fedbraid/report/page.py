@@ -16,13 +16,18 @@ from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.study import recipe, stats
 
+FILES = {
+    "/*chart licence*/": "uplot/LICENSE", "/*chart style*/": "uplot/uPlot.min.css", "/*style*/": "page.css", "/*chart library*/": "uplot/uPlot.min.js",
+    "/*charts*/": "charts.js", "/*script*/": "page.js",
+}  # fmt: skip
+JOBS = 40_000  # that are drawn in all timelines of a page together
 EVERY = 1500  # milliseconds between two looks at a run that goes on
 
 
 def describe(found: Collection, live: bool = False) -> Record:
     """Everything the page shows."""
     groups = found.statistics()
-    key = stats.judged_by(groups)
+    key = stats.judged_by(groups, found.metric) or stats.judged_by(groups)
     if key is None and not live:
         where = found.groups[0].runs[0].path
         raise RunError(f"{where} has no evaluations to report; run it with --evaluate-every 1 and a test set")
@@ -41,7 +46,10 @@ def describe(found: Collection, live: bool = False) -> Record:
         "points": stats.POINTS,
         "verdict": _verdict(found, rows),
         "rows": stats.plain(rows),
-        "groups": [_group(g, s) for g, s in zip(found.groups, groups)],
+        "groups": [
+            _group(g, s) | {"timeline": _timeline(g, JOBS // len(groups))}
+            for g, s in zip(found.groups, groups)
+        ],
         "partition": {"counts": None, "note": found.why} if found.known is None else found.known.partition,
         "footer": "Made by " + ", ".join(f"{k} {v}" for k, v in config.get("versions", {}).items()),
         "live": live,
@@ -59,8 +67,7 @@ def render(data: Record) -> str:
     parts = {
         "/*connect*/'none'": "'self'" if data["live"] else "'none'",
         "/*title*/": html.escape(data["title"]),
-        "/*style*/": (here / "page.css").read_text("utf-8"),
-        "/*script*/": (here / "page.js").read_text("utf-8"),
+        **{mark: (here / file).read_text("utf-8") for mark, file in FILES.items()},
         "/*data*/": embedded,
     }
     marks = "|".join(re.escape(mark) for mark in parts)
@@ -111,11 +118,32 @@ def _group(group: Group, runs: stats.Runs) -> Record:
     return {
         "name": group.name,
         "seeds": list(runs.seeds),
-        "curves": {m: _plain_curve(stats.curve(runs, m)) for m in stats.METRICS},
+        "curves": {m: _plain_curve(stats.curve(runs, m)) for m in stats.measured([runs])},
         "up": _by_name(runs, "up"),
         "down": _by_name(runs, "down"),
         "command": _command(group, runs.seeds),
         "settings": settings,
+    }
+
+
+def _timeline(group: Group, most: int) -> Record | None:
+    """Every job of the first run: who trained from which version, when; None without a clock."""
+    run = group.runs[0]
+    clocked = [r for r in run.records if "began" in r]
+    if not clocked:
+        return None
+    keys = {"client": "clients", "version": "versions", "began": "began", "ended": "ended"}
+    jobs = {name: [v for r in clocked for v in r[key]] for name, key in keys.items()}
+    jobs["step"] = [r["step"] - 1 for r in clocked for _ in r["began"]]
+    count = len(jobs["step"])
+    every = -(-count // most)
+    return {
+        "name": group.name,
+        "seed": run.config["seed"],
+        "clients": run.config["clients"],
+        "steps": [r["time"] for r in run.records],
+        "jobs": {name: values[::every] for name, values in jobs.items()},
+        "note": "" if every == 1 else f"One job in {every} of {count:,} is drawn.",
     }
 
 
@@ -129,7 +157,7 @@ def _plain_curve(curve: Record | None) -> Record | None:
     return curve | {
         "x": {a: [v[i] for i in keep] for a, v in curve["x"].items()},
         "mean": [curve["mean"][i] for i in keep],
-        "half": None if curve["half"] is None else [curve["half"][i] for i in keep],
+        **{k: None if curve[k] is None else [curve[k][i] for i in keep] for k in ("half", "low", "high")},
     }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedbraid.core.algorithm import Algorithm
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 class Source(Protocol):
     """Where a step's replies come from: simulated jobs, or clients that are really apart."""
+
+    real: bool  # whether broadcasts are really sent
 
     def opens(self, tick: Tick) -> None: ...
 
@@ -39,13 +40,13 @@ class Jobs:
     step it started in trains by itself, because what it remembers may still change in that step.
     """
 
+    real = False
     BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
 
     def __init__(self, algorithm: Algorithm, layout: Layout, engine: Engine, concurrency: int) -> None:
-        width = sum(algorithm.uploads(layout).values()) * 4
-        row = algorithm.remembers(torch.zeros(layout.size), layout)
+        width = sum(algorithm.widths(layout).values()) * 4
         self.engine, self.ahead = engine, 0 < concurrency * width <= self.BUDGET
-        self.stateful = bool(row.keys() - {"held"})
+        self.stateful = algorithm.stateful(layout)
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
 
@@ -66,6 +67,8 @@ class Jobs:
 
     def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
         """The tick's replies in blocks with the versions they trained from, no client twice in one block."""
+        if not len(tick.clients):
+            return
         if not self.ahead:
             for version, clients in _runs(tick):
                 for reply in self.engine.train(order(state, version, clients)):
@@ -98,7 +101,7 @@ class Jobs:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if tick.started is tick.clients:  # a round: all started from this version, and nobody twice
+    if tick.together:
         yield tick.step, tick.clients
         return
     run: list[int] = []
@@ -116,4 +119,4 @@ def _join(parts: list[Reply]) -> Reply:
 
 def order(state: State, version: int, clients: NDArray[np.int64]) -> Order:
     memory = {k: v.to(state.x.device) for k, v in state.clients.get(clients).items()}
-    return Order(version, clients, state.sent[version]["vectors"], memory)
+    return Order(version, clients, state.sent[version].vectors, memory)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Record = dict[str, Any]
@@ -53,6 +54,25 @@ def format_share(share: float | None) -> str:
     ('97.1 %', '–')
     """
     return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def hint(history: Sequence[Record], classes: int | None) -> str | None:
+    """What to try where a classifier came to no more than guessing.
+
+    >>> hint([{"accuracy": 0.11, "loss": 41.0}], 10)
+    'no better than guessing among 10 classes: try a smaller learning rate, or clip gradients'
+    """
+    last = next((r for r in reversed(history) if "accuracy" in r and "loss" in r), None)
+    if last is None or not classes or last["accuracy"] > 2 / classes or last["loss"] < math.log(classes):
+        return None
+    return f"no better than guessing among {classes} classes: try a smaller learning rate, or clip gradients"
+
+
+def bits_up(history: Sequence[Record], parameters: int) -> float | None:
+    """How many bits a number of an update took on its way up, all headers included."""
+    sent = sum(r["up"].get("delta", 0) for r in history)
+    numbers = parameters * sum(r["uploads"] for r in history)
+    return 8 * sent / numbers if sent and numbers else None
 
 
 def rounds_to(history: Iterable[Record], target: float, key: str = "accuracy") -> int | None:

@@ -9,51 +9,40 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import fedbraid.files as files
 from fedbraid import algorithms
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
-from fedbraid.core.optim import Momentum, Precondition
+from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Rule
 from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
 from fedbraid.engines.client import Engine, Setup
-from fedbraid.errors import ConfigError, DataError, RunError
+from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
-from fedbraid.links.link import codec_of
 from fedbraid.parse import evaluate
 from fedbraid.run import bits
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
+from fedbraid.run.judge import judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
 
 log = logging.getLogger("fedbraid")
-
-
-class Callback(Protocol):
-    """Something that watches a run. Any of the three may be left out."""
-
-    def start(self, run: Run) -> None: ...
-
-    def step(self, record: Record, run: Run) -> bool | None:
-        """After each server step; True ends the run here."""
-
-    def end(self, result: Result) -> None: ...
 
 
 @dataclass
@@ -66,6 +55,7 @@ class Options:
     store: str = "auto"
     checkpoint_every: int = 1
     layers: bool = False
+    keep_going: bool = False
     accept_other_bits: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +72,7 @@ class Options:
 class Result:
     """What a run came to."""
 
-    x: Tensor  # the final model, flat float32: the one the server would send out next
+    x: Tensor  # the final model, flat float32: the averaged one, which was evaluated
     history: list[Record] = field(repr=False)  # one dict per server step
     task: Task = field(repr=False)
     state: State = field(repr=False)
@@ -92,9 +82,8 @@ class Result:
     work: Work | None = field(default=None, repr=False)
 
     def model(self) -> nn.Module:
-        """The torch module with the final weights; FedDyn and AdaBest give the averaged model, which they evaluate."""
-        judged = self.algorithm.server.judged(self.state.x, self.state.server)
-        return self.task.layout.load(self.task.module(), judged)
+        """The torch module with the final weights."""
+        return self.task.layout.load(self.task.module(), self.x)
 
     @property
     def bytes_up(self) -> int:
@@ -114,6 +103,7 @@ class Result:
             "steps": self.state.t,
             "accuracy": self.last("accuracy"),
             "loss": self.last("loss"),
+            **{name: self.last(name) for name in self.task.metrics},
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
             "engine": self.engine,
@@ -163,6 +153,24 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
+    _left: Record = field(default_factory=dict, repr=False)
+
+    def leave(self, client: int, reachable: bool = True) -> None:
+        """Let a client leave for good, before the next step.
+
+        What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
+        sends. One that cannot be reached leaves its share behind, and the next record says so.
+        """
+        if not 0 <= client < self.setup.task.clients or client in self.state.gone:
+            raise ConfigError(
+                f"client {client} is not there to leave; there are {self.setup.task.clients} from 0 on"
+            )
+        rule = self.setup.algorithm.rule
+        share = rule.leave(self.state.clients.get([client])) if reachable else None
+        self.state, stays = self.state.without(self.setup.algorithm, client, share)
+        self._left.setdefault("left", []).append(client)
+        if stays:
+            self._left.setdefault("left_share", []).append(client)
 
     def go(self) -> Result:
         """Run to the end, or from where the state stands."""
@@ -178,9 +186,10 @@ class Run:
                 continue
             if self.note.get("stopped"):
                 break
-            before = self.state.x
-            self.state, record = advance(setup.algorithm, task, jobs, self.state, tick, setup.seed)
-            record |= self._measure(before)
+            before, tick = self.state.x, tick.without(self.state.gone)
+            self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
+            record |= {**self._measure(before), **self._left}
+            self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers)
             if stop:
@@ -189,14 +198,19 @@ class Run:
             if self.checkpoint is None:
                 self.history += pending
                 pending = []
-            elif (
-                stop
-                or self.state.t == self.schedule.steps
-                or self.state.t % self.options.checkpoint_every == 0
-            ):
+            elif stop or self._due():
                 self.checkpoint.commit(self.state, pending, self.note)
                 pending = []
         return self._result()
+
+    def model(self) -> nn.Module:
+        """The torch module with the weights of this step, as they are evaluated."""
+        return self.setup.task.layout.load(self.setup.task.module(), self.state.average)
+
+    def _due(self) -> bool:
+        """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
+        t, last = self.state.t, self.state.t == self.schedule.steps
+        return last or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
 
     def _measure(self, before: Tensor) -> Record:
         t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
@@ -204,17 +218,13 @@ class Run:
         if self.options.layers:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
-        for tree in self.state.server.values():
-            if isinstance(tree, dict) and isinstance(tree.get("h"), Tensor):
-                record["norm_h"] = float(tree["h"].norm())
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
-            x = self.setup.algorithm.server.judged(self.state.x, self.state.server)
-            record |= judge(self.engine, task, x, self.options.evaluate_on)
+            record |= judge(self.engine, task, self.state.average, self.options.evaluate_on, t)
         return record
 
     def _result(self) -> Result:
         history = self.history if self.folder is None else list(self.folder.records())
-        x, task = self.state.x, self.setup.task
+        x, task = self.state.average, self.setup.task
         result = Result(
             x,
             history,
@@ -226,17 +236,14 @@ class Run:
             self.setup.work,
         )
         if self.folder is not None:
-            judged = self.setup.algorithm.server.judged(x, self.state.server)
-            save_model(self.folder.path / "model.safetensors", task.layout.views(judged))
+            save_model(self.folder.path / "model.safetensors", task.layout.views(x))
         self._tell("end", result)
         return result
 
     def _message(self) -> tuple[float, float]:
         """Bytes down and up of one visit, for schedules that charge transfer time."""
-        layout, up = self.setup.task.layout, codec_of(self.setup.algorithm.up)
-        one = up.size(layout) or len(up.encode(torch.zeros(layout.size), layout))
-        wide = [w for w in self.setup.algorithm.uploads(layout).values() if w == layout.size]
-        return float(sum(self.state.sent[max(self.state.sent)]["sizes"].values())), float(one * len(wide))
+        a, newest = self.setup.algorithm, self.state.sent[max(self.state.sent)]
+        return float(sum(newest.sizes.values())), float(a.up.size(a.uploads, self.setup.task.layout))
 
     def _hooks(self, name: str) -> list[Any]:
         return [getattr(cb, name) for cb in self.options.callbacks if hasattr(cb, name)]
@@ -244,34 +251,6 @@ class Run:
     def _tell(self, name: str, subject: Any) -> None:
         for hook in self._hooks(name):
             hook(subject)
-
-
-def judge(engine: Engine, task: Task, x: Tensor, on: str = "test") -> Record:
-    """Loss and accuracy of a model on the pooled test set, or also by client."""
-    if task.test is None:
-        raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
-    losses, classes = engine.evaluate(x, *task.test)
-    record = {"loss": float(losses.double().mean())}
-    if on == "clients":
-        record["loss_clients"] = float(_by_client(losses, task).mean())
-    if classes is None:
-        return record
-    right = (classes == task.test[1]).double().cpu()
-    record["accuracy"] = float(right.mean())
-    if on == "clients":
-        shares = _by_client(right, task)
-        record["accuracy_clients"] = float(shares.mean())
-        record["accuracy_worst_tenth"] = float(np.sort(shares)[: max(1, len(shares) // 10)].mean())
-    return record
-
-
-def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
-    """The mean of a measurement over every client's test share, where it has one."""
-    assert task.test_offsets is not None
-    cuts, upto = task.test_offsets, np.concatenate([[0.0], np.cumsum(each.double().cpu().numpy())])
-    held = np.diff(cuts) > 0
-    means: NDArray[np.float64] = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
-    return means
 
 
 def simulate(
@@ -291,6 +270,7 @@ def simulate(
     store: str = "auto",
     checkpoint_every: int = 1,
     layers: bool = False,
+    keep_going: bool = False,
     accept_other_bits: bool = False,
 ) -> Result:
     """Train a task with an algorithm and return what came of it.
@@ -298,23 +278,24 @@ def simulate(
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
     `evaluate_every=None` skips evaluation. `store` says where per-client rows live: "memory", "disk",
     or "auto", by size. `layers=True` records how far each layer moved. `checkpoint_every` commits less
-    often. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
+    often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
         raise ConfigError(
-            "evaluate_on='clients' needs a test share per client; give client_tests= or natural ids"
+            "evaluate_on='clients' needs a test share per client; give client_tests=, natural ids or load(…, test_shares=True)"
         )
     if progress:
         from fedbraid.run.progress import Bar
 
         callbacks = [*callbacks, Bar()]
     options = Options(
-        evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, accept_other_bits
+        evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going, accept_other_bits
     )
-    if (doubt := unproven(algorithm, schedule)) is not None:
-        log.warning(doubt)
+    for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
+        if doubt is not None:
+            log.warning(doubt)
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -358,12 +339,13 @@ def resume(
     algorithm: Algorithm | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
+    keep_going: bool | None = None,
     accept_other_bits: bool = False,
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
     A task or algorithm of your own making must be given again; those that fedbraid can build from
-    `run.json` need not be. Where torch, processor or compiler are others than before, the bits would be too: it
+    `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
     says which, and goes on with `accept_other_bits=True`.
     """
     folder = Folder(out)
@@ -381,7 +363,7 @@ def resume(
             progress=progress,
             callbacks=callbacks,
             accept_other_bits=accept_other_bits,
-            **config["options"],
+            **config["options"] | ({} if keep_going is None else {"keep_going": keep_going}),
         )
     except (KeyError, TypeError) as error:
         raise RunError(
@@ -432,7 +414,7 @@ def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options,
         "device": device,
         "options": {
             "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "store": options.store,
-            "checkpoint_every": options.checkpoint_every, "layers": options.layers,
+            "checkpoint_every": options.checkpoint_every, "layers": options.layers, "keep_going": options.keep_going,
         },
         "bits": bits.describe(engine),
         "versions": {
@@ -473,7 +455,7 @@ def task_of(folder: Folder, config: Record) -> Task:
 def _algorithm_of(folder: Folder, config: Record) -> Algorithm:
     with suppress(ConfigError):  # a part in it may be the user's own
         if config["algorithm"] is not None:
-            made = algorithm_from(config["algorithm"])
+            made = algorithm_of(config["algorithm"])
             if parts(made) == config["parts"]:
                 return made
     raise RunError(
@@ -490,13 +472,25 @@ def algorithm_from(text: str) -> Algorithm:
     return made
 
 
+def algorithm_of(text: str) -> Algorithm:
+    """The same, or one of the user's own by the name `FILE.py:NAME`, whose file is imported."""
+    if not files.names_file(text):
+        return algorithm_from(text)
+    made: Algorithm = files.load(text, Algorithm, "algorithm", algorithms.BUILDERS)
+    with suppress(ConfigError):
+        if made.name and parts(algorithm_from(made.name)) == parts(made):
+            return made
+    return replace(made, name=files.absolute(text))
+
+
 def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     """A caution where no paper defines an algorithm under asynchrony, else None."""
+    if (algorithm.name.split("(")[0]) in ("ca2fl", "ace", "fadas"):
+        return None
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
     plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
     known = all(
-        isinstance(s, Scale) or (isinstance(s, Precondition) and isinstance(s.optimiser, Momentum))
-        for s in steps
+        isinstance(s, Scale) or (isinstance(s, Optimise) and isinstance(s.optimiser, Momentum)) for s in steps
     )
     if not schedule.asynchronous or (plain and known):
         return None

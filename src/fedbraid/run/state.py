@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Tree
 from fedbraid.core.layout import Layout
+from fedbraid.core.link import Caster, Version
 from fedbraid.core.rows import Rows
-from fedbraid.links.codecs import identity
-from fedbraid.links.link import (
-    HiddenState,
-    broadcast,
-    open_down,
-)
+from fedbraid.core.rule import Vectors
+from fedbraid.errors import Diverged
 
-if TYPE_CHECKING:
-    pass
+GROWTH = 1e4  # a norm or a loss so many times what it began with is beyond reason
+LASTING = 3  # steps in a row
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What norm and loss began with, and for how many steps in a row they have been beyond reason."""
+
+    norm: float
+    loss: float = 0.0
+    strained: int = 0
+
+    @staticmethod
+    def first(x: Tensor, layout: Layout) -> Watch:
+        """From the start or a fresh initialisation, whichever is larger: runs from zero weights are safe."""
+        fresh = sum(s.size / (3 * math.prod(s.shape[1:])) if len(s.shape) > 1 else s.size for s in layout)
+        return Watch(max(float(x.norm()), math.sqrt(fresh)))
+
+    def see(self, step: int, norm: float, loss: float, keep_going: bool) -> Watch:
+        """After a step; growth that lasts ends the run as numbers that are not finite do."""
+        start = self.loss or max(loss, 1.0)
+        beyond = norm > GROWTH * self.norm or loss > GROWTH * start
+        strained = self.strained + 1 if beyond and not keep_going else 0
+        if strained >= LASTING:
+            raise Diverged(
+                f"the model has grown beyond reason: after step {step} its norm is {norm:.3g} (it began with {self.norm:.3g})"
+                f" and the training loss {loss:.3g} (with {start:.3g}); lower the client or server learning rate, or look on"
+                f" with --keep-going. The last good step, {step - LASTING}, is kept"
+            )
+        return replace(self, loss=start, strained=strained)
 
 
 @dataclass
@@ -27,22 +52,39 @@ class State:
     """Everything that changes while an algorithm runs."""
 
     t: int
-    x: Tensor
-    gather: Tree
-    server: Tree
-    wire: Tree
-    sent: dict[int, Tree]  # version -> what clients hold of it, while somebody needs it
+    x: Tensor  # the model that is sent out
+    average: Tensor  # x̄, the one that is evaluated: x where nothing is subtracted for the next round
+    gather: Any
+    server: Any
+    wire: Any  # of the down link
+    watch: Watch
+    sent: dict[int, Version]  # version -> what clients hold of it, while somebody needs it
     clients: Rows  # what simulated clients remember
+    gone: tuple[int, ...] = ()  # clients that have left for good
 
     @classmethod
-    def first(cls, algorithm: Algorithm, layout: Layout, x: Tensor, seed: int) -> State:
+    def first(cls, algorithm: Algorithm, layout: Layout, x: Tensor, seed: int, real: bool = False) -> State:
         gather, server = algorithm.gather.init(x, layout), algorithm.server.init(x, layout)
-        vectors = {"x": x, **algorithm.server.send(server)}
-        wire = open_down(algorithm.down, vectors)
-        if isinstance(algorithm.down, HiddenState):  # everybody starts from the same values
-            sizes = {name: identity().size(layout) or 0 for name in vectors}
-            sent = {"vectors": vectors, "sizes": sizes, "packets": 0}
-        else:
-            received, wire, sizes, _ = broadcast(algorithm.down, vectors, wire, seed, 0, layout)
-            sent = {"vectors": received, "sizes": sizes, "packets": 0}
-        return cls(0, x, gather, server, wire, {0: sent}, Rows(algorithm.remembers(x, layout)))
+        who = Caster(algorithm.downloads, 0, seed, layout, real)
+        cast = algorithm.down.open(algorithm.send(x, server, 1), who)
+        rows = Rows({} if real else algorithm.remembers(x, layout))  # real clients remember for themselves
+        watch = Watch.first(x, layout)
+        return cls(0, x, x, gather, server, cast.state, watch, {0: cast.version}, rows)
+
+    def without(self, algorithm: Algorithm, client: int, share: Vectors | None) -> tuple[State, bool]:
+        """(the state after a client has left for good, whether its share stays).
+
+        What the server holds of it goes. What the client holds goes by the negative share that it sends, such as
+        `rule.leave` makes of its memory; None where it cannot be asked.
+        """
+        own = self.clients.get([client])
+        mirrored = algorithm.rule.leave(own) if own.keys() >= algorithm.rule.init(self.x).keys() else {}
+        server = self.server
+        if share is not None:
+            server = algorithm.server.leave(
+                server, {name: v.reshape(-1).to(self.x.device) for name, v in share.items()}
+            )
+        self.clients.drop(client)
+        gather = algorithm.gather.leave(self.gather, client)
+        gone = tuple(sorted({*self.gone, client}))
+        return replace(self, gather=gather, server=server, gone=gone), share is None and bool(mirrored)

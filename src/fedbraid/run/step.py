@@ -1,11 +1,11 @@
-"""The round, once: what an algorithm is, what changes while it runs, and one server step."""
+"""The server step, once: gather what came, step in two strokes, broadcast."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,76 +14,145 @@ from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Info, Uploads
+from fedbraid.core.link import Caster
+from fedbraid.core.rule import Vectors
+from fedbraid.engines.client import Reply, Setup
 from fedbraid.errors import Diverged, WireError
-from fedbraid.links.link import (
-    broadcast,
-)
 from fedbraid.run.jobs import Source
 from fedbraid.run.state import State
 from fedbraid.run.tally import Tally
 from fedbraid.schedule import Tick
 
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
-
 T = TypeVar("T")
 
 
-def _starts(state: State, versions: NDArray[np.int64]) -> Tensor:
-    """The models that a block trained from, one row where it is the same for all."""
-    if (versions == versions[0]).all():
-        return state.sent[int(versions[0])]["vectors"]["x"][None]  # type: ignore[no-any-return]
-    return torch.stack([state.sent[int(v)]["vectors"]["x"] for v in versions])
-
-
 def advance(
-    algorithm: Algorithm, task: Task, jobs: Source, state: State, tick: Tick, seed: int
+    setup: Setup, source: Source, state: State, tick: Tick, keep_going: bool = False
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather what the tick's clients upload, step, broadcast."""
-    layout, x = task.layout, state.x
-    tally = Tally(algorithm, state, layout)
+    algorithm, task = setup.algorithm, setup.task
+    layout, x, sizes = task.layout, state.x, known_sizes(setup, state)
+    tally = Tally(algorithm.gather.weights, state.t + 1)
     acc = algorithm.gather.zero(x)
     state.clients.expect()
-    jobs.opens(tick)
-    for reply, versions in _encoded(jobs.replies(state, tick), state.t + 1):
-        n = torch.from_numpy(task.sizes[reply.clients]).to(x)[:, None]
-        staleness = torch.from_numpy(state.t - versions).to(x)[:, None]
-        up = Uploads(reply.clients, reply.uploads, n, reply.K, staleness, reply.lr, _starts(state, versions))
-        tally.add(up, reply, versions)
-        acc = algorithm.gather.add(acc, up, state.gather, x)
-        state.clients.put(reply.clients, reply.memory)
+    source.opens(tick)
+    for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
+        up = uploads(setup, state, reply, versions)
+        down, synced = _charge(algorithm, state, reply, versions)
+        tally.add(up, reply, down, sum(algorithm.up.quantises(int(c)) for c in reply.clients))
+        acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
+        state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
-    jobs.closes(tick)
-    info = Info(
-        state.t, tally.count, task.clients, float(task.offsets[-1]), tally.rates / tally.weight, tally.steps / tally.weight,
-        tally.quantised / tally.count, layout, task.sizes,
-    )  # fmt: skip
-    u, gather = algorithm.gather.close(acc, state.gather, info)
-    mean = u["delta"]
-    u, server = algorithm.server.update(u, state.server, x, info)
-    delta = u["delta"]
-    if layout.buffers is not None:  # running statistics are averaged, whatever the optimiser
-        delta = delta.clone()
-        delta[layout.buffers] = mean[layout.buffers]
-    new = x - delta
-    norm = float(torch.linalg.vector_norm(new))
-    if not math.isfinite(norm):
-        raise Diverged(
-            f"the model is no longer finite after step {state.t + 1} (its norm is {norm}); lower the client or server"
-            " learning rate. The last committed step is intact"
-        )
-    vectors = {"x": new, **algorithm.server.send(server)}
+    source.closes(tick)
+    N = int(np.count_nonzero(sizes)) if state.gone or source.real else task.clients
+    if tally.count or algorithm.gather.alone:
+        info = Info(
+            state.t, tally.count, N, float(sizes.sum()), tally.mean("lr"), tally.mean("K"), tally.mean("a"),
+            tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
+        )  # fmt: skip
+        u, gather = algorithm.gather.close(acc, state.gather, info)
+        new, average, server = two_strokes(algorithm, u, state.server, x, info)
+    else:  # nobody came: the version counts on, and nothing moves
+        new, average, gather, server = x, state.average, state.gather, state.server
+    norm = _finite_norm(average, new, state.t + 1)
+    watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going) if tally.count else state.watch
+    who = Caster(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)
     try:
-        received, wire, sizes, notes = broadcast(
-            algorithm.down, vectors, state.wire, seed, state.t + 1, layout
-        )
+        cast = algorithm.down.send(algorithm.send(new, server, N), state.wire, who)
     except WireError as error:
         raise _unsendable(error, state.t + 1) from error
+    record = {
+        "step": state.t + 1,
+        "time": tick.time,
+        **tally.record(tick, len(state.sent)),
+        "norm": norm,
+        **cast.notes,
+    }
+    if new is not average:
+        record["norm_h"] = float(torch.linalg.vector_norm(average - new))
+    record["bytes_broadcast"] = sum(cast.version.sizes.values())
     sent = {v: s for v, s in state.sent.items() if v in tick.live}
-    sent[state.t + 1] = {"vectors": received, "sizes": sizes, "packets": wire.get("packets", 0)}
-    record = {"step": state.t + 1, "time": tick.time, **tally.record(tick), "norm": norm, **notes}
-    record["bytes_broadcast"] = sum(sizes.values())
-    return replace(state, t=state.t + 1, x=new, gather=gather, server=server, wire=wire, sent=sent), record
+    sent[state.t + 1] = cast.version
+    state = replace(
+        state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, watch=watch, sent=sent
+    )  # fmt: skip
+    return state, record
+
+
+def two_strokes(
+    algorithm: Algorithm, u: Vectors, server: Any, x: Tensor, info: Info
+) -> tuple[Tensor, Tensor, Any]:
+    """(what is sent out, what is evaluated, the server's new state) of a gathered update."""
+    mean, buffers = u.get("delta"), info.layout.buffers
+    u, server = algorithm.server.update(u, server, x, info)
+    move = u["delta"]
+    if buffers is not None and mean is not None:  # running statistics are averaged, whatever the optimiser
+        move = move.clone()
+        move[buffers] = mean[buffers]
+    average = algorithm.server.adjust(x - move, server, info)
+    without, server = algorithm.server.settle(move, server, info)
+    if without is None:
+        return average, average, server
+    new = average - without
+    if buffers is not None:
+        new[buffers] = average[buffers]
+    return new, average, server
+
+
+def known_sizes(setup: Setup, state: State) -> NDArray[np.int64]:
+    """Samples by client number, 0 for who has left."""
+    sizes = setup.task.sizes
+    if state.gone:
+        sizes = sizes.copy()
+        sizes[list(state.gone)] = 0
+    return sizes
+
+
+def uploads(setup: Setup, state: State, reply: Reply, versions: NDArray[np.int64]) -> Uploads:
+    """A block of replies as the server sees it, each with what its sender was sent."""
+    x, sizes = state.x, setup.task.sizes
+    return Uploads(
+        reply.clients, reply.uploads, torch.from_numpy(sizes[reply.clients]).to(x)[:, None], reply.K,
+        setup.work.effective(reply.K), torch.from_numpy(state.t - versions).to(x)[:, None], reply.lr, _sent(state, versions),
+        setup.algorithm.gathered,
+    )  # fmt: skip
+
+
+def account(algorithm: Algorithm, up: Uploads) -> Uploads:
+    """The uploads, and what server parts make of each."""
+    made = algorithm.server.account(up)
+    return up.having({**up.vectors, **made}) if made else up
+
+
+def _sent(state: State, versions: NDArray[np.int64]) -> Vectors:
+    """What a block was sent, one row where it is the same for all."""
+    first = state.sent[int(versions[0])].vectors
+    if (versions == versions[0]).all():
+        return {name: v[None] for name, v in first.items()}
+    return {name: torch.stack([state.sent[int(v)].vectors[name] for v in versions]) for name in first}
+
+
+def _charge(
+    algorithm: Algorithm, state: State, reply: Reply, versions: NDArray[np.int64]
+) -> tuple[dict[str, int], Vectors]:
+    """(bytes down by name, what the clients then remember of the link)."""
+    if reply.down is not None:
+        return {name: int(sizes.sum()) for name, sizes in reply.down.items()}, {}
+    fetched = [state.sent[int(v)] for v in versions]
+    memory = state.clients.get(reply.clients) if algorithm.down.remembers() else {}
+    sizes, synced = algorithm.down.charge(fetched, memory)
+    return {name: int(each.sum()) for name, each in sizes.items()}, synced
+
+
+def _finite_norm(average: Tensor, new: Tensor, step: int) -> float:
+    norm = float(torch.linalg.vector_norm(average))
+    whole = norm if new is average else norm + float(torch.linalg.vector_norm(new))
+    if not math.isfinite(whole):
+        raise Diverged(
+            f"the model is no longer finite after step {step} (its norm is {whole}); lower the client or server"
+            " learning rate. The last committed step is intact"
+        )
+    return norm
 
 
 def _encoded(replies: Iterator[T], step: int) -> Iterator[T]:

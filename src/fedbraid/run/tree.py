@@ -62,13 +62,15 @@ def pack(tree: Any, path: str, named: Mapping[str, Rows], known: Records) -> byt
     """A tree as bytes; its rows stay in their tables, of which it keeps the names."""
     places = {id(rows): name for name, rows in named.items()}
     tensors: dict[str, Tensor] = {}
+    keys: dict[int, str] = {}  # a tensor in several places is written once
 
     def lay(value: Any, path: str) -> Any:
         match value:
             case Tensor():
-                key = str(len(tensors))
-                tensors[key] = value.detach().cpu().contiguous().clone()
-                return {"tensor": key}
+                if id(value) not in keys:
+                    keys[id(value)] = str(len(tensors))
+                    tensors[keys[id(value)]] = value.detach().cpu().contiguous().clone()
+                return {"tensor": keys[id(value)]}
             case Rows() if id(value) in places:
                 return {"rows": places[id(value)]}
             case dict() if all(type(k) in (str, int) for k in value):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from fedbraid.errors import ConfigError
 from fedbraid.schedule import clock
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,26 @@ class Tick:
     started: Ints  # clients that started from version `step` before this step closed
     live: frozenset[int]  # versions that jobs still in flight train from
     dropped: int = 0  # clients that were asked but came too late
+    together: bool = False  # all of them started from this version, and nobody twice
+    spans: Floats | None = None  # [senders, 2]: when each began and ended, where a clock says so
+
+    def without(self, gone: Collection[int]) -> Tick:
+        """The tick without clients that have left."""
+        if not gone:
+            return self
+        here = ~np.isin(self.clients, list(gone))
+        started = self.started[~np.isin(self.started, list(gone))]
+        spans = None if self.spans is None else self.spans[here]
+        return replace(
+            self, clients=self.clients[here], versions=self.versions[here], started=started, spans=spans
+        )
+
+    def clocked(self) -> dict[str, list[Any]]:
+        """What a record says of the clock: by sender, the version trained from, and when that began and ended."""
+        if self.spans is None:
+            return {}
+        began, ended = ([float(f"{v:.7g}") for v in ends] for ends in self.spans.T.tolist())
+        return {"versions": self.versions.tolist(), "began": began, "ended": ended}
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,10 @@ class Schedule:
     @property
     def asynchronous(self) -> bool:
         return False
+
+    def caution(self, N: int) -> str | None:
+        """What was asked for and N clients cannot give, in a sentence."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -106,22 +132,31 @@ class Rounds(Schedule):
         wanted = round(self.clients * N) if isinstance(self.clients, float) else self.clients
         return max(1, min(wanted, N))
 
+    def caution(self, N: int) -> str | None:
+        if not isinstance(self.clients, int) or self.clients <= N:
+            return None
+        return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
+
     def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
         now = 0.0
         for step in range(self.steps):
-            clients, took, dropped = self._round(N, seed, step, message)
-            now += took
+            clients, took, dropped, spans = self._round(N, seed, step, message)
             versions = np.full(len(clients), step, np.int64)
-            yield Tick(step, now, clients, versions, clients, frozenset(), dropped)
+            spans = None if spans is None else spans + now
+            now += took
+            yield Tick(step, now, clients, versions, clients, frozenset(), dropped, True, spans)
 
-    def _round(self, N: int, seed: int, step: int, message: tuple[float, float]) -> tuple[Ints, float, int]:
+    def _round(
+        self, N: int, seed: int, step: int, message: tuple[float, float]
+    ) -> tuple[Ints, float, int, Floats | None]:
+        """Who hands in, how long the round takes, how many come too late, and each one's span."""
         if isinstance(self.clients, tuple):
             fixed = np.asarray(self.clients[step], np.int64)
             if fixed.min() < 0 or fixed.max() >= N or len(np.unique(fixed)) < len(fixed):
                 raise ConfigError(
                     f"the cohort of round {step} is not a set of clients 0 to {N - 1}: {fixed.tolist()}"
                 )
-            return fixed, self.durations.mean, 0
+            return fixed, self.durations.mean, 0, None
         wanted, waited = self.cohort(N), 0.0
         for attempt in range(1000):
             asked = rng.generator(seed, "cohort", step, attempt).choice(
@@ -130,7 +165,7 @@ class Rounds(Schedule):
             limit = math.inf if self.timeout is None else self.timeout
             steady = isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1
             if steady and self.durations.mean <= limit:  # all at once, and in time
-                return asked, self.durations.mean, 0
+                return asked, self.durations.mean, 0, None
             took = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
             took = took * [self.durations.factor(int(c)) for c in asked]
             if self.bandwidth is not None:
@@ -139,7 +174,8 @@ class Rounds(Schedule):
             kept = np.sort(order[took[order] <= limit])
             if len(kept):
                 end = float(took[kept].max()) if len(kept) == wanted else limit
-                return asked[kept], waited + end, len(asked) - len(kept)
+                spans = waited + np.stack([np.zeros(len(kept)), took[kept]], 1)
+                return asked[kept], waited + end, len(asked) - len(kept), spans
             waited += limit
         raise ConfigError(
             f"no client finished within timeout={self.timeout} in 1000 tries; raise the timeout or shorten the work"
@@ -193,7 +229,7 @@ class _Queue:
     def __init__(self, plan: Buffered, N: int, seed: int, message: tuple[float, float]) -> None:
         self.plan, self.seed, self.message = plan, seed, message
         self.idle = list(range(N))
-        self.running: list[tuple[float, int, int, int]] = []  # (end, job, client, version)
+        self.running: list[tuple[float, int, int, int, float]] = []  # (end, job, client, version, start)
         self.job = 0
         self.arrived = 0
         self.now = 0.0
@@ -209,17 +245,19 @@ class _Queue:
         clients: list[int] = []
         versions: list[int] = []
         started: list[int] = []
+        spans: list[tuple[float, float]] = []
         running, goal, closed = self.running, self.plan.buffer, self.plan.arrivals == "closed"
         while len(clients) < goal:
             if closed:
                 self._refill(step, started)
             if running and running[0][0] <= self.next_arrival:
-                end, _, client, version = heapq.heappop(running)
+                end, _, client, version, start = heapq.heappop(running)
                 self.now = end
                 self.busy_versions[version] -= 1
                 self.idle.append(client)
                 clients.append(client)
                 versions.append(version)
+                spans.append((start, end))
             elif self.next_arrival < math.inf:
                 self.now = self.next_arrival
                 self.next_arrival = self._arrival()
@@ -232,7 +270,7 @@ class _Queue:
         self.busy_versions += Counter()  # drop the zeros
         return Tick(
             step, self.now, np.array(clients, np.int64), np.array(versions, np.int64),
-            np.array(started, np.int64), frozenset(self.busy_versions),
+            np.array(started, np.int64), frozenset(self.busy_versions), spans=np.array(spans),
         )  # fmt: skip
 
     def _refill(self, step: int, started: list[int]) -> None:
@@ -252,7 +290,7 @@ class _Queue:
         idle.pop()
         if not self.plain:
             duration = self._slowed(client, duration)
-        heapq.heappush(self.running, (self.now + duration, self.job, client, step))
+        heapq.heappush(self.running, (self.now + duration, self.job, client, step, self.now))
         self.job += 1
         self.busy_versions[step] += 1
         started.append(client)

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
+from fedbraid.core.link import Caster, Sender
 from fedbraid.core.optim import Adam, RMSProp, SGDm
-from fedbraid.core.rule import Chain, Local, Rule
+from fedbraid.core.rule import Chain, Local, Rule, finished
 from fedbraid.core.work import Work
+from fedbraid.data.call import Forward, call
+from fedbraid.data.tree import Tree
+from fedbraid.engines.flops import forward_flops
 from fedbraid.links import codecs
-from fedbraid.links.link import HiddenState, Sender, broadcast, catch_up, upload
-from fedbraid.models.linear import BagOfWords
 from fedbraid.run.checkpoint import rows_of
 from fedbraid.run.state import State
 
@@ -71,7 +70,13 @@ class Cost:
 
 
 def estimate(
-    module: nn.Module, sample: Tensor, algorithm: Algorithm, work: Work, crowd: Crowd, buffers: str = "refuse"
+    module: nn.Module,
+    sample: Tree,
+    algorithm: Algorithm,
+    work: Work,
+    crowd: Crowd,
+    buffers: str = "refuse",
+    run: Forward = call,
 ) -> Cost:
     """The cost of a round of this algorithm, on this model and with one sample like this."""
     layout = Layout.of(module, buffers)
@@ -88,7 +93,7 @@ def estimate(
         rows["clients"],
         uploads(algorithm, layout, x, state, crowd),
         downloads(algorithm, layout, x, state, crowd),
-        client_flops(algorithm, work, forward_flops(module, sample), layout.size, crowd.samples),
+        client_flops(algorithm, work, forward_flops(module, sample, run), layout.size, crowd.samples),
         steps,
     )
 
@@ -97,7 +102,10 @@ def _bytes(tree: Any) -> int:
     """The bytes of the tensors in a tree of state; rows are counted apart."""
     if isinstance(tree, Tensor):
         return tree.nbytes
-    return sum(_bytes(v) for v in tree.values()) if isinstance(tree, dict) else 0
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    if is_dataclass(tree) and not isinstance(tree, type):
+        inner = [getattr(tree, f.name) for f in fields(tree)]
+    return sum(_bytes(v) for v in inner)
 
 
 # Bytes --------------------------------------------------------------------------------------------
@@ -108,26 +116,27 @@ _ENCODED = 32  # clients whose messages are really encoded; the rest are counted
 def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd) -> dict[str, int]:
     """Bytes that a round's cohort sends, by name."""
     some = max(1, min(crowd.per_round, _ENCODED))
-    who = Sender(np.linspace(0, crowd.clients - 1, some).astype(np.int64), 0, 0)
+    which = np.linspace(0, crowd.clients - 1, some).astype(np.int64)
+    who = Sender(which, 0, 0, x[None], a.uploads, layout)
     noise = torch.Generator().manual_seed(0)
     vectors = {
-        name: torch.randn(some, width, generator=noise) * 0.01 for name, width in a.uploads(layout).items()
+        name: torch.randn(some, width, generator=noise) * 0.01 for name, width in a.widths(layout).items()
     }
-    memory = state.clients.get(who.clients.tolist())
-    _, _, sizes = upload(a.up, vectors, x[None], memory, who, layout)
+    sizes = a.up.send(vectors, state.clients.get(which), who).sizes
     return {name: round(float(lengths.mean()) * crowd.per_round) for name, lengths in sizes.items()}
 
 
 def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd) -> dict[str, int]:
     """Bytes that a round's cohort receives, by name; with a hidden state, all packets since the last visit."""
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(1)) * 0.01
-    vectors = {"x": x + noise, **a.server.send(state.server)}
-    _, _, sizes, _ = broadcast(a.down, vectors, state.wire, 0, 1, layout)
-    if isinstance(a.down, HiddenState):
-        missed = math.ceil(crowd.clients / crowd.per_round) * sum(sizes.values())
-        whole = len(vectors) * (codecs.identity().size(layout) or 0)
-        return {"x": int(catch_up(np.array([missed]), whole)[0]) * crowd.per_round}
-    return {name: size * crowd.per_round for name, size in sizes.items()}
+    vectors = a.send(x + noise, state.server, crowd.clients)
+    version = a.down.send(vectors, state.wire, Caster(a.downloads, 1, 0, layout)).version
+    missed = math.ceil(crowd.clients / crowd.per_round) * sum(version.sizes.values())
+    since = replace(version, upto=missed)
+    sizes, _ = a.down.charge(
+        [since], {name: torch.zeros_like(v)[None] for name, v in a.down.remembers().items()}
+    )
+    return {name: int(size[0]) * crowd.per_round for name, size in sizes.items()}
 
 
 # Arithmetic ---------------------------------------------------------------------------------------
@@ -154,46 +163,6 @@ def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samp
         + (steps * ops.per_step + ops.per_visit) * parameters
         + ops.full_gradients * samples * both
     )
-
-
-def forward_flops(module: nn.Module, sample: Tensor) -> float:
-    """Operations of a forward pass, per sample: torch's count of multiply-adds, added biases, and RNN gates."""
-    extra: list[float] = []
-    hooks = [m.register_forward_hook(lambda m, i, o: extra.append(_extra(m, i, o))) for m in module.modules()]
-    was, counter = module.training, FlopCounterMode(display=False)
-    module.eval()
-    try:
-        with torch.no_grad(), _plain_kernels(), counter:
-            module(sample if sample.is_floating_point() else sample.long())
-    finally:
-        module.train(was)
-        for hook in hooks:
-            hook.remove()
-    return (counter.get_total_flops() / 2 + sum(extra)) / len(sample)
-
-
-@contextmanager
-def _plain_kernels() -> Iterator[None]:
-    """Without oneDNN, whose fused LSTM hides its products from the counter; its flags warn about GPUs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-
-
-def _extra(m: nn.Module, inputs: tuple[Any, ...], out: Any) -> float:
-    """What torch's counter leaves out."""
-    match m:
-        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if m.bias is not None:
-            return float(out.numel())
-        case nn.GRU() | nn.LSTM():  # gate sums and biases, the reset product, the mix of old and new
-            gates, rest = (3, 4) if isinstance(m, nn.GRU) else (4, 4)
-            per_gate = 3 if m.bias else 1
-            return float((gates * per_gate + rest) * out[0].numel() * m.num_layers)
-        case BagOfWords():  # counted as the dense layer on a bag of words that it stands for
-            vocab, classes = m.words.num_embeddings - 1, m.words.embedding_dim
-            return float(len(out) * (vocab + 1) * classes)
-    return 0.0
 
 
 @dataclass(frozen=True)
@@ -233,9 +202,9 @@ def operations(a: Algorithm, work: Work) -> Operations:
         return torch.ones(1, d)
 
     layout = Layout.from_shapes([("w", (d,))])
-    down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout)).items()}
+    down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout), 1).items()}
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
-    loc = Local(x[None], down, memory, 0.1, one, one, 0, work.momentum, full_grad)
+    loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad)
     g, y = torch.ones(1, d), x[None].clone()
     step, visit = _Elements(), _Elements()
     with visit:
@@ -244,6 +213,10 @@ def operations(a: Algorithm, work: Work) -> Operations:
         _, s = a.rule.step(g, y, s, loc)
     with visit:
         a.rule.finish(y, s, loc)
+    got = finished(a.rule, y, s, loc)
+    full = full[: len(full) // 2]  # it was finished twice
+    with visit:
+        a.rule.remember(got, s, loc)
     extra = 2 * bool(work.momentum) + 2 * bool(work.weight_decay) + 3 * (work.clip is not None)
     known = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
     per_step = round(step.count / d) + 2 if known is None else known

@@ -8,6 +8,7 @@ commands may share a grid, and a killed one leaves nothing behind.
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import importlib.util
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
-from fedbraid.schedule import Schedule
+from fedbraid.schedule import Buffered, Rounds, Schedule
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -59,6 +60,7 @@ class Cell:
         "loss",
     )  # measurements to keep, at the steps where the model was tested
     target: float | None = None  # stop at the first test of at least this accuracy
+    probe: Callable[[Run], Line] | None = None  # more measurements, wherever the model is tested
 
     @property
     def part(self) -> str:
@@ -79,8 +81,30 @@ class Cell:
         """Everything that decides what comes out."""
         task = self.task if isinstance(self.task, str) else f"{self.task.__name__}()"
         return {
-            "task": task, "algorithm": self.algorithm, "work": repr(self.work), "schedule": repr(self.schedule), "seed": self.seed,
+            "task": task, "algorithm": self.algorithm, "work": terse(repr(self.work)), "schedule": terse(repr(self.schedule)),
+            "seed": self.seed,
         } | ({} if self.target is None else {"target": self.target})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One table, figure, theorem or sentence of a paper, and what came of it here."""
+
+    item: str
+    says: str
+    status: str  # one of STATUS
+    close: str  # how close, in numbers where there are any
+    command: str  # what shows it
+
+
+STATUS = {
+    "agrees": "what the paper says, in the paper's own size",
+    "in small": "what the paper says, in a smaller size",
+    "partly": "part of what it says",
+    "differs": "not what the paper says",
+    "tested": "a property that a test holds",
+    "open": "not run, or not enough of it",
+}
 
 
 class Grid(Protocol):
@@ -88,7 +112,12 @@ class Grid(Protocol):
 
     def cells(self) -> list[Cell]: ...
 
+    def full(self) -> list[Cell]:
+        """The same in the paper's own size, for machines that can bear it."""
+
     def report(self, done: Mapping[str, Line]) -> dict[str, str]: ...
+
+    def claims(self, done: Mapping[str, Line]) -> list[Claim]: ...
 
 
 # Grids ----------------------------------------------------------------------------------------------
@@ -121,10 +150,15 @@ def load(home: Path, paper: str) -> Grid:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    names = [cell.name for cell in module.cells()]
+    names = [cell.name for cell in every(cast(Grid, module))]
     if twice := {n for n in names if names.count(n) > 1}:
         raise ConfigError(f"{path} has two cells named {min(twice)!r}; name them apart")
     return cast(Grid, module)
+
+
+def every(grid: Grid) -> list[Cell]:
+    """The cells of both sizes."""
+    return [*grid.cells(), *grid.full()]
 
 
 def choose(cells: list[Cell], part: str | None = None, pattern: str | None = None) -> list[Cell]:
@@ -143,8 +177,8 @@ def choose(cells: list[Cell], part: str | None = None, pattern: str | None = Non
 class Book:
     """The lines of finished cells, a file a part."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, again: bool = False) -> None:
+        self.folder, self.again = folder, again  # whether what is outdated is to be run again
         self._read: tuple[list[tuple[Path, int]], dict[str, Line]] = ([], {})
 
     def lines(self) -> dict[str, Line]:
@@ -170,7 +204,8 @@ class Book:
     def done(self, cells: Iterable[Cell]) -> dict[str, Line]:
         """The lines of these cells, left out where the grid has changed since."""
         lines = self.lines()
-        return {c.name: lines[c.name] for c in cells if c.name in lines and same(lines[c.name], c)}
+        found = {c.name: lines[c.name] for c in cells if c.name in lines and same(lines[c.name], c)}
+        return {name: line for name, line in found.items() if not (self.again and outdated(line))}
 
     def append(self, part: str, line: Line) -> None:
         """Add a line whole or not at all."""
@@ -187,7 +222,38 @@ class Book:
 
 def same(line: Line, cell: Cell) -> bool:
     """Whether a line came from this very cell."""
-    return all(line.get(key) == value for key, value in cell.settings().items())
+    had = line | {key: terse(line[key]) for key in ("work", "schedule")}
+    return all(had.get(key) == value for key, value in cell.settings().items())
+
+
+def outdated(line: Line) -> bool:
+    """Whether a definition has changed since, and with it what came out.
+
+    Before lines said which code made them, SCAFFOLD divided by K where it now divides by the effective steps of
+    local momentum and remembered what it had sent, not what was received; FedShift moved biases too.
+    """
+    text, work = line["algorithm"], line["work"]
+    control = "scaffold" in text and (
+        ("momentum=0.0" not in work and "momentum=" in work) or "with_codecs(" in text
+    )
+    return "code" not in line and (control or "fedshift(" in text)
+
+
+@lru_cache(maxsize=4096)
+def terse(text: str) -> str:
+    """A work's or schedule's text without what is at its default, so that results outlive new keywords.
+
+    >>> terse("Work(lr=0.1, epochs=2, batch=20, last='keep')")
+    'Work(lr=0.1, epochs=2)'
+    """
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[ast.unparse(call.func)]
+    plain = {
+        f.name: repr(f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind)
+    }
+    told = [f"{k.arg}={v}" for k in call.keywords if (v := ast.unparse(k.value)) != plain.get(str(k.arg))]
+    return f"{kind.__name__}({', '.join(told)})"
 
 
 # Running --------------------------------------------------------------------------------------------
@@ -201,17 +267,17 @@ class Judge:
         self.seen: list[Line] = []
 
     def step(self, record: Line, run: Run) -> bool:
-        from fedbraid.run.simulate import judge
+        from fedbraid.run.judge import judge
 
         if self.parent is not None and os.getppid() != self.parent:
             raise KeyboardInterrupt
         t, end = record["step"], run.schedule.steps
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
-            x = run.setup.algorithm.server.judged(run.state.x, run.state.server)
-            record.update(judge(run.engine, run.setup.task, x))
+            record.update(judge(run.engine, run.setup.task, run.state.average))
+            record.update(self.cell.probe(run) if self.cell.probe else {})
             if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
                 task = run.setup.task
-                _, classes = run.engine.evaluate(x, *task.test)  # type: ignore[misc]
+                _, classes = run.engine.evaluate(run.state.average, *task.test)  # type: ignore[misc]
                 record["predicted"] = (
                     None if classes is None else classes.bincount(minlength=task.classes).tolist()
                 )
@@ -220,7 +286,20 @@ class Judge:
 
 
 @lru_cache(maxsize=1)
-def _task(make: str | Callable[[], Task]) -> Task:
+def version() -> str:
+    """The version of the code: the package's, and a short hash of its source as it was when first asked."""
+    import fedbraid
+
+    home = Path(fedbraid.__file__).parent
+    h = hashlib.blake2b(digest_size=4)
+    for path in sorted(p for p in home.rglob("*") if p.suffix in (".py", ".hpp")):
+        h.update(str(path.relative_to(home)).encode() + b"\0" + path.read_bytes())
+    return f"{fedbraid.__version__}+{h.hexdigest()}"
+
+
+@lru_cache(maxsize=1)
+def make_task(make: str | Callable[[], Task]) -> Task:
+    """A cell's task; the last one is kept, for cells come in order."""
     from fedbraid.data import tasks
 
     return tasks.reload(make) if isinstance(make, str) else make()
@@ -233,7 +312,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     from fedbraid.study.flops import by_step, of_clients
 
     begun, stopped, judge = time.process_time(), None, Judge(cell, parent)
-    task, algorithm = _task(cell.task), algorithm_from(cell.algorithm)
+    task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
     try:
         simulate(
             task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
@@ -249,7 +328,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     if "flops" in cell.keep:
         for record, flops in zip(history, by_step(of_clients(task, algorithm, cell.work), history)):
             record["flops"] = flops
-    line: Line = {"cell": cell.name, **cell.settings(), "steps": len(history)}
+    line: Line = {"cell": cell.name, **cell.settings(), "code": version(), "steps": len(history)}
     line |= {key: sum(r[key] for r in history) for key in ("bytes_up", "bytes_down", "bytes_broadcast")}
     line |= {"seconds": round(time.process_time() - begun, 1), "diverged": stopped}
     for key in set(TOTALS) & set(cell.keep):
@@ -281,14 +360,15 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 def work(
     home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None,
-    after: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None, again: bool = False,
 ) -> None:  # fmt: skip
     """Run those of the named cells that nobody has run or is running."""
     import torch
 
     torch.set_num_threads(1)
-    by_name = {cell.name: cell for cell in load(home, paper).cells()}
-    book = Book(home / paper / "results")
+    version()  # of the code that was imported, whatever is edited while it runs
+    by_name = {cell.name: cell for cell in every(load(home, paper))}
+    book = Book(home / paper / "results", again)
     waiting = list(names)
     try:
         while waiting:  # what another process holds is looked at again: it may be killed
@@ -347,19 +427,26 @@ class Pace:
             self.tell(len(self.done), len(self.cells), left)
 
 
-def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell: Tell) -> None:
+def go(
+    home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell: Tell, again: bool = False
+) -> None:
     """Run what is missing of these cells, in this process or in several of one thread each."""
-    pace = Pace(Book(home / paper / "results"), cells, tell)
+    pace = Pace(Book(home / paper / "results", again), cells, tell)
     left = [c.name for c in cells if c.name not in pace.done]
     if not left:
         return
     if workers == 1:
-        work(home, paper, left, runs, None, after=pace.look)
+        work(home, paper, left, runs, None, after=pace.look, again=again)
         return
     context = mp.get_context("spawn")
     told = context.Queue()
     crew = [
-        context.Process(target=work, args=(home, paper, left, runs, os.getpid(), told), daemon=True)
+        context.Process(
+            target=work,
+            args=(home, paper, left, runs, os.getpid(), told),
+            kwargs={"again": again},
+            daemon=True,
+        )
         for _ in range(min(workers, len(left)))
     ]
     for process in crew:
@@ -386,7 +473,7 @@ def go(home: Path, paper: str, cells: list[Cell], runs: Path, workers: int, tell
 def report(home: Path, paper: str) -> list[str]:
     """Make tables and pictures anew from the results alone; gives the names of the tables."""
     grid = load(home, paper)
-    tables = grid.report(Book(home / paper / "results").done(grid.cells()))
+    tables = grid.report(Book(home / paper / "results").done(every(grid)))
     fill(home / paper / "README.md", tables)
     return list(tables)
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +19,13 @@ from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, compiler, lanes, library
 from fedbraid.engines.native.codegen import generate
+from fedbraid.engines.native.swap import hang_in
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
 from fedbraid.errors import DataError, EngineError
 
 __all__ = ["Native", "NativeUnavailable"]
+
+hang_in()
 
 
 class Native:
@@ -56,8 +60,10 @@ class Native:
         lib = library(self.source, flags)
         self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
         p, n = ctypes.c_void_p, ctypes.c_int64
-        self._gradient.argtypes = [p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
-        self._evaluate.argtypes = [p, p, n, p, p, p, ctypes.c_int]
+        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
+        self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
+        self.constants, self.tokens = graph.constants, graph.tokens
+        self._looked_at: Tensor | None = None  # a table whose numbers are known to be in range
         self._buffer = torch.empty(0, self.size)
         use_large_pages(task.inputs)
         self._check(task)
@@ -75,6 +81,8 @@ class Native:
         y, rows = y.to(torch.float32).contiguous(), batch.rows.to(torch.int64).contiguous()
         targets = self._targets(batch.targets)
         weight = None if batch.weight is None else batch.weight.to(torch.float32).contiguous()
+        noise = None if batch.noise is None else torch.from_numpy(batch.noise.view(np.int64))
+        self._look_at(batch.inputs)
         inputs, plain = batch.inputs, batch.augment is None
         if not (plain and inputs.is_contiguous() and inputs.dtype == torch.float32):
             inputs, plain = batch.x().to(torch.float32).contiguous(), False
@@ -84,7 +92,8 @@ class Native:
         losses = torch.empty(m)
         _raise(
             self._gradient(
-                y.data_ptr(), self._buffer.data_ptr(), losses.data_ptr(), m, size,
+                y.data_ptr(), self.constants.data_ptr(), None if noise is None else noise.data_ptr(),
+                self._buffer.data_ptr(), losses.data_ptr(), m, size,
                 rows.data_ptr() if plain else None, rows.data_ptr(),
                 None if weight is None else weight.data_ptr(),
                 inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads,
@@ -95,12 +104,13 @@ class Native:
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""
         x = x.to(torch.float32).contiguous()
+        self._look_at(inputs)
         inputs, targets = inputs.to(torch.float32).contiguous(), self._targets(targets)
         losses = torch.empty(len(inputs))
         best = torch.empty(len(inputs), dtype=torch.int64) if self.classifies else None
         _raise(
             self._evaluate(
-                x.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
+                x.data_ptr(), self.constants.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
                 None if best is None else best.data_ptr(), self.threads,
             )
         )  # fmt: skip
@@ -109,12 +119,22 @@ class Native:
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(torch.int64 if self.classifies else torch.float32).contiguous()
 
+    def _look_at(self, inputs: Tensor) -> None:
+        """Refuse numbers that name no row of the model's table."""
+        if self.tokens is None or inputs is self._looked_at or not inputs.numel():
+            return
+        low, high = (int(n) for n in inputs.aminmax())
+        if low < 0 or high >= self.tokens:
+            bad = low if low < 0 else high
+            raise DataError(f"an input is {bad}, but the model looks up 0 to {self.tokens - 1} only")
+        self._looked_at = inputs
+
     def _check(self, task: Task) -> None:
         """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
         x, y = task.inputs[task.rows[:2]], task.targets[task.rows[:2]]
-        module = task.module()
+        module = task.module().eval()
         with torch.no_grad():
-            want = task.per_example(module(x), y)
+            want = task.per_example(module(x if x.is_floating_point() else x.long()), y)
         got, _ = self.evaluate(task.layout.flatten(module), x, y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
@@ -146,11 +166,14 @@ def _raise(status: int) -> None:
 def _graph(task: Task) -> Graph:
     if not isinstance(task.loss, str) or task.loss not in LOSSES:
         raise Unsupported("the loss is a custom function")
+    if not isinstance(task.inputs, Tensor) or task.forward is not None:
+        raise Unsupported("the model is called with more than one tensor, or on data from disk")
     if task.inputs.device.type != "cpu":
         raise Unsupported(f"the data are on {task.inputs.device}, not on the CPU")
-    if not task.inputs.is_floating_point():
-        raise Unsupported(f"the inputs are {task.inputs.dtype}, not floating-point")
-    graph = trace(task.module(), task.layout, task.inputs[:1])
+    whole = not task.inputs.is_floating_point()
+    graph = trace(task.module(), task.layout, task.inputs[:1].long() if whole else task.inputs[:1])
+    if whole and int(task.inputs.max()) >= 2**24:
+        raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
     outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()
     if task.loss == "mse" and wanted != outputs:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")

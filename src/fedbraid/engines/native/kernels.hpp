@@ -16,6 +16,7 @@
 #else
 #define ACCUMULATORS 12  // of 16
 #endif
+#define PIECE 64  // blocks of a sequence whose weights' gradient is taken at a time
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 #define OP static __attribute__((noinline))
@@ -263,7 +264,7 @@ struct Narrow {
             for (int k = 0; k < KX; k++) taps += j + k - PX >= 0 && j + k - PX < W;
         return taps;
     }
-    static constexpr bool pays = at_once > 0 && useful() * 10 < W * KX * 9;
+    static constexpr bool pays = at_once > 0 && useful() * 10 < W * KX * 8;
 
     template <int N, bool ADD>
     static void planes(const V* dy, const float* w, V* dx) {
@@ -405,10 +406,10 @@ struct Conv {
     OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, int nb, bool add) {
         constexpr int whole = O / tile.n * tile.n, each = I * KY * KX;
         const V* from = padded ? bordered : x;
-        for (int o = 0; o < whole; o += tile.n)
+        for (int o = 0; dw && o < whole; o += tile.n)
             weight_rows<tile.n>(from, dy + o * OY * OX, nb, dw + o * each, add);
         if constexpr (O % tile.n != 0)
-            weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
+            if (dw) weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
         if (db)
             for (int o = 0; o < O; o++) {
                 V s = {};
@@ -430,13 +431,13 @@ struct Linear {
 
     // out[n][c] = base[c] + sum over r of in[n][r] w[r SR + c SC], for M blocks and N columns from c on.
     template <int N, int M, int R, int C, int SR, int SC, bool ADD>
-    INLINE void block(const V* in, const float* w, const float* base, V* out) {
+    INLINE void block(const V* in, const float* w, const float* base, V* out, int64_t from, int64_t to) {
         V acc[N][M];
         UNROLL for (int c = 0; c < N; c++)
             UNROLL for (int n = 0; n < M; n++) acc[c][n] = base ? splat(base[c]) : V{};
         for (int r = 0; r < R; r++) {
             V v[M];
-            UNROLL for (int n = 0; n < M; n++) v[n] = in[n * R + r];
+            UNROLL for (int n = 0; n < M; n++) v[n] = in[n * from + r];
             UNROLL for (int c = 0; c < N; c++) {
                 V a = splat(w[r * SR + c * SC]);
                 UNROLL for (int n = 0; n < M; n++) acc[c][n] += v[n] * a;
@@ -444,27 +445,29 @@ struct Linear {
         }
         UNROLL for (int c = 0; c < N; c++)
             UNROLL for (int n = 0; n < M; n++) {
-                V* to = out + n * C + c;
-                *to = ADD ? *to + acc[c][n] : acc[c][n];
+                V* at = out + n * to + c;
+                *at = ADD ? *at + acc[c][n] : acc[c][n];
             }
     }
 
     template <int M, int R, int C, int SR, int SC, bool ADD>
-    static void columns(const V* in, const float* w, const float* base, V* out) {
+    static void columns(const V* in, const float* w, const float* base, V* out, int64_t from, int64_t to) {
         constexpr int most = ACCUMULATORS / M < 12 ? ACCUMULATORS / M : 12, step = most < C ? most : C;
         constexpr int whole = C / step * step;
         for (int c = 0; c < whole; c += step)
-            block<step, M, R, C, SR, SC, ADD>(in, w + c * SC, base ? base + c : base, out + c);
+            block<step, M, R, C, SR, SC, ADD>(in, w + c * SC, base ? base + c : base, out + c, from, to);
         if constexpr (C % step != 0)
-            block<C % step, M, R, C, SR, SC, ADD>(in, w + whole * SC, base ? base + whole : base, out + whole);
+            block<C % step, M, R, C, SR, SC, ADD>(in, w + whole * SC, base ? base + whole : base, out + whole, from, to);
     }
 
+    // Block n is read at in + n * from and written at out + n * to.
     template <int R, int C, int SR, int SC, bool ADD>
-    OP void run(const V* in, const float* w, const float* base, V* out, int nb) {
-        for (; nb >= 4; nb -= 4, in += 4 * R, out += 4 * C) columns<4, R, C, SR, SC, ADD>(in, w, base, out);
-        if (nb == 3) columns<3, R, C, SR, SC, ADD>(in, w, base, out);
-        if (nb == 2) columns<2, R, C, SR, SC, ADD>(in, w, base, out);
-        if (nb == 1) columns<1, R, C, SR, SC, ADD>(in, w, base, out);
+    OP void run(const V* in, const float* w, const float* base, V* out, int nb, int64_t from = R, int64_t to = C) {
+        for (; nb >= 4; nb -= 4, in += 4 * from, out += 4 * to)
+            columns<4, R, C, SR, SC, ADD>(in, w, base, out, from, to);
+        if (nb == 3) columns<3, R, C, SR, SC, ADD>(in, w, base, out, from, to);
+        if (nb == 2) columns<2, R, C, SR, SC, ADD>(in, w, base, out, from, to);
+        if (nb == 1) columns<1, R, C, SR, SC, ADD>(in, w, base, out, from, to);
     }
 
     OP void forward(const V* x, const float* w, const float* b, V* y, int nb) {
@@ -545,9 +548,9 @@ struct Linear {
     }
 
     // x: pointers to the samples' rows, each readable to IR numbers, or to I where I is IR.
-    OP void weight_rows(const float* const* x, const V* dy, float* dw, float* db, float* dyt, int nb, int samples,
-                        bool add) {
-        for (int n = 0; n < nb; n++) scatter<O>(dy + n * O, dyt + n * LANES * OR);
+    OP void weight_rows(const float* const* x, const V* dy, float* dw, float* dyt, int nb, int samples, bool add,
+                        int64_t step = O) {
+        for (int n = 0; n < nb; n++) scatter<O>(dy + n * step, dyt + n * LANES * OR);
         constexpr int vectors = IR / LANES, whole = vectors / tile.m * tile.m, rest = vectors % tile.m;
         const float* at[samples];
         for (int s = 0; s < samples; s++) at[s] = x[s];
@@ -556,22 +559,34 @@ struct Linear {
             for (int s = 0; s < samples; s++) at[s] += tile.m * LANES;
         }
         if constexpr (rest != 0) weight_columns<rest>(at, dyt, samples, dw + whole * LANES, I % LANES, add);
-        if (db)
-            for (int o = 0; o < O; o++) {
-                V s = {};
-                for (int n = 0; n < nb; n++) s += dy[n * O + o];
-                put(db + o, total(s), add);
-            }
     }
 
-    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, V* scratch, int nb, int samples, bool add) {
+    OP void bias(const V* dy, float* db, int nb, int64_t step, bool add) {
+        for (int o = 0; o < O; o++) {
+            V s = {};
+            for (int n = 0; n < nb; n++) s += dy[n * step + o];
+            put(db + o, total(s), add);
+        }
+    }
+
+    OP void weight(const V* x, const V* dy, float* dw, V* scratch, int nb, int samples, bool add, int64_t step_x = I,
+                   int64_t step_y = O) {
         float *xt = (float*)scratch, *dyt = xt + nb * LANES * IR;
         const float* rows[nb * LANES];
         for (int n = 0; n < nb; n++) {
-            scatter<I>(x + n * I, xt + n * LANES * IR);
+            scatter<I>(x + n * step_x, xt + n * LANES * IR);
             for (int l = 0; l < LANES; l++) rows[n * LANES + l] = xt + (n * LANES + l) * IR;
         }
-        weight_rows(rows, dy, dw, db, dyt, nb, samples, add);
+        weight_rows(rows, dy, dw, dyt, nb, samples, add, step_y);
+    }
+
+    // The same for many blocks, added to dw piece by piece, so that what is turned stays in the cache.
+    static void weight_pieces(const V* x, const V* dy, float* dw, V* scratch, int nb, int64_t step_x = I,
+                              int64_t step_y = O) {
+        for (int at = 0; at < nb; at += PIECE) {
+            int n = nb - at < PIECE ? nb - at : PIECE;
+            weight(x + at * step_x, dy + at * step_y, dw, scratch, n, n * LANES, true, step_x, step_y);
+        }
     }
 };
 
@@ -716,11 +731,16 @@ struct Relu {
     INLINE V slope(V y, V g) { return keep(y > 0.f, g); }
 };
 
-template <class Slope>
+template <int32_t BITS>
 struct LeakyRelu {
-    static constexpr float a = Slope::a;
-    INLINE V value(V x) { return pick(x > 0.f, x, x * a); }
-    INLINE V slope(V y, V g) { return pick(y > 0.f, g, g * a); }
+    INLINE float a() {
+        int32_t bits = BITS;
+        float f;
+        std::memcpy(&f, &bits, sizeof f);
+        return f;
+    }
+    INLINE V value(V x) { return pick(x > 0.f, x, x * a()); }
+    INLINE V slope(V y, V g) { return pick(y > 0.f, g, g * a()); }
 };
 
 struct Tanh {

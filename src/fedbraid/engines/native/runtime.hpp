@@ -98,38 +98,48 @@ Crew& crew() {
     return *current.load();
 }
 
+// A number in which every bit depends on every bit of the given one (splitmix64).
+uint64_t mixed(uint64_t z) {
+    z += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
 // One chunk's samples: a full last block repeats its last sample, which then weighs nothing.
 struct Chunk {
     const float* inputs[CHUNK];
     const Loss::Target* targets[CHUNK];
     float share[CHUNK];
+    uint64_t key[CHUNK];
     int samples = 0;
 
     int close() {
         int blocks = (samples + LANES - 1) / LANES;
         for (int s = samples; s < blocks * LANES; s++)
-            inputs[s] = inputs[samples - 1], targets[s] = targets[samples - 1], share[s] = 0;
+            inputs[s] = inputs[samples - 1], targets[s] = targets[samples - 1], share[s] = 0, key[s] = 0;
         return blocks;
     }
 };
 
-double chunk_gradient(Chunk& c, const float* p, float* g, bool add, V* workspace) {
+double chunk_gradient(Chunk& c, const float* p, const float* q, float* g, bool add, V* workspace) {
     float loss[CHUNK];
     double sum = 0;
     int blocks = c.close();
-    Model::forward(p, workspace, c.inputs, blocks);
+    Model::forward(p, q, workspace, c.inputs, c.key, blocks);
     for (int n = 0; n < blocks; n++) {
         V share = load(c.share + n * LANES);
         Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, share, loss + n * LANES,
                   workspace + Model::output_gradient + n * Model::outputs, nullptr);
     }
     for (int s = 0; s < c.samples; s++) sum += double(c.share[s]) * loss[s];
-    Model::backward(p, g, workspace, c.inputs, blocks, c.samples, add);
+    Model::backward(p, q, g, workspace, c.inputs, c.key, blocks, c.samples, add);
     return sum;
 }
 
 struct Gradient {
-    const float* y;
+    const float *y, *constants;
+    const uint64_t* noise;  // [clients], or none
     float *g, *losses;
     int64_t clients, batch;
     const int64_t *input_rows, *target_rows;  // [clients][batch]; no input_rows: the inputs are [clients][batch] too
@@ -162,6 +172,7 @@ struct Gradient {
             c.targets[c.samples] = targets + target * Loss::targets;
             if (!Loss::valid(c.targets[c.samples])) return fail(BAD_TARGET);
             c.share[c.samples] = float(w / all);
+            c.key[c.samples] = noise ? mixed(noise[client] + mixed(uint64_t(b))) : 0;
             if (++c.samples < CHUNK) continue;
             if (only < 0 || number == only) f(c, number);
             number++, c.samples = 0;
@@ -176,7 +187,7 @@ struct Gradient {
         double loss = 0;
         bool any = false;
         each_chunk(i, -1, [&](Chunk& c, int64_t) {
-            loss += chunk_gradient(c, y + i * Model::parameters, to, any, workspace);
+            loss += chunk_gradient(c, y + i * Model::parameters, constants, to, any, workspace);
             any = true;
         });
         if (!any) std::memset(to, 0, sizeof(float) * Model::parameters);
@@ -187,7 +198,7 @@ struct Gradient {
         int64_t i = unit / chunks();
         float* to = parts.data() + unit * Model::parameters;
         each_chunk(i, unit % chunks(), [&](Chunk& c, int64_t) {
-            part_losses[unit] = chunk_gradient(c, y + i * Model::parameters, to, false, workspace);
+            part_losses[unit] = chunk_gradient(c, y + i * Model::parameters, constants, to, false, workspace);
         });
     }
 
@@ -234,7 +245,7 @@ struct Gradient {
 };
 
 struct Evaluation {
-    const float *x, *inputs;
+    const float *x, *constants, *inputs;
     int64_t count;
     const Loss::Target* targets;
     float* losses;
@@ -252,7 +263,7 @@ struct Evaluation {
         float loss[CHUNK];
         int64_t top[CHUNK];
         int blocks = c.close();
-        Model::forward(x, workspace, c.inputs, blocks);
+        Model::forward(x, constants, workspace, c.inputs, nullptr, blocks);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES,
                       nullptr, best ? top + n * LANES : nullptr);
@@ -279,12 +290,12 @@ int run(Job& job, int64_t units, int threads) {
 
 }  // namespace
 
-extern "C" int fedbraid_gradient(const float* y, float* g, float* losses, int64_t clients, int64_t batch,
-                                 const int64_t* input_rows, const int64_t* target_rows, const float* weight,
+extern "C" int fedbraid_gradient(const float* y, const float* constants, const uint64_t* noise, float* g, float* losses,
+                                 int64_t clients, int64_t batch, const int64_t* input_rows, const int64_t* target_rows, const float* weight,
                                  const float* inputs, int64_t input_count, const void* targets, int64_t target_count,
                                  int threads) {
     try {
-        Gradient job{y, g, losses, clients, batch, input_rows, target_rows, weight, inputs, input_count,
+        Gradient job{y, constants, noise, g, losses, clients, batch, input_rows, target_rows, weight, inputs, input_count,
                      (const Loss::Target*)targets, target_count, false, {}, {}};
         int64_t units = clients * job.chunks();
         job.split = Model::once && clients < threads && job.chunks() > 1 && units * Model::parameters < (1 << 24);
@@ -299,10 +310,10 @@ extern "C" int fedbraid_gradient(const float* y, float* g, float* losses, int64_
     }
 }
 
-extern "C" int fedbraid_evaluate(const float* x, const float* inputs, int64_t count, const void* targets, float* losses,
+extern "C" int fedbraid_evaluate(const float* x, const float* constants, const float* inputs, int64_t count, const void* targets, float* losses,
                                  int64_t* best, int threads) {
     try {
-        Evaluation job{x, inputs, count, (const Loss::Target*)targets, losses, best};
+        Evaluation job{x, constants, inputs, count, (const Loss::Target*)targets, losses, best};
         return run(job, (count + CHUNK - 1) / CHUNK, threads);
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;

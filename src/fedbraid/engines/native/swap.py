@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from fedbraid.core import passes
+from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
+from fedbraid.core.passes import Numbers, Swap
 from fedbraid.core.rows import Ids, Rows
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
-from fedbraid.links.codec import Codec
 from fedbraid.links.fp16 import Fp16
 from fedbraid.links.symmetric import Symmetric
 
@@ -167,8 +168,6 @@ extern "C" void fedbraid_swap_coded(double* moved, double* apart, uint8_t* const
 }
 """
 
-Numbers = list[float]
-Swap = Callable[[Rows, Ids, Tensor, Tensor | None, Tensor, Numbers, Numbers, Numbers], bool]
 ROUNDED = "-ffp-contract=off"  # products are rounded before they are added, as NumPy does it
 
 
@@ -235,6 +234,11 @@ def _coded(lib: ctypes.CDLL, bits: int, layout: Layout) -> Swap:
         return True
 
     return swap
+
+
+def hang_in() -> None:
+    """Let the core swap rows in one compiled pass."""
+    passes.swapper = swapper
 
 
 def _function(call: Any, kinds: str) -> Any:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from fedbraid.core.layout import Layout
-
-Shape = tuple[int, ...]
+from fedbraid.engines.native.ops import Map, MaxPool, Op, Place, Shape
 
 
 class Unsupported(Exception):
     """Why a model cannot be compiled, as one sentence."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """One layer: the values it reads and writes, its constants, its places in the flat vector."""
-
-    kind: str
-    inputs: tuple[int, ...]
-    output: int
-    constants: tuple[int | float, ...] = ()
-    weight: int | None = None
-    bias: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,47 +25,63 @@ class Graph:
     ops: list[Op]
     output: int
     layout: Layout
+    constants: Tensor  # numbers that are not trained
+    tokens: int | None  # how many different numbers an input may be, where inputs are numbers of things
 
     @property
     def once(self) -> bool:
-        """Whether every parameter is read by exactly one operation: none is spare, tied or used again."""
-        used = [at for op in self.ops for at in (op.weight, op.bias) if at is not None]
-        return sorted(used) == [s.offset for s in self.layout]
+        """Whether every parameter's gradient is written exactly once: none is spare, tied or used again."""
+        used = [w.offset for op in self.ops for w in op.weights if w is not None and w.trained]
+        return sorted(used) == [s.offset for s in self.layout] and all(op.once for op in self.ops)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an operation gave: its number, and the shape in which the model sees a sample of it."""
+
+    id: int
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that no sample changes."""
+
+    tensor: Tensor  # as it is for one sample
+    trained: bool  # whether it is, or was computed from, what is trained
+
+
+class Several:
+    """What is not one tensor, but gives some when asked for an item."""
+
+    def __getitem__(self, index: Any) -> Value:
+        raise NotImplementedError
 
 
 def trace(module: nn.Module, layout: Layout, sample: Tensor) -> Graph:
     """The graph of a module on inputs shaped like `sample[0]`; raises Unsupported."""
-    _check_parameters(module, layout)
+    if layout.buffers is not None:
+        raise Unsupported("the model has running statistics that are averaged")
     module.train()
     try:
-        traced = fx.symbolic_trace(nn.Sequential(module))  # so that a lone layer is a layer too
+        whole = nn.Sequential(module)  # so that a lone layer is a layer too
+        traced = fx.GraphModule(whole, _Tracer().trace(whole))
         traced.graph.eliminate_dead_code()
-        results = _Record(traced).record(torch.stack([sample[0]] * _BATCH))
+        runs = [_Record(traced).record(torch.stack([sample[0]] * n)) for n in _BATCHES]
     except Exception as error:
         raise Unsupported(f"the model cannot be traced ({_first_line(error)})") from error
-    return _Builder(module, layout, results).build(traced.graph)
+    return Builder(module, layout, runs).build(traced.graph)
 
 
-_BATCH = 3
+_BATCHES = (3, 5)  # what differs between the two runs is the batch
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
-def _check_parameters(module: nn.Module, layout: Layout) -> None:
-    if layout.buffers is not None:
-        raise Unsupported("the model has running statistics that are averaged")
-    for name, _ in module.named_parameters():
-        if name not in layout.names:
-            raise Unsupported(f"parameter {name!r} is frozen")
-
-
-def _offsets(module: nn.Module, layout: Layout) -> dict[str, int]:
-    """Where each parameter lives, tied ones under each of their names."""
-    places = {s.name: s.offset for s in layout}
-    owners = {id(p): places[name] for name, p in module.named_parameters()}
-    return {name: owners[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
 
 
 class _Record(fx.Interpreter):
@@ -99,275 +99,164 @@ class _Record(fx.Interpreter):
         return result
 
 
-# Functions and methods stand for the module that does the same.
-_FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
-    F.relu: lambda inplace=False: nn.ReLU(inplace),
-    torch.relu: nn.ReLU,
-    torch.relu_: lambda: nn.ReLU(inplace=True),
-    F.tanh: nn.Tanh,
-    torch.tanh: nn.Tanh,
-    F.sigmoid: nn.Sigmoid,
-    torch.sigmoid: nn.Sigmoid,
-    F.leaky_relu: nn.LeakyReLU,
-    F.max_pool2d: nn.MaxPool2d,
-    torch.max_pool2d: nn.MaxPool2d,
-    F.avg_pool2d: nn.AvgPool2d,
-    F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
-    F.dropout: lambda p=0.5, training=True, inplace=False: nn.Dropout(p if training else 0.0),
-    torch.flatten: nn.Flatten,
-}
-_METHODS: dict[str, Callable[..., nn.Module]] = {
-    "relu": nn.ReLU,
-    "relu_": lambda: nn.ReLU(inplace=True),
-    "tanh": nn.Tanh,
-    "sigmoid": nn.Sigmoid,
-}
-_RESHAPES: set[Any] = {
-    "view",
-    "reshape",
-    "flatten",
-    "squeeze",
-    "unsqueeze",
-    "contiguous",
-    "float",
-    "to",
-    "type_as",
-}
-_RESHAPES |= {torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze}
-_ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_NEEDLESS = {
-    "size",
-    "dim",
-    getattr,
-    operator.getitem,
-    operator.mul,
-    operator.floordiv,
-}  # arithmetic on shapes
+class Builder:
+    """Goes through the traced nodes and asks `layers` for the operations of each."""
 
-
-class _Builder:
-    def __init__(self, module: nn.Module, layout: Layout, results: dict[fx.Node, Any]) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, runs: list[dict[fx.Node, Any]]) -> None:
         self.modules = {f"0.{name}".rstrip("."): m for name, m in module.named_modules()}
-        self.offsets = _offsets(module, layout)
-        self.layout = layout
-        self.results = results
-        self.values: dict[fx.Node, int] = {}
+        self.layout, self.runs = layout, runs
+        self.known: dict[fx.Node, Any] = {}
         self.shapes: list[Shape] = []
         self.ops: list[Op] = []
+        self.tokens: int | None = None
+        self.masks: set[int] = set()  # values that are comparisons
+        self._constants: list[Tensor] = []
+        self._count = 0
+        places = {s.name: s.offset for s in layout}
+        named = dict(module.named_parameters())
+        self._trained = {named[n].untyped_storage().data_ptr(): (at, named[n]) for n, at in places.items()}
 
     def build(self, graph: fx.Graph) -> Graph:
-        output = 0
+        output: Any = None
         for node in graph.nodes:
             if node.op == "placeholder":
-                if self.values:
+                if self.known:
                     raise Unsupported(f"the model takes a second input {node.target!r}")
-                self.values[node] = self._value(node)
+                self.known[node] = self.value(self.shape(node))
             elif node.op == "output":
-                output = self._output(node.args[0])
-            elif node.op == "get_attr":
-                raise Unsupported(f"the model uses the tensor {node.target!r} outside a layer")
+                output = self._of(node.args[0])
             else:
-                self._node(node)
-        if not self.ops or self.ops[-1].output != output:
-            raise Unsupported("the model's output is not its last layer's")
-        ops = _rectify_pools(self.ops, output)
-        return Graph(self.shapes, ops, output, self.layout)
+                self.known[node] = self._node(node)
+        if not isinstance(output, Value) or not self.ops:
+            raise Unsupported("the model's output is not one tensor that a layer made")
+        if len(output.shape) != 1:
+            raise Unsupported(f"the model's output has shape {output.shape} per sample, not one row")
+        ops = _rectify_pools(_used(self.ops, output.id), output.id)
+        constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
+        return Graph(self.shapes, ops, output.id, self.layout, constants, self.tokens)
 
-    def _value(self, node: fx.Node) -> int:
-        shape = tuple(self.results[node].shape)
-        if shape[:1] != (_BATCH,):
+    # What layers ask for --------------------------------------------------------------------------
+
+    def value(self, shape: Shape) -> Value:
+        self.shapes.append(tuple(shape))
+        return Value(len(self.shapes) - 1, tuple(shape))
+
+    def emit(
+        self,
+        kind: type[Op],
+        inputs: tuple[Value, ...],
+        shape: Shape,
+        weights: tuple[Tensor | Constant | None, ...] = (),
+        **constants: Any,
+    ) -> Value:
+        """A new operation and what it gives."""
+        out = self.value(shape)
+        places = tuple(self.place(w) for w in weights)
+        self.ops.append(kind(inputs=tuple(v.id for v in inputs), output=out.id, weights=places, **constants))
+        return out
+
+    def place(self, tensor: Tensor | Constant | None) -> Place | None:
+        """Where a parameter, a view of one, or any constant lies."""
+        if tensor is None:
+            return None
+        constant = tensor if isinstance(tensor, Constant) else Constant(tensor, tensor.requires_grad)
+        numbers = constant.tensor.detach()
+        found = self._trained.get(numbers.untyped_storage().data_ptr())
+        if found is not None and numbers.is_contiguous():
+            return Place(found[0] + int(numbers.storage_offset() - found[1].storage_offset()))
+        if constant.trained:
+            raise Unsupported("the model computes with a trained tensor outside a layer")
+        at = self._count
+        self._constants.append(numbers.to(torch.float32).contiguous())
+        self._count += numbers.numel()
+        return Place(at, trained=False)
+
+    # Nodes ----------------------------------------------------------------------------------------
+
+    def _of(self, argument: Any) -> Any:
+        """An argument with what is known in place of nodes."""
+        return fx.node.map_arg(argument, lambda n: self.known[n])
+
+    def batch(self, node: fx.Node) -> int | None:
+        """Which dimension of a result is the batch."""
+        first, second = (tuple(run[node].shape) for run in self.runs)
+        differ = [d for d, (a, b) in enumerate(zip(first, second)) if a != b]
+        if len(differ) > 1 or (differ and first[differ[0]] != _BATCHES[0]):
             raise Unsupported(f"{node.name!r} mixes the samples of a batch")
-        self.shapes.append(shape[1:])
-        return len(self.shapes) - 1
+        return differ[0] if differ else None
 
-    def _output(self, node: Any) -> int:
-        if not isinstance(node, fx.Node) or node not in self.values:
-            raise Unsupported("the model's output is not one tensor")
-        if self.results[node].ndim != 2:
-            raise Unsupported(
-                f"the model's output has shape {tuple(self.results[node].shape[1:])} per sample, not one row"
-            )
-        return self.values[node]
+    def shape(self, node: fx.Node) -> Shape:
+        """A result's shape without the batch."""
+        batch, full = self.batch(node), tuple(self.runs[0][node].shape)
+        if batch is None:
+            raise Unsupported(f"{node.name!r} mixes the samples of a batch")
+        return full[:batch] + full[batch + 1 :]
 
-    def _node(self, node: fx.Node) -> None:
-        target = node.target
-        tensors = [a for a in node.args if isinstance(a, fx.Node) and a in self.values]
-        if not isinstance(self.results[node], Tensor):
-            if target in _NEEDLESS:
-                return
-        elif target in _ADDITIONS and len(tensors) == 2 and len(node.args) == 2 and not node.kwargs:
-            return self._add(node, tensors)
-        elif tensors and target in _RESHAPES and self._same_numbers(node, tensors[0]):
-            self.values[node] = self.values[tensors[0]]
-            return None
-        elif tensors and (layer := self._layer(node)) is not None:
-            return self._apply(node, tensors[0], layer)
-        raise Unsupported(f"the operation {_name(target)!r} at {node.name!r} is not supported")
+    def _node(self, node: fx.Node) -> Any:
+        from fedbraid.engines.native import layers
 
-    def _same_numbers(self, node: fx.Node, source: fx.Node) -> bool:
-        """Whether a reshape left each sample its numbers; it cannot change their order."""
-        a, b = self.results[node], self.results[source]
-        return bool(a.shape[:1] == (_BATCH,) and a.numel() == b.numel() and a.dtype == torch.float32)
+        result = self.runs[0][node]
+        given = [self.known[n] for n in node.all_input_nodes]
+        if not any(_holds_value(g) for g in given):
+            return self._constant(node, given)
+        if not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
+            return result  # arithmetic on shapes
+        args, kwargs = self._of(node.args), self._of(node.kwargs)
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]
+        call = layers.Call(self, node, result, tuple(args), dict(kwargs))
+        return layers.apply(call)
 
-    def _layer(self, node: fx.Node) -> nn.Module | None:
-        if node.op == "call_module":
-            layer: nn.Module = self.modules[str(node.target)]
-            return layer
-        make = _METHODS.get(str(node.target)) if node.op == "call_method" else _FUNCTIONS.get(node.target)
-        if make is None:
-            return None
-        try:
-            return make(
-                *node.args[1:],
-                **{k: v for k, v in node.kwargs.items() if k not in ("return_indices", "input")},
-            )
-        except TypeError:
-            return None
+    def _constant(self, node: fx.Node, given: list[Any]) -> Any:
+        first = self.runs[0][node]
+        if not isinstance(first, Tensor):
+            return first
+        layer = self.layer(node) if node.op == "call_module" else nn.Identity()
+        if isinstance(layer, nn.Embedding) and len(given) == 1:
+            return Constant(_rows(layer.weight, given[0].tensor), layer.weight.requires_grad)
+        trained = any(isinstance(g, Constant) and g.trained for g in given)
+        trained |= any(p.requires_grad for p in (first, *layer.parameters()))
+        batch = self.batch(node)
+        if batch is not None:  # one for each sample: the same for all of them?
+            one = first.narrow(batch, 0, 1)
+            if not torch.equal(one.expand_as(first), first):
+                raise Unsupported(f"{node.name!r} differs from sample to sample")
+            first = one.squeeze(batch)
+        return Constant(first, trained)
 
-    def _add(self, node: fx.Node, tensors: list[fx.Node]) -> None:
-        if self.results[tensors[0]].shape != self.results[tensors[1]].shape:
-            raise Unsupported(f"the addition at {node.name!r} broadcasts")
-        if node.target in (operator.iadd, "add_") and len(tensors[0].users) > 1:
-            raise Unsupported(f"{node.name!r} changes in place what something else reads")
-        inputs = tuple(self.values[t] for t in tensors)
-        self.values[node] = self._value(node)
-        self.ops.append(Op("add", inputs, self.values[node], (math.prod(self.shapes[-1]),)))
+    def layer(self, node: fx.Node) -> nn.Module:
+        found: nn.Module = self.modules[str(node.target)]
+        return found
 
-    def _apply(self, node: fx.Node, source: fx.Node, layer: nn.Module) -> None:
-        where = str(node.target)[2:] if node.op == "call_module" else node.name
-        describe = _LAYERS.get(type(layer))
-        if describe is None:
-            raise Unsupported(f"the layer {type(layer).__name__} at {where!r} is not supported")
-        if getattr(layer, "inplace", False) and len(source.users) > 1:
-            raise Unsupported(f"{where!r} changes in place what something else reads")
-        shape = tuple(self.results[source].shape[1:])
-        described = describe(layer, shape, where)
-        if described is None:
-            self.values[node] = self.values[source]
-            return
-        kind, constants = described
-        weight, bias = (self.offsets.get(f"{where}.{n}".lstrip(".")) for n in ("weight", "bias"))
-        inputs = (self.values[source],)
-        self.values[node] = self._value(node)
-        self.ops.append(Op(kind, inputs, self.values[node], constants, weight, bias))
+    def fixed(self, argument: Any) -> bool:
+        """Whether an argument is the same for any batch."""
+        nodes: list[fx.Node] = []
+        fx.node.map_arg(argument, nodes.append)
+        return all(isinstance(self.runs[0][n], Tensor) or self.runs[0][n] == self.runs[1][n] for n in nodes)
 
 
-def _name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+def _rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table: a part of it where they follow each other."""
+    numbers = ids.reshape(-1)
+    first, count = int(numbers[0]), len(numbers)
+    if torch.equal(numbers, torch.arange(first, first + count)):
+        return table.detach()[first : first + count].view(*ids.shape, -1)
+    return table.detach()[ids]
 
 
-# What each layer comes to, given the shape of one sample: (kind, constants), or None where it does nothing.
-Described = tuple[str, tuple[int | float, ...]] | None
+def _holds_value(known: Any) -> bool:
+    several = isinstance(known, (tuple, list)) and any(map(_holds_value, known))
+    return several or isinstance(known, (Value, Several))
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
-
-
-def _image(shape: Shape, where: str) -> tuple[int, int, int]:
-    if len(shape) != 3:
-        raise Unsupported(
-            f"the layer {where!r} gets samples of shape {shape}, not channels by rows by columns"
-        )
-    return shape[0], shape[1], shape[2]
-
-
-def _linear(layer: nn.Linear, shape: Shape, where: str) -> Described:
-    if len(shape) != 1:
-        raise Unsupported(f"the layer {where!r} gets samples of shape {shape}; flatten them first")
-    return "linear", (layer.in_features, layer.out_features)
-
-
-def _conv(layer: nn.Conv2d, shape: Shape, where: str) -> Described:
-    image = _image(shape, where)
-    if layer.groups != 1 or _pair(layer.dilation) != (1, 1) or layer.padding_mode != "zeros":
-        raise Unsupported(f"the convolution {where!r} has groups, dilation or a padding other than zeros")
-    padding = layer.padding
-    if isinstance(padding, str):
-        if padding == "same" and any(k % 2 == 0 for k in layer.kernel_size):
-            raise Unsupported(f"the convolution {where!r} pads unevenly")
-        padding = tuple(k // 2 for k in layer.kernel_size) if padding == "same" else (0, 0)
-    return "conv", (
-        *image,
-        layer.out_channels,
-        *_pair(layer.kernel_size),
-        *_pair(layer.stride),
-        *_pair(padding),
-    )
-
-
-def _max_pool(layer: nn.MaxPool2d, shape: Shape, where: str) -> Described:
-    if _pair(layer.dilation) != (1, 1) or layer.ceil_mode or layer.return_indices:
-        raise Unsupported(f"the pooling {where!r} has dilation, ceil_mode or return_indices")
-    stride = layer.stride or layer.kernel_size
-    return "max_pool", (
-        *_image(shape, where),
-        *_pair(layer.kernel_size),
-        *_pair(stride),
-        *_pair(layer.padding),
-        0,
-    )
-
-
-def _avg_pool(layer: nn.AvgPool2d, shape: Shape, where: str) -> Described:
-    if layer.ceil_mode:
-        raise Unsupported(f"the pooling {where!r} has ceil_mode")
-    kernel, stride = _pair(layer.kernel_size), _pair(layer.stride or layer.kernel_size)
-    divisor = layer.divisor_override or (math.prod(kernel) if layer.count_include_pad else 0)
-    return "avg_pool", (*_image(shape, where), *kernel, *stride, *_pair(layer.padding), divisor)
-
-
-def _adaptive_pool(layer: nn.AdaptiveAvgPool2d, shape: Shape, where: str) -> Described:
-    channels, height, width = _image(shape, where)
-    out = layer.output_size if isinstance(layer.output_size, tuple) else (layer.output_size,) * 2
-    rows, columns = out[0] or height, out[1] or width
-    if height % rows or width % columns:
-        raise Unsupported(f"the pooling {where!r} cuts {height}x{width} into uneven windows")
-    kernel = (height // rows, width // columns)
-    return "avg_pool", (channels, height, width, *kernel, *kernel, 0, 0, math.prod(kernel))
-
-
-def _group_norm(layer: nn.GroupNorm, shape: Shape, where: str) -> Described:
-    return "group_norm", (shape[0], math.prod(shape[1:]), layer.num_groups, layer.eps)
-
-
-def _leaky(layer: nn.LeakyReLU, shape: Shape, where: str) -> Described:
-    if layer.negative_slope < 0:
-        raise Unsupported(f"the layer {where!r} has a negative slope below zero")
-    return "leaky_relu", (math.prod(shape), layer.negative_slope)
-
-
-def _map(kind: str) -> Callable[..., Described]:
-    return lambda layer, shape, where: (kind, (math.prod(shape),))
-
-
-def _dropout(layer: nn.Dropout, shape: Shape, where: str) -> Described:
-    if layer.p:
-        raise Unsupported(f"the layer {where!r} drops out with p={layer.p}")
-    return None
-
-
-def _flatten(layer: nn.Flatten, shape: Shape, where: str) -> Described:
-    if layer.start_dim < 1:
-        raise Unsupported(f"the layer {where!r} flattens the batch")
-    return None
-
-
-_LAYERS: dict[type[nn.Module], Callable[..., Described]] = {
-    nn.Linear: _linear,
-    nn.Conv2d: _conv,
-    nn.MaxPool2d: _max_pool,
-    nn.AvgPool2d: _avg_pool,
-    nn.AdaptiveAvgPool2d: _adaptive_pool,
-    nn.GroupNorm: _group_norm,
-    nn.ReLU: _map("relu"),
-    nn.Tanh: _map("tanh"),
-    nn.Sigmoid: _map("sigmoid"),
-    nn.LeakyReLU: _leaky,
-    nn.Dropout: _dropout,
-    nn.Identity: lambda layer, shape, where: None,
-    nn.Flatten: _flatten,
-}
+def _used(ops: list[Op], output: int) -> list[Op]:
+    """The operations that the output depends on."""
+    needed, kept = {output}, []
+    for op in reversed(ops):
+        if op.output in needed:
+            needed.update(op.inputs)
+            kept.append(op)
+    return kept[::-1]
 
 
 def _rectify_pools(ops: list[Op], output: int) -> list[Op]:
@@ -378,11 +267,15 @@ def _rectify_pools(ops: list[Op], output: int) -> list[Op]:
     for op in ops:
         last = fused[-1] if fused else None
         if last is not None and last.output in op.inputs and users[last.output] == 1:
-            if (last.kind, op.kind) == ("relu", "max_pool"):
-                fused[-1] = replace(op, inputs=last.inputs, constants=(*op.constants[:-1], 1))
+            if _is_relu(last) and isinstance(op, MaxPool):
+                fused[-1] = replace(op, inputs=last.inputs, rectify=True)
                 continue
-            if (last.kind, op.kind) == ("max_pool", "relu"):
-                fused[-1] = replace(last, output=op.output, constants=(*last.constants[:-1], 1))
+            if isinstance(last, MaxPool) and _is_relu(op):
+                fused[-1] = replace(last, output=op.output, rectify=True)
                 continue
         fused.append(op)
     return fused
+
+
+def _is_relu(op: Op) -> bool:
+    return isinstance(op, Map) and op.function == "Relu"

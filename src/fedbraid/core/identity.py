@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.core.codec import F32, Framed, checked
 from fedbraid.core.layout import Layout
-from fedbraid.links.codec import F32, U8, Framed, checked, finite
+from fedbraid.core.wire import U8, finite
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,73 @@
+"""GHBM (Zaccone et al. 2025): heavy-ball momentum over the server's last τ steps, applied by the clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.declare import Download
+from fedbraid.core.gather import Info, Mean
+from fedbraid.core.layout import Layout
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeavyBall(Rule):
+    """g + (β/(a η))·M, so that the a steps of a visit together add β M."""
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ConfigError(f"beta={self.beta} never forgets; use 0 <= beta < 1")
+
+    def start(self, loc: Local) -> Vectors:
+        return {"push": self.beta / (loc.a * loc.lr) * loc.down["M"]}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        return g + s["push"], s
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The last τ moves x_t − x_{t+1}, one written over the oldest, and how many there were."""
+
+    last: Tensor  # [τ, d]
+    count: int
+
+
+@dataclass(frozen=True)
+class Trail(Transform):
+    """Sends M = (x_{t−τ} − x_t)/τ, the mean of the last τ moves, and nothing while t < τ."""
+
+    tau: int
+
+    def __post_init__(self) -> None:
+        whole("tau", self.tau)
+
+    def init(self, x: Tensor, layout: Layout) -> Moves:
+        return Moves(torch.zeros(self.tau, len(x), device=x.device), 0)
+
+    def sends(self) -> tuple[Download, ...]:
+        return (Download("M"),)
+
+    def send(self, s: Moves, N: int) -> Vectors:
+        return {"M": s.last.mean(0) if s.count >= self.tau else torch.zeros_like(s.last[0])}
+
+    def settle(self, move: Tensor, s: Moves, info: Info) -> tuple[Tensor | None, Moves]:
+        last = s.last.clone()
+        last[s.count % self.tau] = move
+        return None, Moves(last, s.count + 1)
+
+
+@builder
+def ghbm(tau: int = 10, beta: float = 0.9, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """GHBM: momentum over as many rounds as it takes to hear of everybody, tau = N over a cohort; beta=0 is FedAvg."""
+    return Algorithm(HeavyBall(beta), Mean(weights), pipeline(Scale(lr), Trail(tau)), work=PLAIN)

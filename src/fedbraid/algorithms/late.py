@@ -1,0 +1,140 @@
+"""After FedBuff: CA²FL (Wang et al. 2024), ACE and ACED (arXiv 2511.19066), FADAS (Wang et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms.memory import Mifa, Varp
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.gather import Beside, Info, Mean, Uploads
+from fedbraid.core.layout import Layout
+from fedbraid.core.ledger import Ledger, Swapping
+from fedbraid.core.optim import Adam, Optimise
+from fedbraid.core.rule import Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
+
+
+@builder
+def ca2fl(lr: float = 1.0) -> Algorithm:
+    """CA²FL: FedVARP's memory under a buffer: h̄ + mean_B(Δ_i − h_i), then h_i ← Δ_i."""
+    return Algorithm(gather=Varp("uniform"), server=pipeline(Scale(lr)), work=PLAIN)
+
+
+# ACE and ACED ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dated:
+    """A ledger, and of which version each of its entries is."""
+
+    ledger: Ledger
+    clients: Tensor  # int64
+    versions: Tensor  # int64
+
+
+@dataclass(frozen=True)
+class YoungMifa(Beside):
+    """The mean of everybody's last update, without those of versions more than `limit` steps ago."""
+
+    limit: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("limit", self.limit)
+
+    def init(self, x: Tensor, layout: Layout) -> Dated:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Dated(Ledger.open(x, None, layout), none, none)
+
+    def begin(self, s: Dated, x: Tensor) -> tuple[Swapping, dict[int, int]]:
+        """The step's swaps, and the age of what each client handed in."""
+        return s.ledger.swap(), {}
+
+    def fold(
+        self, mine: tuple[Swapping, dict[int, int]], up: Uploads, s: Dated, x: Tensor
+    ) -> tuple[Swapping, dict[int, int]]:
+        swapping, ages = mine
+        swapping.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
+        return swapping, ages | {int(c): int(a) for c, a in zip(up.clients, up.staleness[:, 0])}
+
+    def end(self, mine: tuple[Swapping, dict[int, int]], s: Dated, info: Info) -> tuple[Tensor, Dated]:
+        swapping, ages = mine
+        dates = dict(zip(s.clients.tolist(), s.versions.tolist())) | {
+            c: info.t - age for c, age in ages.items()
+        }
+        after = swapping.close()
+        for client in [c for c, version in dates.items() if info.t - version > self.limit]:
+            after = after.without(client)
+            del dates[client]
+        delta = after.total / after.seen if dates else torch.zeros_like(after.total)
+        return delta.float(), _dated(after, dates)
+
+    def leave(self, s: Dated, client: int) -> Dated:
+        dates = dict(zip(s.clients.tolist(), s.versions.tolist()))
+        return _dated(s.ledger.without(client), {c: v for c, v in dates.items() if c != client})
+
+
+def _dated(ledger: Ledger, dates: dict[int, int]) -> Dated:
+    clients, versions = (
+        torch.tensor(list(some), dtype=torch.int64) for some in (dates.keys(), dates.values())
+    )
+    return Dated(ledger, clients, versions)
+
+
+@builder
+def ace(limit: int | None = None, lr: float = 1.0) -> Algorithm:
+    """ACE: the mean of everybody's last update at every arrival (`fb.immediate`); with a limit ACED, which leaves out old ones."""
+    gather = Mifa("uniform") if limit is None else YoungMifa("uniform", limit=limit)
+    return Algorithm(gather=gather, server=pipeline(Scale(lr)), work=PLAIN)
+
+
+# FADAS ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AMSGrad(Adam):
+    """As Adam without bias correction, with v̂ ← max(v̂, v) under the root."""
+
+    corrected: bool = False
+
+    def init(self, x: Tensor) -> Vectors:
+        return {**super().init(x), "top": torch.full_like(x, self.v0)}
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        new = super().track(g, s)
+        return {**new, "top": torch.maximum(s["top"], new["v"])}
+
+    def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
+        return s["m"] / (s["top"].sqrt() + self.eps)
+
+
+@dataclass(frozen=True)
+class CautiousScale(Scale):
+    """η, or min(η, 1/τ_max) where the oldest upload is more than `limit` steps old."""
+
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.limit is not None:
+            whole("limit", self.limit)
+
+    def update(self, u: Vectors, s: Any, x: Tensor, info: Info) -> tuple[Vectors, Any]:
+        late = self.limit is not None and info.stalest > self.limit
+        rate = min(self.lr, 1 / info.stalest) if late else self.lr
+        return {**u, "delta": rate * u["delta"]}, s
+
+
+@builder
+def fadas(
+    lr: float = 0.01, limit: int | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-8
+) -> Algorithm:
+    """FADAS: AMSGrad on a buffer's mean, with smaller steps where an upload is older than `limit`."""
+    server: Transform = pipeline(Optimise(AMSGrad(beta1, beta2, eps)), CautiousScale(lr, limit))
+    return Algorithm(gather=Mean("uniform"), server=server, work=PLAIN)

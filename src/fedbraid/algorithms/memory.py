@@ -1,0 +1,148 @@
+"""Server memory of every client's last update: FedVARP and ClusterFedVARP (Jhunjhunwala et al. 2022), MIFA (Gu et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbraid.algorithms._build import builder
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.gather import Beside, Info, Uploads, fold
+from fedbraid.core.layout import Layout
+from fedbraid.core.ledger import Ledger, Swapping
+from fedbraid.core.transform import Scale, pipeline
+from fedbraid.errors import ConfigError
+from fedbraid.schedule import Ints
+
+
+@dataclass(frozen=True)
+class LastUpdates(Beside):
+    """y_i ← Δ_i for whoever comes. A subclass says what update that makes."""
+
+    def init(self, x: Tensor, layout: Layout) -> Ledger:
+        return Ledger.open(x, None, layout)
+
+    def begin(self, s: Ledger, x: Tensor) -> Swapping:
+        return s.swap()
+
+    def fold(self, mine: Swapping, up: Uploads, s: Ledger, x: Tensor) -> Swapping:
+        mine.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
+        return mine
+
+    def leave(self, s: Ledger, client: int) -> Ledger:
+        return s.without(client)
+
+
+@dataclass(frozen=True)
+class Varp(LastUpdates):
+    """FedVARP (SAGA): Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i for i ∈ S."""
+
+    def end(self, mine: Swapping, s: Ledger, info: Info) -> tuple[Tensor, Ledger]:
+        return mine.fresh / mine.weight + mine.before / everybody(self.weights, info), mine.close()
+
+
+@dataclass(frozen=True)
+class Mifa(LastUpdates):
+    """MIFA: y_i ← Δ_i for i ∈ S, then Σ p_j y_j over every client seen so far."""
+
+    def end(self, mine: Swapping, s: Ledger, info: Info) -> tuple[Tensor, Ledger]:
+        after = mine.close()
+        return (after.total / after.seen).float(), after
+
+
+def everybody(weights: str, info: Info) -> float:
+    """Σ_N p_j before it is normalised."""
+    return info.samples if weights == "samples" else float(info.N)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """One y a cluster."""
+
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class ClusterVarp(Beside):
+    """As FedVARP with one y per cluster: y_c ← mean of the cohort's Δ_i in c, kept where none took part.
+
+    Client i belongs to cluster `i mod clusters`, or to `clusters[i]`.
+    """
+
+    clusters: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.clusters, int):
+            whole("clusters", self.clusters)
+        elif min(self.clusters, default=-1) < 0:
+            raise ConfigError("clusters must name a cluster number >= 0 for every client")
+
+    @property
+    def count(self) -> int:
+        return self.clusters if isinstance(self.clusters, int) else max(self.clusters) + 1
+
+    def of(self, clients: Ints) -> Ints:
+        """The clients' clusters."""
+        if isinstance(self.clusters, int):
+            return clients % np.int64(self.clusters)
+        if len(clients) and clients.max() >= len(self.clusters):
+            raise ConfigError(f"client {clients.max()} has no cluster; {len(self.clusters)} were given")
+        return np.array(self.clusters, np.int64)[clients]
+
+    def init(self, x: Tensor, layout: Layout) -> Clusters:
+        return Clusters(torch.zeros(self.count, len(x), device=x.device))
+
+    def begin(self, s: Clusters, x: Tensor) -> tuple[Tensor, float, Tensor, Tensor]:
+        """Σ s(τ) p (Δ − y), Σ p, and by cluster Σ Δ and how many."""
+        return torch.zeros_like(x), 0.0, torch.zeros_like(s.y), torch.zeros(self.count, 1, device=x.device)
+
+    def fold(
+        self, mine: tuple[Tensor, float, Tensor, Tensor], up: Uploads, s: Clusters, x: Tensor
+    ) -> tuple[Tensor, float, Tensor, Tensor]:
+        fresh, weight, new, count = mine
+        p, delta, at = (
+            up.p(self.weights),
+            up.vectors["delta"],
+            torch.from_numpy(self.of(up.clients)).to(x.device),
+        )
+        fresh = fold(fresh, (p * self.staleness(up.staleness), delta - s.y[at]))
+        new, count = new.index_add(0, at, delta), count.index_add(0, at, torch.ones_like(p))
+        return fresh, weight + float(p.sum()), new, count
+
+    def end(
+        self, mine: tuple[Tensor, float, Tensor, Tensor], s: Clusters, info: Info
+    ) -> tuple[Tensor, Clusters]:
+        fresh, weight, new, count = mine
+        delta = fresh / weight + self.shares(info).to(fresh) @ s.y
+        return delta, Clusters(torch.where(count > 0, new / count.clamp_min(1), s.y))
+
+    def shares(self, info: Info) -> Tensor:
+        """Each cluster's share of all clients' weight."""
+        n = info.sizes if self.weights == "samples" else info.sizes > 0
+        totals = np.bincount(self.of(np.arange(len(n))), weights=n, minlength=self.count)
+        return torch.from_numpy(totals / totals.sum())
+
+
+@builder
+def fedvarp(lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """FedVARP: SAGA over clients, with plain averaging steps."""
+    return Algorithm(gather=Varp(weights), server=pipeline(Scale(lr)))
+
+
+@builder
+def mifa(lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """MIFA: the mean of every client's last update, over all clients seen so far."""
+    return Algorithm(gather=Mifa(weights), server=pipeline(Scale(lr)))
+
+
+@builder
+def cluster_fedvarp(clusters: int | Sequence[int], lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """ClusterFedVARP: one remembered update per cluster of clients."""
+    which = clusters if isinstance(clusters, int) else tuple(int(c) for c in clusters)
+    return Algorithm(gather=ClusterVarp(weights, clusters=which), server=pipeline(Scale(lr)))

@@ -1,0 +1,67 @@
+"""SCALLION (Huang et al. 2024): SCAFFOLD that uploads one vector, the step of its control variate, fit for any codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms.scaffold import ControlVariate
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.declare import Upload
+from fedbraid.core.gather import Mean, Uploads
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ScaledVariates(Rule):
+    """g − c_i + c; δ_i = α((x − y_K)/(a η) − c) goes up alone, and c_i ← c_i + δ_i as it was received."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha} is no share of the change; use 0 < alpha <= 1")
+
+    def uploads(self) -> tuple[Upload, ...]:
+        return (Upload("dc", uniform=True, scale=1.0),)
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"c_i": torch.zeros_like(x)}
+
+    def start(self, loc: Local) -> Vectors:
+        return {"correction": loc.down["c"] - loc.memory["c_i"]}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        return g + s["correction"], s
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        return {"dc": self.alpha * ((loc.x - y) / (loc.a * loc.lr) - loc.down["c"])}
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"c_i": loc.memory["c_i"] + got["dc"]}
+
+    def leave(self, memory: Vectors) -> Vectors:
+        return {"dc": -memory["c_i"]}
+
+
+@dataclass(frozen=True)
+class AddBack(Transform):
+    """The update behind an upload: a η (c + δ_i), c as its sender was sent it."""
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return (Upload("delta", aged=True),)
+
+    def account(self, up: Uploads) -> Vectors:
+        return {"delta": (up.a * up.lr).to(up.sent["c"]) * (up.sent["c"] + up.vectors["dc"])}
+
+
+@builder
+def scallion(alpha: float = 1.0, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """SCALLION: one vector up where SCAFFOLD sends two; the coarser the codec, the smaller alpha. At 1 it is SCAFFOLD."""
+    server = pipeline(AddBack(), ControlVariate(), Scale(lr))
+    return Algorithm(ScaledVariates(alpha), Mean(weights), server, work=PLAIN)

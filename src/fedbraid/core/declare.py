@@ -1,0 +1,60 @@
+"""What crosses between client and server is declared: everything that treats it asks here, and nothing guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from fedbraid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedbraid.core.layout import Layout
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A named vector that crosses a link.
+
+    `width` is None for one as wide as the model, else how many numbers it has. What is not `signed` is never
+    negative, and crosses a lossy link as its root.
+    """
+
+    name: str
+    width: int | None = None
+    signed: bool = True
+
+    def size(self, layout: Layout) -> int:
+        """How many numbers it has in this model."""
+        return layout.size if self.width is None else self.width
+
+
+@dataclass(frozen=True)
+class Download(Crossing):
+    """What a server part sends down beside the model."""
+
+
+@dataclass(frozen=True)
+class Upload(Crossing):
+    """What a rule sends up, or what a server part makes of each upload before it is gathered."""
+
+    uniform: bool = False  # averaged uniformly, however the gather weighs clients
+    aged: bool = False  # whether staleness scales it
+    update: bool = False  # it is x − y, in whose place the weights y may travel
+    scale: float | None = None  # by which it is divided before privacy clips it; None: nobody said
+
+
+DELTA = Upload("delta", aged=True, update=True, scale=1.0)
+MODEL = Download("x")
+
+C = TypeVar("C", bound=Crossing)
+
+
+def by_name(declared: Iterable[C], verb: str) -> dict[str, C]:
+    """Declarations by name, each once."""
+    named: dict[str, C] = {}
+    for d in declared:
+        if d.name in named:
+            raise ConfigError(f"two parts of one algorithm both {verb} {d.name!r}; rename it in one of them")
+        named[d.name] = d
+    return named

@@ -1,0 +1,380 @@
+"""Links: what a client's upload and a server's broadcast look like when they come out at the other end.
+
+An up link and a down link are objects; nobody asks which one it is. Here are their interfaces and the plain ones,
+a codec each way. Names as wide as the model go through the codec, numbers go as they are, and bytes are the
+message's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.core import rng
+from fedbraid.core.codec import Codec
+from fedbraid.core.declare import Crossing, Download, Upload
+from fedbraid.core.identity import Identity
+from fedbraid.core.layout import Layout
+from fedbraid.core.rule import Vectors
+from fedbraid.core.wire import FRAME_BYTES, decode_scalars, encode_scalars, pack_message, unpack_message
+from fedbraid.errors import ConfigError, WireError
+
+Sizes = dict[str, NDArray[np.int64]]  # bytes by name, one number a client
+
+
+# Up -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who uploads what: the block's clients, the version and model they trained from, the declared names.
+
+    Where a lone client's frames really travel, they are put into `frames`.
+    """
+
+    clients: NDArray[np.int64]
+    version: int
+    seed: int
+    x: Tensor  # [1, d]
+    declared: Mapping[str, Upload]
+    layout: Layout
+    frames: dict[str, bytes] | None = None
+
+
+@dataclass
+class Sent:
+    """What came of an upload: what the server decodes, what the link makes the clients remember, bytes by name."""
+
+    received: Vectors
+    memory: Vectors
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Up:
+    """What carries uploads; `codec` does the encoding."""
+
+    codec: Codec = field(default_factory=Identity)
+
+    def __post_init__(self) -> None:
+        check_codec(type(self).__name__, self.codec)
+
+    def over(self, codec: Codec) -> Up:
+        """The same link over another codec."""
+        return replace(self, codec=codec)
+
+    def fits(self, declared: Mapping[str, Upload]) -> None:
+        """Refuse uploads that this link cannot carry."""
+        if self.codec.of_model and not any(d.update for d in declared.values()):
+            raise ConfigError(
+                f"{self.codec!r} encodes the model that a client ends with, but this algorithm uploads"
+                f" {sorted(declared)} and no update; use the inner codec"
+            )
+
+    def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
+        """What it makes a client remember before its first upload."""
+        return {}
+
+    def quantises(self, client: int) -> bool:
+        """Whether this client's uploads lose precision."""
+        return self.codec.quantises(client)
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        """A block's uploads, as the server will decode them."""
+        raise NotImplementedError
+
+    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+        """The vectors `[1, ·]` of one client's frames; WireError says why they are refused."""
+        raise NotImplementedError
+
+    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
+        """The length of a message, exactly where it does not depend on the values."""
+        one = self.codec.size(layout) or len(self.codec.encode(torch.zeros(layout.size), layout))
+        widths = [d.width for d in declared.values()]
+        lengths = sum(one if w is None else FRAME_BYTES + 4 * w for w in widths)
+        return lengths + message_overhead(tuple(declared))
+
+
+@dataclass(frozen=True)
+class Plain(Up):
+    """Each upload through the codec, on its own."""
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        done = Sent({}, {}, {})
+        for name, v in vectors.items():
+            what = who.declared[name]
+            if what.width is not None:
+                done.received[name], done.sizes[name] = v, np.full(len(v), FRAME_BYTES + 4 * v.shape[1])
+                if who.frames is not None:
+                    who.frames[name] = encode_scalars(v)
+                continue
+            given = self.prepare(name, enter(v, what, self.codec, who.x), memory)
+            got, done.sizes[name] = _cross(self.codec, given, name, who)
+            done.memory |= self.keep(name, given, got)
+            done.received[name] = leave(got, what, self.codec, who.x)
+        add_overhead(done.sizes)
+        return done
+
+    def prepare(self, name: str, v: Tensor, memory: Vectors) -> Tensor:
+        """What is encoded."""
+        return v
+
+    def keep(self, name: str, given: Tensor, got: Tensor) -> Vectors:
+        """What a client remembers of this crossing."""
+        return {}
+
+    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+        codec, received = self.codec.for_client(int(who.clients[0])), {}
+        for name, what in who.declared.items():
+            if what.width is not None:
+                received[name] = decode_scalars(frames[name], what.width)[None].to(who.x.device)
+            else:
+                got = codec.decode(frames[name], who.layout)[None].to(who.x.device)
+                received[name] = leave(got, what, self.codec, who.x)
+        return received
+
+
+def enter(v: Tensor, what: Crossing, codec: Codec, x: Tensor | None = None) -> Tensor:
+    """What a codec is given: the weights in place of the update where it asks for them, roots of what is unsigned."""
+    if codec.of_model and isinstance(what, Upload) and what.update and x is not None:
+        return x - v
+    return v if what.signed or codec.lossless else v.clamp_min(0).sqrt()
+
+
+def leave(got: Tensor, what: Crossing, codec: Codec, x: Tensor | None = None) -> Tensor:
+    """What was meant by what a codec decoded."""
+    if codec.of_model and isinstance(what, Upload) and what.update and x is not None:
+        return x - got
+    return got if what.signed or codec.lossless else got.square()
+
+
+def _cross(codec: Codec, v: Tensor, name: str, who: Sender) -> tuple[Tensor, NDArray[np.int64]]:
+    """A block through each client's own codec."""
+    layout = who.layout
+    if codec.lossless and who.frames is None:
+        return v, np.full(len(v), codec.size(layout))
+    seeds = (rng.bits(who.seed, f"up:{name}", who.version, who.clients) >> np.uint64(1)).tolist()
+    own = [codec.for_client(int(c)) for c in who.clients]
+    if who.frames is not None:
+        who.frames[name] = frame = own[0].encode(v[0], layout, seeds[0])
+        return own[0].decode(frame, layout)[None].to(v.device), np.array([len(frame)])
+    if len(set(own)) == 1:
+        out, lengths = own[0].roundtrip(v, layout, seeds)
+        return out.to(v.device), np.array(lengths, np.int64)
+    out, sizes = torch.empty_like(v), np.zeros(len(v), np.int64)
+    for one in dict.fromkeys(own):
+        mine = [i for i, c in enumerate(own) if c == one]
+        got, lengths = one.roundtrip(v[mine], layout, [seeds[i] for i in mine])
+        out[mine], sizes[mine] = got.to(v.device), lengths
+    return out, sizes
+
+
+# Down -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Caster:
+    """What is broadcast when: the declared names, the version that it makes, whether real messages are wanted."""
+
+    declared: Mapping[str, Download]
+    version: int
+    seed: int
+    layout: Layout
+    real: bool = False
+
+
+@dataclass(frozen=True)
+class Version:
+    """What clients hold of one version, and what it costs them to get it."""
+
+    vectors: Vectors
+    sizes: dict[str, int]  # bytes of its message by name
+    upto: int = 0  # bytes of all broadcasts up to it
+    whole: int = 0  # bytes for a client that holds nothing
+    message: Tensor | None = None  # its bytes, where real clients are sent it
+
+
+@dataclass
+class Broadcast:
+    """What came of a broadcast."""
+
+    version: Version
+    state: Any
+    notes: dict[str, float] = field(default_factory=dict)  # for the record
+
+
+@dataclass(frozen=True)
+class Down:
+    """What carries broadcasts; `codec` does the encoding."""
+
+    codec: Codec = field(default_factory=Identity)
+
+    def __post_init__(self) -> None:
+        check_codec(type(self).__name__, self.codec)
+        if self.codec.of_model:
+            raise ConfigError(
+                f"down={self.codec!r} is for uploads; the model itself is sent down, so use its inner codec"
+            )
+        if not self.codec.shared:
+            raise ConfigError(
+                f"down={self.codec!r} has clients of several kinds, but a broadcast is one message; use its inner codec"
+            )
+
+    def over(self, codec: Codec) -> Down:
+        """The same link over another codec."""
+        return replace(self, codec=codec)
+
+    def remembers(self) -> Vectors:
+        """What it makes a client remember, besides what it holds."""
+        return {}
+
+    def open(self, vectors: Vectors, who: Caster) -> Broadcast:
+        """The first version, which everybody starts from."""
+        raise NotImplementedError
+
+    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
+        """The next version."""
+        raise NotImplementedError
+
+    def charge(self, versions: list[Version], memory: Vectors) -> tuple[Sizes, Vectors]:
+        """(bytes by name, what the clients then remember) of clients that fetch these versions, one each."""
+        raise NotImplementedError
+
+    def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
+        """(the version that it builds on or −1, the message) for a real client that holds version `held` or −1."""
+        raise NotImplementedError
+
+    def receive(self, message: bytes, base: int, held: Vectors, who: Caster) -> Vectors:
+        """What a real client holds after an order that builds on version `base`, as the codec left it."""
+        raise NotImplementedError
+
+    def means(self, held: Vectors, who: Caster) -> Vectors:
+        """What a client trains with that holds this."""
+        return {name: leave(v, who.declared[name], self.codec) for name, v in held.items()}
+
+    @property
+    def builds(self) -> bool:
+        """Whether a client must keep what it holds, because the next message builds on it."""
+        return False
+
+
+@dataclass(frozen=True)
+class Direct(Down):
+    """Each broadcast through the codec, on its own."""
+
+    def open(self, vectors: Vectors, who: Caster) -> Broadcast:
+        return self.send(vectors, None, who)
+
+    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
+        cast = {name: cross_down(self.codec, v, name, who) for name, v in vectors.items()}
+        sizes = {name: c.size for name, c in cast.items()}
+        add_overhead(sizes)
+        frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
+        message = as_tensor(bundle(frames)) if who.real else None
+        return Broadcast(Version({name: c.means for name, c in cast.items()}, sizes, message=message), s)
+
+    def charge(self, versions: list[Version], memory: Vectors) -> tuple[Sizes, Vectors]:
+        names = versions[0].sizes
+        return {name: np.array([v.sizes[name] for v in versions], np.int64) for name in names}, {}
+
+    def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
+        assert newest.message is not None
+        return -1, newest.message.numpy().tobytes()
+
+    def receive(self, message: bytes, base: int, held: Vectors, who: Caster) -> Vectors:
+        return open_frames(message, self.codec, who)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One vector of a broadcast."""
+
+    given: Tensor  # what the codec was given
+    decoded: Tensor  # what it made of it
+    held: Tensor  # what clients hold then
+    means: Tensor  # what that stands for
+    size: int
+    frame: bytes | None
+
+
+def cross_down(codec: Codec, v: Tensor, name: str, who: Caster, base: Tensor | None = None) -> Cast:
+    """A vector through a broadcast's codec; with a `base`, which clients hold already, only the change is sent."""
+    what, layout = who.declared[name], who.layout
+    if what.width is not None:
+        return Cast(v, v, v, v, FRAME_BYTES + 4 * what.width, encode_scalars(v) if who.real else None)
+    given = enter(v, what, codec)
+    seed = rng.key(who.seed, f"down:{name}", who.version)
+    if codec.lossless:
+        frame = codec.encode(v, layout, seed) if who.real else None
+        return Cast(v, v, v, v, codec.size(layout) or 0, frame)
+    given = given if base is None else given - base
+    if who.real:
+        frame = codec.encode(given, layout, seed)
+        decoded, size = codec.decode(frame, layout).to(v.device), len(frame)
+    else:
+        block, lengths = codec.roundtrip(given[None], layout, [seed])
+        frame, decoded, size = None, block[0].to(v.device), lengths[0]
+    held = decoded if base is None else base + decoded
+    return Cast(given, decoded, held, leave(held, what, codec), size, frame)
+
+
+def open_frames(message: bytes, codec: Codec, who: Caster) -> Vectors:
+    """What is in the frames of a broadcast, as the codec decodes it."""
+    got: Vectors = {}
+    for name, frame in unbundle(message, who.declared, who.layout).items():
+        width = who.declared[name].width
+        got[name] = codec.decode(frame, who.layout) if width is None else decode_scalars(frame, width)
+    return got
+
+
+# Messages -------------------------------------------------------------------------------------------
+
+
+def bundle(frames: Mapping[str, bytes]) -> bytes:
+    """Named frames as one message; a lone one is the message, its name being known to both sides."""
+    return next(iter(frames.values())) if len(frames) == 1 else pack_message(frames)
+
+
+def unbundle(message: bytes, names: Iterable[str], layout: Layout) -> dict[str, bytes]:
+    """The frames of a message that must carry just these names."""
+    names = list(names)
+    limit = len(names) * (FRAME_BYTES + 8 * layout.size + 128)  # no codec doubles a vector
+    if len(names) == 1:
+        if len(message) > limit:
+            raise WireError(f"message of {len(message)} bytes is longer than the {limit} this receiver takes")
+        return {names[0]: message}
+    frames = unpack_message(message, limit)
+    if list(frames) != names:
+        raise WireError(f"message carries {list(frames)}, not {names}; run the same algorithm on both sides")
+    return frames
+
+
+def add_overhead(sizes: dict[str, Any]) -> None:
+    """Charge what it takes to put several names into one message to the first."""
+    if extra := message_overhead(tuple(sizes)):
+        first = next(iter(sizes))
+        sizes[first] = sizes[first] + extra
+
+
+@lru_cache
+def message_overhead(names: tuple[str, ...]) -> int:
+    """What it takes to put named frames into one message; a lone frame is the message."""
+    return 0 if len(names) == 1 else len(pack_message(dict.fromkeys(names, b"")))
+
+
+def as_tensor(message: bytes) -> Tensor:
+    """A message as it is kept in a state."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def check_codec(link: str, codec: Any) -> None:
+    """Refuse a link over something that is no codec."""
+    if not isinstance(codec, Codec):
+        raise ConfigError(f"{link}({codec!r}) needs a codec; give one such as fb.codecs.int8()")

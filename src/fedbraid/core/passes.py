@@ -1,0 +1,24 @@
+"""Where compiled passes are hung in by the engines, one function each; without them NumPy and torch give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedbraid.core.codec import Codec
+    from fedbraid.core.layout import Layout
+    from fedbraid.core.rows import Ids, Rows
+
+Numbers = list[float]
+Swap = Callable[["Rows", "Ids", Tensor, Tensor | None, Tensor, Numbers, Numbers, Numbers], bool]
+
+
+def no_swap(codec: Codec | None, layout: Layout) -> Swap | None:
+    """Nothing compiled."""
+    return None
+
+
+swapper: Callable[[Codec | None, Layout], Swap | None] = no_swap

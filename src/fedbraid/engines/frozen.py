@@ -1,0 +1,230 @@
+"""Frozen bodies: what comes before the first trained layer is computed once for each sample, and kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fedbraid.core.layout import _NORMS
+from fedbraid.data import tree
+from fedbraid.data.call import Forward
+from fedbraid.data.tree import Tree
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+
+log = logging.getLogger("fedbraid")
+
+Ends = NDArray[np.int64]
+TOGETHER = 32  # samples of a client that go through the body at once, always the same ones: so bits do not depend on when
+IN_MEMORY = 2**30  # bytes that may be kept in memory; more goes to a file
+
+
+class Frozen:
+    """Stands in for a model's frozen parts: gives back what they gave for the samples of the batch at hand.
+
+    A part qualifies if nothing in it is trained, what it reads depends on nothing trained, it draws no random
+    numbers, keeps no statistics, and treats every sample alone.
+    """
+
+    def __init__(
+        self, module: nn.Module, run: Forward, parts: list[_Part], inputs: Tree, rows: Tensor, ends: Ends
+    ) -> None:
+        self.module, self.parts, self.inputs, self.order, self.ends = module, parts, inputs, rows, ends
+        self.run = run
+        self.group = np.zeros(
+            tree.length(inputs), np.int64
+        )  # of each row; one that two clients hold is the first's
+        self.group[rows.cpu().numpy()[::-1]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))[::-1]
+        self.done = np.zeros(len(ends) - 1, bool)
+        self.rows: Tensor | None = None
+        self.ahead = 0  # parts yet to be reached in a pass that fills the table
+        for part in parts:
+            part.table = [_room(tree.length(inputs), leaf) for leaf in part.sample]
+            part.module.forward = self._stand_in(part, part.module.forward)
+
+    @classmethod
+    def of(cls, task: Task, module: nn.Module) -> Frozen | None:
+        """What stands in for this module's frozen parts while it trains, if there are any."""
+        if task.augment is not None or not len(task.inputs):  # a deployment's server holds no samples
+            return None
+        pieces = [np.arange(lo, hi, TOGETHER) for lo, hi in zip(task.offsets[:-1], task.offsets[1:])]
+        ends = np.append(np.concatenate(pieces), task.offsets[-1])
+        return cls._of(task, module, task.inputs, task.rows, ends)
+
+    @classmethod
+    def of_test(cls, task: Task, module: nn.Module, chunk: int) -> Frozen | None:
+        """The same for the test set, which is judged chunk by chunk."""
+        if task.test is None:
+            return None
+        inputs, count = task.test[0], tree.length(task.test[0])
+        ends = np.append(np.arange(0, count, chunk), count)
+        return cls._of(task, module, inputs, torch.arange(count, device=task.device), ends)
+
+    @classmethod
+    def _of(cls, task: Task, module: nn.Module, inputs: Tree, rows: Tensor, ends: Ends) -> Frozen | None:
+        if all(p.requires_grad for p in module.parameters()):
+            return None
+        if not all(isinstance(leaf, Tensor) for leaf in (*tree.leaves(inputs), *tree.leaves(task.inputs))):
+            return None  # lengths differ from batch to batch, or the table is not there
+        parts = _parts(module, task.run, task.sample)
+        size = sum(part.bytes for part in parts) * tree.length(inputs)
+        if not parts or (size > IN_MEMORY and size > shutil.disk_usage(tempfile.gettempdir()).free // 2):
+            return None
+        log.info("kept once computed: %s (%.1f MB)", ", ".join(p.name for p in parts), size / 1e6)
+        return cls(module, task.run, parts, inputs, rows, ends)
+
+    @contextmanager
+    def at(self, rows: Tensor) -> Iterator[None]:
+        """Inside, the frozen parts give what they gave for these rows of the table."""
+        for group in np.unique(self.group[rows.cpu().numpy()]):
+            if not self.done[group]:
+                self._fill(int(group))
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def _fill(self, group: int) -> None:
+        self.rows = self.order[self.ends[group] : self.ends[group + 1]]
+        self.ahead = len(self.parts)
+        x = tree.numbers(tree.take(self.inputs, self.rows))
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.run(self.module, x)
+        except _Reached:
+            pass
+        self.done[group] = True
+
+    def _stand_in(self, part: _Part, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if self.rows is None:
+                return forward(*args, **kwargs)
+            if not self.ahead:
+                leaves: list[Any] = [t[self.rows] for t in part.table]
+                return pytree.tree_unflatten(leaves, part.spec)
+            out = forward(*args, **kwargs)
+            for t, leaf in zip(part.table, pytree.tree_leaves(out)):
+                t[self.rows] = leaf
+            self.ahead -= 1
+            if not self.ahead:
+                raise _Reached
+            return out
+
+        return stand_in
+
+
+class _Reached(Exception):
+    """The last frozen part has given its output: the rest of the pass is not needed."""
+
+
+@dataclass
+class _Part:
+    name: str
+    module: nn.Module
+    sample: list[Tensor]  # what it gave for two samples
+    spec: pytree.TreeSpec
+
+    def __post_init__(self) -> None:
+        self.table: list[Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(leaf.shape[1:]) * leaf.element_size() for leaf in self.sample)
+
+
+def _parts(module: nn.Module, run: Forward, x: Tree) -> list[_Part]:
+    """The outermost parts that qualify, in the order they run: two passes over two samples tell."""
+    able = {name: m for name, m in module.named_modules() if name and _still(m)}
+    outer = {n: m for n, m in able.items() if not any(n.startswith(f"{o}.") for o in able)}
+    with torch.random.fork_rng(devices=[]):
+        first, second = _look(module, run, x, outer), _look(module, run, tree.take(x, [0, 0]), outer)
+    names = [s.name for s in first]
+    if names != [s.name for s in second]:
+        return []
+    return [
+        _Part(a.name, outer[a.name], pytree.tree_leaves(a.out), pytree.tree_structure(a.out))
+        for a, b in zip(first, second)
+        if names.count(a.name) == 1 and not (a.draws or a.moves) and _sample_by_sample(a.out, b.out)
+    ]
+
+
+@dataclass
+class _Seen:
+    """What happened when a part ran."""
+
+    name: str
+    moves: bool  # it reads what depends on something trained
+    draws: bool  # it drew random numbers
+    out: Any
+
+
+def _look(module: nn.Module, run: Forward, x: Tree, parts: dict[str, nn.Module]) -> list[_Seen]:
+    seen: list[_Seen] = []
+    state: dict[str, Tensor] = {}
+    hooks = []
+    for name, part in parts.items():
+
+        def before(part: nn.Module, args: Any, name: str = name) -> None:
+            state[name] = torch.get_rng_state()
+
+        def after(part: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+            draws = not torch.equal(state[name], torch.get_rng_state())
+            seen.append(_Seen(name, _moves((args, kwargs)), draws, out))
+
+        hooks += [part.register_forward_pre_hook(before), part.register_forward_hook(after, with_kwargs=True)]
+    try:
+        run(module, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _still(m: nn.Module) -> bool:
+    """Whether nothing in a part is trained or counted, and there is work to save."""
+    inner = list(m.modules())
+    weighs = any(
+        p.ndim > 1 for k in inner if not isinstance(k, nn.Embedding) for p in k.parameters(recurse=False)
+    )
+    changes = any(isinstance(k, _NORMS) for k in inner) or any(p.requires_grad for p in m.parameters())
+    return weighs and not changes
+
+
+def _moves(given: Any) -> bool:
+    """Whether what a part reads depends on something trained."""
+    return any(t.requires_grad for t in pytree.tree_leaves(given) if isinstance(t, Tensor))
+
+
+def _sample_by_sample(two: Any, one: Any) -> bool:
+    leaves, alone = pytree.tree_leaves(two), pytree.tree_leaves(one)
+    return len(leaves) == len(alone) > 0 and all(
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.ndim > 0
+        and len(a) == len(b) == 2
+        and torch.allclose(a[0].float(), b[0].float(), rtol=1e-3, atol=1e-4)
+        for a, b in zip(leaves, alone)
+    )
+
+
+def _room(rows: int, like: Tensor) -> Tensor:
+    """A table of so many rows: in memory, or in a file that nobody sees if it is large."""
+    shape = (rows, *like.shape[1:])
+    if math.prod(shape) * like.element_size() <= IN_MEMORY or like.device.type != "cpu":
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    with tempfile.NamedTemporaryFile(prefix="fedbraid-") as file:  # the mapping outlives the name
+        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=like.dtype).view(shape)

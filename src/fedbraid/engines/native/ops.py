@@ -1,0 +1,651 @@
+"""The operations that native code is made of: one class each, which says its C++ type and emits its two calls.
+
+A block is `lanes` samples side by side; sizes are in vectors, of a block where they grow with the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+Shape = tuple[int, ...]
+PIECE = 64  # blocks of a sequence whose weights' gradient is taken at a time, as in kernels.hpp
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's numbers lie: in the vector that is trained, or among the constants beside it."""
+
+    offset: int
+    trained: bool = True
+
+
+class At(Protocol):
+    """What an operation's surroundings are called in the source, at the moment of one of its calls."""
+
+    blocks: int
+    lanes: int
+
+    @property
+    def y(self) -> str: ...
+    @property
+    def dy(self) -> str: ...
+    @property
+    def kept(self) -> str: ...
+    @property
+    def scratch(self) -> str: ...
+    def x(self, i: int = 0) -> str: ...
+    def dx(self, i: int = 0) -> str: ...  # "nullptr" where nobody asks for it
+    def add(self, i: int = 0) -> str: ...  # whether dx holds another operation's share already
+    def w(self, i: int) -> str: ...
+    def dw(self, i: int) -> str: ...  # "nullptr" where the weight is not trained
+    def from_table(self) -> bool: ...  # whether the input is the model's
+    def from_rows(self) -> bool: ...  # and is read as it lies in the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation: the values it reads, the one it writes, its weights' places."""
+
+    inputs: tuple[int, ...]
+    output: int
+    weights: tuple[Place | None, ...] = ()
+    reads_output: ClassVar[bool] = False  # on the way back
+
+    @property
+    def once(self) -> bool:
+        """Whether each number of a weight's gradient is written once for all samples of a chunk."""
+        return True
+
+    @property
+    def kept(self) -> int:
+        """What the way there leaves for the way back, in vectors per block."""
+        return 0
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        """Room that a call needs for itself, in vectors."""
+        return 0
+
+    def type(self) -> str:
+        raise NotImplementedError
+
+    def forward(self, L: str, at: At) -> str:
+        """The call on the way there."""
+        return f"{L}::forward({at.x()}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        """The calls on the way back."""
+        yield f"{L}::backward<{at.add()}>({at.y if self.reads_output else at.x()}, {at.dy}, {at.dx()}, nb);"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        """That the room made here is what the kernels take."""
+        return iter(())
+
+
+def flag(value: object) -> str:
+    return "true" if value else "false"
+
+
+def number(value: float) -> str:
+    return f"{float(value)!r}f"
+
+
+# Maps of rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Op):
+    """The same linear map of each of `rows` rows."""
+
+    i: int
+    o: int
+    rows: int = 1
+
+    @property
+    def once(self) -> bool:
+        return self.rows == 1
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        i, o = (-(-n // lanes) * lanes for n in (self.i, self.o))
+        return (i + o) * (blocks if self.rows == 1 else min(PIECE, blocks * self.rows))
+
+    def type(self) -> str:
+        return f"Linear<{self.i}, {self.o}>"
+
+    def forward(self, L: str, at: At) -> str:
+        if at.from_rows():
+            return f"{L}::forward_rows(rows, {at.w(0)}, {at.w(1)}, {at.y}, nb);"
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, nb * {self.rows});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dw(0) != "nullptr":
+            if self.rows > 1:
+                yield f"{L}::weight_pieces({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb * {self.rows});"
+            elif at.from_table() and self.i % at.lanes == 0:  # the rows are what the turned inputs would be
+                to = f"{at.dw(0)}, (float*)({at.scratch})"
+                yield f"{L}::weight_rows(rows, {at.dy}, {to}, nb, samples, add);"
+            else:
+                yield f"{L}::weight({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb, samples, add);"
+        if at.dw(1) != "nullptr":
+            yield f"{L}::bias({at.dy}, {at.dw(1)}, nb * {self.rows}, {self.o}, add);"
+        if at.dx() != "nullptr":
+            yield f"{L}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {at.dx()}, nb * {self.rows});"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        n = at.blocks if self.rows == 1 else min(PIECE, at.blocks * self.rows)
+        yield f"{L}::turned * {n} == {self.scratch(at.lanes, at.blocks)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding(Op):
+    """Rows of a table by number, `t` of them a sample; the row `skip` is not trained."""
+
+    count: int
+    f: int
+    t: int
+    skip: int = -1
+
+    @property
+    def once(self) -> bool:
+        return False
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        return -(-self.f // lanes) * lanes
+
+    def type(self) -> str:
+        return f"Embedding<{self.count}, {self.f}, {self.t}, {self.skip}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb, samples);"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+
+
+_CELLS = {"GruCell": (3, 4, 2), "LstmCell": (4, 5, 4), "TanhCell": (1, 1, 1)}  # GATES, KEPT, JOINT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Op):
+    """One layer of a recurrent net in one direction: [t][i] to [t][h]; weights wi, wh, bi, bh."""
+
+    cell: str
+    i: int
+    h: int
+    t: int
+    reversed: bool = False
+    reads_output: ClassVar[bool] = True
+
+    @property
+    def once(self) -> bool:
+        return False
+
+    @property
+    def kept(self) -> int:
+        return self.t * self.h * _CELLS[self.cell][1]
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        gates, _, joint = _CELLS[self.cell]
+        i, h, g, j = (-(-n // lanes) * lanes for n in (self.i, self.h, gates * self.h, joint * self.h))
+        return max(blocks * max(gates * self.h, 2 * self.h), PIECE * max(i + g, h + j))
+
+    def type(self) -> str:
+        return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {flag(self.reversed)}>"
+
+    def forward(self, L: str, at: At) -> str:
+        weights = ", ".join(at.w(k) for k in range(4))
+        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {at.scratch}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        grads = ", ".join(at.dw(k) for k in range(4))
+        add = at.add() if at.dx() != "nullptr" else "false"
+        yield (
+            f"{L}::backward<{add}>({at.x()}, {at.y}, {at.w(0)}, {at.w(1)}, {at.dy}, {at.dx()}, {grads},"
+            f" {at.kept}, {at.scratch}, nb);"
+        )
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::kept == {self.kept}"
+        yield f"{L}::scratch({at.blocks}) == {self.scratch(at.lanes, at.blocks)}"
+
+
+# Images -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv(Op):
+    """A convolution of [i][h][w], for each of `groups` groups of i inputs and o outputs."""
+
+    i: int
+    h: int
+    w: int
+    o: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    groups: int = 1
+
+    @property
+    def once(self) -> bool:
+        return self.groups == 1
+
+    @property
+    def _kept(self) -> int:
+        (py, px) = self.padding
+        return self.i * (self.h + 2 * py) * (self.w + 2 * px) if py or px else 0
+
+    @property
+    def kept(self) -> int:
+        return self._kept * self.groups
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        ky, kx = self.kernel
+        return self.o * self.i * ky * kx // lanes + 1 + self.o * (self.h + ky - 1) * (self.w + kx - 1)
+
+    def type(self) -> str:
+        numbers = (self.i, self.h, self.w, self.o, *self.kernel, *self.stride, *self.padding)
+        return f"Conv<{', '.join(map(str, numbers))}>"
+
+    def forward(self, L: str, at: At) -> str:
+        x, w, b, y, kept, loop, nb = self._where(L, at.x(), at.w(0), at.w(1), at.y, at.kept)
+        return f"{loop}{L}::forward({x}, {w}, {b}, {y}, {kept}, {at.scratch}, {nb});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        x, dw, db, dy, kept, loop, nb = self._where(L, at.x(), at.dw(0), at.dw(1), at.dy, at.kept)
+        if (dw, db) != ("nullptr", "nullptr"):
+            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {nb}, add);"
+        if at.dx() != "nullptr":
+            dx, w, _, dy, _, loop, nb = self._where(L, at.dx(), at.w(0), "nullptr", at.dy, at.kept)
+            yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
+
+    def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
+        """The places of one call, group by group and block by block where there are groups."""
+        if self.groups == 1:
+            return x, w, b, y, kept, "", "nb"
+        loop = f"for (int n = 0; n < nb; n++) for (int s = 0, k = n * {self.groups}; s < {self.groups}; s++, k++) "
+        each = [f"{x} + k * {L}::in_size", f"{w} + s * {L}::weights", f"{b} + s * {self.o}"]
+        each = ["nullptr" if at.startswith("nullptr") else at for at in each]
+        return each[0], each[1], each[2], f"{y} + k * {L}::out_size", f"{kept} + k * {L}::kept", loop, "1"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::packed + {L}::spread == {self.scratch(at.lanes, at.blocks)}"
+        yield f"{L}::kept == {self._kept}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool(Op):
+    """What both poolings are: windows of each channel."""
+
+    c: int
+    h: int
+    w: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int] = (0, 0)
+
+    def type(self) -> str:
+        numbers = (self.c, self.h, self.w, *self.kernel, *self.stride, *self.padding)
+        return f"Pool<{', '.join(map(str, numbers))}>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxPool(Pool):
+    """The largest of a window, and of 0 where a ReLU is part of it."""
+
+    rectify: bool = False
+    reads_output: ClassVar[bool] = True
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::max_forward<{flag(self.rectify)}>({at.x()}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        flags = f"{flag(self.rectify)}, {at.add()}"
+        yield f"{L}::max_backward<{flags}>({at.x()}, {at.y}, {at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanPool(Pool):
+    """The mean of a window; `divisor` 0 counts the places inside the image."""
+
+    divisor: int = 0
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::mean_forward<{self.divisor}>({at.x()}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::mean_backward<{self.divisor}, {at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Op):
+    """GroupNorm of [c][each] in each of `rows` rows; LayerNorm is one group of channels of one number."""
+
+    c: int
+    each: int
+    groups: int
+    eps: float
+    rows: int = 1
+
+    @property
+    def kept(self) -> int:
+        return 2 * self.groups * self.rows
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        return 2 * self.c
+
+    def type(self) -> str:
+        return f"GroupNorm<{self.c}, {self.each}, {self.groups}>"
+
+    def forward(self, L: str, at: At) -> str:
+        rest = f"{at.kept}, {number(self.eps)}, nb * {self.rows}"
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {rest});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        wanted = at.dx() != "nullptr"
+        flags = f"{at.add() if wanted else 'false'}, {flag(wanted)}"
+        rest = f"{at.dy}, {at.dx()}, {at.dw(0)}, {at.dw(1)}, {at.scratch}, nb * {self.rows}, add"
+        yield f"{L}::backward<{flags}>({at.x()}, {at.w(0)}, {at.kept}, {rest});"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::sums == {self.scratch(at.lanes, at.blocks)}"
+        yield f"{L}::kept * {self.rows} == {self.kept}"
+
+
+# Numbers one by one -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Map(Op):
+    """A function of each number whose slope its value tells: Relu, Tanh, Sigmoid, or Leaky with its slope."""
+
+    function: str
+    n: int
+    reads_output: ClassVar[bool] = True
+
+    def type(self) -> str:
+        return f"Map<{self.function}, {self.n}>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Op):
+    """The sum of two values of one shape."""
+
+    n: int
+
+    def type(self) -> str:
+        return f"Add<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i in range(2):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::backward<{at.add(i)}>({at.dy}, {at.dx(i)}, nb);"
+
+
+# Where numbers lie ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice(Op):
+    """[outer][dim][inner] to [outer][count][inner]: those from `start` on, `step` apart."""
+
+    outer: int
+    dim: int
+    inner: int
+    start: int
+    count: int
+    step: int = 1
+
+    def type(self) -> str:
+        numbers = (self.outer, self.dim, self.inner, self.start, self.count, self.step)
+        return f"Slice<{', '.join(map(str, numbers))}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concat(Op):
+    """[outer][a] and [outer][b] to [outer][a + b]."""
+
+    outer: int
+    a: int
+    b: int
+
+    def type(self) -> str:
+        return f"Concat<{self.outer}, {self.a}, {self.b}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i in range(2):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::backward<{i}, {at.add(i)}>({at.dy}, {at.dx(i)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permute(Op):
+    """Dimensions in another order."""
+
+    sizes: Shape
+    order: Shape
+
+    def type(self) -> str:
+        steps = [math.prod(self.sizes[d + 1 :]) for d in self.order]
+        sizes = [self.sizes[d] for d in self.order]
+        pad = 4 - len(sizes)
+        return f"Permute<{', '.join(map(str, [1] * pad + sizes + [0] * pad + steps))}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Op):
+    """[outer][dim][inner] to [outer][inner]: the mean, or the sum, over dim."""
+
+    outer: int
+    dim: int
+    inner: int
+    scale: float
+
+    def type(self) -> str:
+        return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, {number(self.scale)}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, {number(self.scale)}, nb);"
+
+
+# Rows and their neighbours ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve(Map):
+    """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu."""
+
+    reads_output: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rms(Op):
+    """RMSNorm of each of `rows` rows of n numbers."""
+
+    n: int
+    rows: int
+    eps: float
+
+    @property
+    def kept(self) -> int:
+        return self.rows
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        return self.n
+
+    def type(self) -> str:
+        return f"RmsNorm<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        rest = f"{at.y}, {at.kept}, {number(self.eps)}, nb * {self.rows}"
+        return f"{L}::forward({at.x()}, {at.w(0)}, {rest});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        rest = f"{at.kept}, {at.dy}, {at.dx()}, {at.dw(0)}, {at.scratch}, nb * {self.rows}, add"
+        add = at.add() if at.dx() != "nullptr" else "false"
+        yield f"{L}::backward<{add}>({at.x()}, {at.w(0)}, {rest});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax(Op):
+    """Softmax, or its logarithm, of each of `rows` rows of n numbers."""
+
+    n: int
+    rows: int
+    log: bool = False
+    reads_output: ClassVar[bool] = True
+
+    def type(self) -> str:
+        return f"{'LogSoftmax' if self.log else 'Softmax'}<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, nb * {self.rows});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.y}, {at.dy}, {at.dx()}, nb * {self.rows});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout(Op):
+    """Some of n numbers made 0, `each` that follow each other together; not in evaluation."""
+
+    n: int
+    each: int
+    p: float
+
+    def type(self) -> str:
+        return f"Dropout<{self.n}, {self.each}, {self.output}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, key, {_drop(self.p)}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, key, {_drop(self.p)}, nb);"
+
+
+def _drop(p: float) -> str:
+    """The probability, and what the numbers that are left are multiplied by."""
+    return f"{number(p)}, {number(1 / (1 - p) if p < 1 else 0)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Op):
+    """From [t][3e], queries, keys and values side by side, to [t][e]; a second input says which keys are absent."""
+
+    t: int
+    e: int
+    heads: int
+    p: float  # of dropping a weight; the weight at 0 is what is added to the scores
+
+    @property
+    def kept(self) -> int:
+        return self.heads * self.t * self.t
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        return 2 * self.t * self.t
+
+    def type(self) -> str:
+        return f"Attention<{self.t}, {self.e}, {self.heads}, {self.output}>"
+
+    def forward(self, L: str, at: At) -> str:
+        absent = at.x(1) if len(self.inputs) > 1 else "nullptr"
+        rest = f"{at.y}, {at.kept}, {at.scratch}, key, {_drop(self.p)}, nb"
+        return f"{L}::forward({at.x()}, {at.w(0)}, {absent}, {rest});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        rest = f"{at.dy}, {at.dx()}, {at.kept}, {at.scratch}, key, {_drop(self.p)}, nb"
+        yield f"{L}::backward<{at.add()}>({at.x()}, {rest});"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::kept == {self.kept} && {L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+
+
+# Arithmetic -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affine(Op):
+    """a x + b for two numbers a and b."""
+
+    n: int
+    a: float = 1.0
+    b: float = 0.0
+
+    def type(self) -> str:
+        return f"Affine<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, {number(self.a)}, {number(self.b)}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, {number(self.a)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiply(Op):
+    """The product of two values of one shape."""
+
+    n: int
+
+    def type(self) -> str:
+        return f"Multiply<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i in range(2):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::backward<{at.add(i)}>({at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift(Op):
+    """The same n numbers, trained or not, added to each of `rows` rows."""
+
+    n: int
+    rows: int
+
+    def type(self) -> str:
+        return f"Shift<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.y}, nb * {self.rows});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        add = at.add() if at.dx() != "nullptr" else "false"
+        yield f"{L}::backward<{add}>({at.dy}, {at.dx()}, {at.dw(0)}, nb * {self.rows}, add);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Op):
+    """1 where a number is, or is not, a certain one, else 0: a mask, which has no gradient."""
+
+    n: int
+    value: float
+    equal: bool
+
+    def type(self) -> str:
+        return f"Compare<{self.n}, {flag(self.equal)}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, {number(self.value)}, nb);"

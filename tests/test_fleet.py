@@ -1,0 +1,599 @@
+"""Can a fleet be trusted: who may do what, who comes back, and what one bad node can do to the others?
+
+Real Flower processes on loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import fedbraid as fb
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+import httpx
+from fleets import LONG, Fleet, driven, in_process, make_app, make_user
+from flwr.app import Error, Message
+from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
+from flwr.proto.fab_pb2 import Fab
+from flwr.proto.fleet_pb2 import PullMessagesRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+
+from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
+from fedbraid.deploy import check, doctor, keys
+from fedbraid.deploy.bound import Bound
+from fedbraid.deploy.node import Memory
+from fedbraid.deploy.notes import Troubles
+from fedbraid.deploy.operator import Operator, build
+from fedbraid.deploy.project import init
+from fedbraid.deploy.sign import is_signed, read_trusted, sign
+from fedbraid.deploy.trial import Flower, free_port
+from fedbraid.errors import ConfigError, EngineError, RunError, WireError
+
+pytestmark = pytest.mark.engines
+
+app = pytest.fixture(scope="module")(make_app)
+user = pytest.fixture(scope="module")(make_user)
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("secrets") / "keys"
+    keys.make(folder, ["127.0.0.1"], 5)  # a key that was removed never comes back
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flower(secrets, tmp_path_factory):
+    """The documented fleet: a SuperLink behind the gate, and two registered nodes that trust the operator alone."""
+    with Flower(tmp_path_factory.mktemp("flower"), secrets) as made:
+        made.link()
+        with made.operator as operator:
+            for i in range(2):
+                operator.register(secrets / f"node-{i}.pub")
+                start(made, i, secrets)
+        yield made
+
+
+def start(flower, i, secrets, **about):
+    state = str(flower.scratch / "nodes")
+    about = {"name": f"node-{i}", "client": i, "share": i, "state": state} | about
+    flower.node(f"node-{i}", about, secrets / f"node-{i}.key")
+
+
+@pytest.fixture
+def fleet(flower, app, tmp_path):
+    return Fleet(flower, app, tmp_path)
+
+
+# Who may do what --------------------------------------------------------------------------------------
+
+POST = {"content-type": "application/protobuf"}
+
+
+def asked(client, port, path, message, **headers):
+    """The status that a request is answered with."""
+    url = f"https://127.0.0.1:{port}{path}"
+    return client.post(url, content=message.SerializeToString(), headers=POST | headers).status_code
+
+
+@pytest.mark.quick
+def test_a_stranger_with_the_ca_certificate_gets_nowhere(flower, fleet, app, secrets, tmp_path):
+    """Next to the documented fleet, which works; the stranger is on the same machine, even."""
+    with flower.operator as operator:
+        registered = operator.nodes()
+        runs = operator.runs()
+    stranger = tmp_path / "stranger"
+    keys.make(stranger, ["127.0.0.1"], 1)
+    shutil.copy(secrets / "ca.crt", stranger / "ca.crt")  # all that the stranger has of ours
+
+    # with Flower's own command line, at the nodes' port and at the operator's
+    for port in (flower.port, flower.control):
+        home = tmp_path / f"home-{port}"
+        home.mkdir()
+        lines = [
+            "[superlink.it]",
+            f'address = "127.0.0.1:{port}"',
+            f'root-certificates = "{stranger}/ca.crt"',
+        ]
+        (home / "config.toml").write_text("\n".join(lines))
+        for words in (
+            ["ls", "it"],
+            ["run", str(app), "it"],
+            ["supernode", "register", f"{stranger}/node-0.pub", "it"],
+        ):
+            done = flwr(home, *words)
+            assert done.returncode != 0, (port, words, done.stdout)
+
+    # by hand, with and without a token of its own
+    node = Node(node_id=registered[0].id)
+    whole = [
+        ("/v1/control/list-runs", ListRunsRequest()),
+        ("/v1/control/register-node", RegisterNodeRequest(public_key=b"mine")),
+        ("/v1/control/start-run", StartRunRequest(fab=Fab(hash_str="a", content=build(app)))),
+        ("/v1/runtime/acquire-task", AcquireTaskRequest(supported_task_types=["serverapp"])),
+        ("/v1/fleet/pull-messages", PullMessagesRequest(node=node)),
+        ("/v1/fleet/register-node", RegisterNodeRequest(public_key=b"mine")),
+        ("/openapi.json", ListRunsRequest()),
+    ]
+    forged, _ = keys.signed(None)
+    with httpx.Client(verify=check._context(stranger)) as client:
+        for port in (flower.port, flower.control):
+            for path, message in whole:
+                for headers in (
+                    {},
+                    {"authorization": "Bearer guessed"},
+                    forged,
+                    {"host": "x/v1/control/list-runs?"},
+                ):
+                    assert asked(client, port, path, message, **headers) in (401, 403, 404), (
+                        port,
+                        path,
+                        headers,
+                    )
+    with (
+        pytest.raises(EngineError, match="401"),
+        Operator(stranger, f"127.0.0.1:{flower.control}") as operator,
+    ):
+        operator.nodes()
+
+    # as a node with a key of its own
+    flower.node("stranger", {"name": "node-0", "share": 2}, stranger / "node-0.key")
+    fleet.run(schedule="rounds(2, clients=2)", nodes=2, minimum=2)
+    assert [r["nodes"] for r in fleet.records] == [2, 2]
+    assert not any("trouble" in r for r in fleet.records)
+    assert "SuperNode ID" not in flower.log("stranger").read_text(errors="replace")
+    with flower.operator as operator:
+        assert [n.id for n in operator.nodes()] == [n.id for n in registered]
+        assert len(operator.runs()) == len(runs) + 1
+
+
+def flwr(home, *words):
+    tool = os.path.join(os.path.dirname(sys.executable), "flwr")
+    env = {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+    return subprocess.run([tool, *words], env=env, capture_output=True, text=True, timeout=LONG)
+
+
+def test_check_finds_the_gate_shut_and_a_bare_superlink_open(flower, secrets, tmp_path):
+    shut = check.look(secrets, f"127.0.0.1:{flower.port}", f"127.0.0.1:{flower.control}")
+    assert all(trial.good for trial in shut), shut
+    bare = Flower(tmp_path / "bare", secrets)
+    with bare:
+        bare.port = bare.control = free_port()
+        words = ["--host", "127.0.0.1", "--port", str(bare.port), "--disable-runtime-dependency-installation"]
+        words += ["--ssl-ca-certfile", str(secrets / "ca.crt"), "--ssl-certfile", str(secrets / "server.crt")]
+        words += ["--ssl-keyfile", str(secrets / "server.key"), "--enable-supernode-auth"]
+        bare.start("superlink", "flower-superlink", words)
+        bare.wait_for_port()
+        found = check.look(secrets, f"127.0.0.1:{bare.port}", f"127.0.0.1:{bare.port}")
+    bad = {(trial.api, trial.tried) for trial in found if not trial.good}
+    assert ("control", "as anybody with ca.crt") in bad
+    assert ("runtime", "take a task") in bad
+    assert not any(trial.api == "node" for trial in found if not trial.good)
+
+
+def test_only_what_the_operator_signed_runs(flower, fleet, app, secrets, tmp_path):
+    """Not even the operator's token runs code without the signing key."""
+    thief = tmp_path / "thief"
+    keys.make(thief, ["127.0.0.1"], 0)
+    for name in ("ca.crt", "operator.token"):
+        shutil.copy(secrets / name, thief / name)
+    with Operator(thief, f"127.0.0.1:{flower.control}") as operator:
+        before = operator.runs()  # may look
+        with pytest.raises(EngineError, match="signed this app"):
+            operator.start(app, {})
+        with pytest.raises(EngineError, match="only signed apps"), operator._calling("start") as client:
+            client.StartRun(StartRunRequest(fab=Fab(hash_str="a", content=build(app))))
+        assert operator.runs() == before
+
+
+def test_a_node_runs_only_what_a_key_signed_that_it_trusts(flower, fleet, secrets, tmp_path):
+    """Whoever has the SuperLink does not have the nodes."""
+    other = tmp_path / "other"
+    keys.make(other, ["127.0.0.1"], 0)
+    with flower.operator as operator:
+        operator.register(secrets / "node-2.pub")
+    words = [
+        "--root-certificates",
+        str(secrets / "ca.crt"),
+        "--trusted-entities",
+        str(other / "trusted.yaml"),
+    ]
+    about = {"name": "node-2", "client": 2, "share": 2, "state": str(tmp_path)}
+    flower.node("node-2", about, secrets / "node-2.key", words)
+    try:
+        fleet.submit(schedule="rounds(1, clients=3)", nodes=3)
+        status = fleet.wait(lambda status: status["trouble"] and status["nodes"] == 2)
+        assert "verif" in status["trouble"][0]["why"].lower(), status
+    finally:
+        flower.end("node-2")
+        with flower.operator as operator:
+            operator.stop(operator.runs()[0]["run"])
+            operator.unregister(secrets / "node-2.pub")
+            assert len(operator.nodes()) == 2
+
+
+def test_a_signature_is_of_one_bundle_by_one_key(tmp_path):
+    keys.make(tmp_path / "a", ["h"], 0)
+    keys.make(tmp_path / "b", ["h"], 0)
+    trusted = read_trusted(tmp_path / "a" / "trusted.yaml")
+    signed = sign(b"bundle", tmp_path / "a" / "signing.key")
+    assert is_signed(b"bundle", signed, trusted)
+    assert not is_signed(b"bundlf", signed, trusted)
+    assert not is_signed(b"bundle", sign(b"bundle", tmp_path / "b" / "signing.key"), trusted)
+    assert not is_signed(b"bundle", dict.fromkeys(trusted, "{}"), trusted)
+    assert not is_signed(b"bundle", dict.fromkeys(trusted, "["), trusted)
+    late = {name: about.replace('"signed_at": ', '"signed_at": 1') for name, about in signed.items()}
+    assert not is_signed(b"bundle", late, trusted)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "operator", "word"),
+    [
+        ("0.0.0.0:8000", "0.0.0.0:8001", "reached from elsewhere"),
+        ("127.0.0.1:8000", "127.0.0.1:8000", "cannot share port"),
+        ("0.0.0.0:8000", "127.0.0.2:8001", "not valid for 127.0.0.2"),
+    ],
+)
+def test_a_link_that_would_be_unsafe_does_not_start(nodes, operator, word, secrets, tmp_path):
+    from fedbraid.deploy.link import parse_address, serve
+
+    with pytest.raises(ConfigError, match=word):
+        serve(secrets, parse_address(nodes), parse_address(operator), tmp_path / "db")
+
+
+# What one node can do to the others ---------------------------------------------------------------------
+
+
+def huge(size):
+    """The second node uploads this in every entry of its update, finite as it is."""
+
+    def mischief(node, order, reply):
+        if order.metadata.message_type == "train" and node == 101:
+            answer, layout = reply.content["fedbraid"], fb.Layout.of(torch.nn.Linear(5, 3))
+            forged = frame(0, 0, layout.fingerprint, np.full(layout.size, size, "<f4").tobytes())
+            several = not answer["blob"].startswith(MAGIC)
+            answer["blob"] = (
+                pack_message({**unpack_message(answer["blob"], 10**6), "delta": forged})
+                if several
+                else forged
+            )
+        return reply
+
+    return mischief
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.0])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["fednova()", "fedadavr(lr=0.1, memory='fp16')", "with_codecs(fedavg(), down=fp16())", "fedavg()"],
+)
+def test_an_upload_that_no_step_can_be_taken_with_is_refused(algorithm, factor, user, tmp_path):
+    grid = in_process(user, tmp_path, 3, huge(1e18))
+    driver = driven(
+        user, grid, tmp_path / "run", algorithm=algorithm, schedule="rounds(3, clients=3)", norm_factor=factor
+    )
+    records = list(driver.folder.records())
+    assert [r["step"] for r in records] == [1, 2, 3]
+    assert not any(1 in r["clients"] for r in records)
+    troubles = [t for r in records for t in r.get("trouble", [])]
+    assert {(t["client"], t["node"]) for t in troubles} == {(1, "101")}
+    assert all(("beyond" if factor else "no step can be taken") in t["why"] for t in troubles), troubles
+
+
+def test_honest_uploads_of_any_size_are_taken_and_learned_from(tmp_path):
+    """Early and late, of one step and of a thousand; only what is out of all proportion is refused."""
+    x, bound = torch.ones(100), Bound(100.0)
+    for norm, steps in ((50.0, 1), (3.0, 10), (0.5, 1), (900.0, 1000), (2.0, 1), (0.01, 1), (150.0, 200)):
+        bound.took(bound.judge({"delta": torch.full((1, 100), norm / 10)}, steps, x))
+    with pytest.raises(WireError, match="norm-factor=100 times the median"):
+        bound.judge({"delta": torch.full((1, 100), 1e4)}, 1, x)
+    again = Bound.restore(100.0, json.loads(json.dumps(bound.note())))
+    assert again == bound
+    assert Bound(0.0).judge({"delta": torch.full((1, 100), 1e30)}, 1, x)
+    with pytest.raises(WireError, match="a million times"):
+        Bound(100.0).judge({"delta": torch.full((1, 100), 1e9)}, 1, x)
+
+
+def test_failing_nodes_are_asked_ever_more_rarely(user, tmp_path):
+    """However fast they fail; what is told of it stays small."""
+
+    def fail(node, order, reply):
+        return Message(Error(1, f"attempt {len(grid.orders)}"), reply_to=order)
+
+    grid = in_process(user, tmp_path, 3, lambda node, order, reply: reply)
+    grid.mischief = lambda *about: fail(*about) if about[1].metadata.message_type == "train" else about[2]
+    with pytest.raises(RunError, match="can be continued"):
+        driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=3)", deadline=6.0, too_few="stop")
+    orders = [node for _, node, kind in grid.orders if kind == "train"]
+    assert 3 <= len(orders) <= 3 * 6  # 1/2 + 1 + 2 + 4 s at least between one node's first five
+    assert (tmp_path / "run" / "status.json").stat().st_size < 50_000
+
+
+def test_what_is_told_of_trouble_is_bounded():
+    troubles = Troubles()
+    for i in range(100_000):
+        troubles.add(i % 7, i % 7, f"reason {i % 1000}" * 100)
+    found = troubles.take()
+    assert len(found["trouble"]) == 100
+    assert sum(t["times"] for t in found["trouble"]) + found["more_trouble"] == 100_000
+    assert len(json.dumps(found)) < 100_000
+    assert len(troubles.told) <= 2000
+    assert troubles.take() == {}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "rounds(2, clients=3)",
+        "rounds(2, clients=[[0, 1], [0, 1]])",
+        "buffered(steps=2, buffer=1, concurrency=2)",
+    ],
+)
+def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, user, tmp_path):
+    """Many deadlines pass before the third node comes."""
+    grid = in_process(user, tmp_path, 3)
+    third, honest, seen = grid.nodes.pop(102), grid.get_nodes, []
+
+    def nodes():
+        seen.append(len(grid.orders))
+        if len(seen) == 60:
+            grid.nodes[102] = third
+        return honest()
+
+    grid.get_nodes = nodes
+    driver = driven(user, grid, tmp_path / "run", schedule=schedule, nodes=3, deadline=0.05)
+    assert seen[59] == 2  # two introductions and no order
+    assert len(list(driver.folder.records())) == 2
+
+
+def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
+    def dies(node, order, reply):
+        if order.metadata.message_type == "train" and len(grid.orders) == 4 + 1:
+            grid.woke[node] = "again"
+            return None
+        return reply
+
+    grid = in_process(user, tmp_path, 3, dies)
+    driver = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
+    records = list(driver.folder.records())
+    assert [sorted(r["clients"]) for r in records] == [[0, 1, 2]] * 2
+    assert ["started again" in t["why"] for t in records[0]["trouble"]] == [True]
+
+
+# Who is who -----------------------------------------------------------------------------------------------
+
+
+def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tmp_path):
+    """Nor its number and memory, whatever else it is registered for; and its own key brings it back."""
+    with flower.operator as operator:
+        operator.register(secrets / "node-3.pub")
+    fleet.misbehave(0, "honest", "hold")
+    fleet.submit(schedule="rounds(3, clients=2)", nodes=2, minimum=1, deadline=LONG)
+    fleet.wait_for(step=1, busy=1)
+    flower.end("node-1")
+    fleet.wait_for(nodes=1)
+    about = {"name": "node-1", "client": 1, "share": 2, "state": str(tmp_path / "impostor")}
+    flower.node("impostor", about, secrets / "node-3.key")
+    try:
+        status = fleet.wait(lambda status: status["trouble"])
+        assert "'node-1', which belongs to the key" in status["trouble"][0]["why"]
+        assert status["nodes"] == 1
+        flower.end("impostor")
+        start(flower, 1, secrets)
+        fleet.wait_for(nodes=2)
+        fleet.let_go(0)
+        fleet.wait_for(state="done")
+        assert fleet.records[-1]["nodes"] == 2
+    finally:
+        with flower.operator as operator:
+            operator.unregister(secrets / "node-3.pub")
+
+
+# Who comes back --------------------------------------------------------------------------------------------
+
+
+def of_node(home, *words):
+    """The processes of a node's service that have all these words in their command."""
+    mark = f"FEDBRAID_NODE={home}".encode()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found += [process] if all(w in " ".join(process.cmdline()) for w in words) else []
+    return found
+
+
+@contextlib.contextmanager
+def service(flower, key, name, state, *more):
+    """`fedbraid deploy node`, for as long as this lasts."""
+    words = [
+        "deploy",
+        "node",
+        str(key),
+        "--superlink",
+        f"127.0.0.1:{flower.port}",
+        "--name",
+        name,
+        "--state",
+        str(state),
+    ]
+    words += [w for pair in more for w in ("-c", pair)]
+    with open(flower.scratch / f"{name}.log", "ab") as log:
+        process = subprocess.Popen([sys.executable, "-m", "fedbraid", *words], stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        assert process.wait(60) in (0, -signal.SIGKILL)
+
+
+def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_path):
+    """Its SuperNode, its executor, the app in mid-task, or the service itself and all at once."""
+    state = tmp_path / "state"
+    home = state / ".svc"
+    with flower.operator as operator:
+        operator.register(secrets / "node-4.pub")
+    for name in ("node-0", "node-1"):
+        flower.end(name)
+    try:
+        with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
+            fleet.misbehave(2, "hold", "hold", "hold")
+            fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
+            for left, victim in ((2, "flower-supernode"), (1, "flower-superexec")):
+                wait_until(
+                    lambda left=left: lines_left(fleet) == left
+                )  # its app is in the middle of an order
+                held = of_node(home, "flwr-clientapp")
+                of_node(home, victim)[0].kill()
+                wait_until(lambda held=held: not any(app.is_running() for app in held))  # no orphan
+            wait_until(lambda: lines_left(fleet) == 0)  # it has the same order for the third time
+            process.kill()  # the service itself, and its children are left alone
+            process.wait()
+        with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
+            fleet.wait_for(state="done")
+            assert [r["clients"] for r in fleet.records] == [[0]] * 4
+        assert of_node(home) == []
+    finally:
+        with flower.operator as operator:
+            operator.unregister(secrets / "node-4.pub")
+        for i in range(2):
+            start(flower, i, secrets)
+
+
+def lines_left(fleet):
+    return len((fleet.place / "mischief-2").read_text().splitlines())
+
+
+def wait_until(true):
+    end = time.monotonic() + LONG
+    while not true():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.2)
+
+
+# What is going on --------------------------------------------------------------------------------------------
+
+
+def findings(folder, nodes, control):
+    return {one.what: one for one in doctor.examine(folder, f"127.0.0.1:{nodes}", f"127.0.0.1:{control}")}
+
+
+def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path):
+    fleet.misbehave(0, "hold")
+    fleet.submit(schedule="rounds(1, clients=2)", nodes=2, minimum=2, seed=1)
+    fleet.wait_for(busy=1)
+    told = doctor.status(secrets, f"127.0.0.1:{flower.control}")
+    assert sum(n["status"] == "online" for n in told["nodes"]) == 2
+    inside = told["folder"]
+    assert inside["wait"]["for"] == "uploads of round 1"
+    assert inside["wait"]["until"] > time.time()
+    assert [one["name"] for one in inside["fleet"] if one["asked"] is not None] == ["node-0"]
+    assert any("waiting for uploads of round 1" in line for line in told["log"])
+    fleet.let_go(0)
+    fleet.wait_for(state="done")
+
+    found = findings(secrets, flower.port, flower.control)
+    assert {what for what, one in found.items() if not one.good} == {
+        f"node-{i}.key" for i in (2, 3, 4)
+    }  # not registered
+    assert "node-2.pub" in found["node-2.key"].todo
+    for what in ("keys", "ca.crt", "server.crt", "clocks", "versions there", "nodes", "who may do what"):
+        assert found[what].good
+
+    alone = tmp_path / "alone"  # what a node has
+    alone.mkdir()
+    for name in ("ca.crt", "node-1.key", "trusted.yaml"):
+        shutil.copy(secrets / name, alone / name)
+    assert all(one.good for one in findings(alone, flower.port, flower.control).values())
+    (alone / "node-1.key").chmod(0o644)
+    assert "chmod 600" in findings(alone, flower.port, flower.control)["keys"].todo
+
+    other = tmp_path / "other"
+    keys.make(other, ["127.0.0.1"], 0)
+    assert (
+        "ca.crt is not the one" in findings(other, flower.port, flower.control)["SuperLink, for nodes"].todo
+    )
+    nobody = findings(secrets, free_port(), free_port())
+    assert not nobody["SuperLink, for nodes"].good
+    assert not nobody["SuperLink, for the operator"].good
+
+
+def test_doctor_shows_the_server_apps_own_error(flower, fleet, secrets):
+    for process in psutil.Process(flower.processes["superlink"].pid).children():
+        if "flower-superexec" in " ".join(process.cmdline()):
+            process.kill()  # it is started again, or no run would ever start
+    with flower.operator as operator:
+        run = operator.start(fleet.app, {"algorithm": "fedavgg()", "out": str(fleet.folder.path)})
+        wait_until(lambda: next(r for r in operator.runs() if r["run"] == run)["status"] == "finished")
+    found = findings(secrets, flower.port, flower.control)[f"run {run}"]
+    assert not found.good
+    assert "unknown algorithm 'fedavgg'" in found.found
+    assert "Traceback" in found.todo
+    assert "fedavgg" in doctor.status(secrets, f"127.0.0.1:{flower.control}")["traceback"]
+
+
+def test_units_are_what_systemd_takes(secrets, tmp_path):
+    key, config = str(secrets / "node-0.key"), "path=/data/100% of 'it' $HOME"
+    for words in (["link", str(secrets)], ["node", key, "--superlink", "fl.example.org:8000", "-c", config]):
+        unit = tmp_path / f"fedbraid-{words[0]}.service"
+        done = subprocess.run(
+            [sys.executable, "-m", "fedbraid", "deploy", *words, "--unit", str(unit)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"-m fedbraid deploy {words[0]}" in unit.read_text()
+        if (tool := shutil.which("systemd-analyze")) is not None:
+            said = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True)
+            assert (said.returncode, said.stderr) == (0, ""), said
+    assert "\"path=/data/100%% of 'it' $$HOME\"" in unit.read_text()
+
+
+def test_recipes_pass_their_linters():
+    recipes = Path(__file__).parent.parent / "docs" / "recipes"
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    for words in (
+        [shellcheck, *recipes.glob("*.sbatch")],
+        [Path(sys.executable).with_name("kubernetes-validate"), "--strict", recipes / "kubernetes.yaml"],
+    ):
+        said = subprocess.run(words, capture_output=True, text=True)
+        assert said.returncode == 0, said
+
+
+def test_a_damaged_memory_says_what_to_do(tmp_path):
+    memory = Memory(3, {}, {"job": {"h": torch.ones(1, 4)}})
+    memory.write(tmp_path, keep_down=False)
+    file = tmp_path / "memory.safetensors"
+    whole = file.read_bytes()
+    for cut in range(0, len(whole), 7):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(RunError, match="is damaged"):
+            Memory.read(tmp_path)
+    file.write_bytes(whole)
+    assert Memory.read(tmp_path).after["job"]["h"].tolist() == [[1.0] * 4]
+
+
+def test_a_deployment_goes_into_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match="cannot hold a deployment"):
+            init(place)

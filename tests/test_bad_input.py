@@ -384,7 +384,7 @@ def test_a_full_disk_leaves_the_last_step(tmp_path):
     out = tmp_path / "run"
     code = DISK.format(tests=str(Path(__file__).parent), out=str(out))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 7, done.stderr
     assert "free space, then resume: the last committed step is intact" in done.stdout

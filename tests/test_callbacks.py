@@ -151,7 +151,7 @@ def test_wandb(blobs, tmp_path):
 
     result = run(blobs, callbacks.WandB(folder=tmp_path))
     (path,) = tmp_path.rglob("*.wandb")
-    logged, deadline = {}, time.monotonic() + 20
+    logged, deadline = {}, time.monotonic() + 600
     while len(logged) < len(result.history) and time.monotonic() < deadline:  # another process writes it
         for raw in frames(path.read_bytes()):
             record = wandb_internal_pb2.Record()

@@ -18,6 +18,7 @@ import content  # noqa: E402
 import maths  # noqa: E402
 
 ELSEWHERE = (
+    ROOT / "experiments" / "README.md",
     *sorted(ROOT.glob("experiments/*/README.md")),
     *content.PICTURES,
     *sorted(ROOT.glob("notebooks/**/*.ipynb")),

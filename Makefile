@@ -92,7 +92,7 @@ define pinned
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --constraint constraints.in torch
 	build/lock/bin/python -m pip install --quiet --constraint constraints.in '.[$(1)]'
-	{ echo '# Every version that make installs; `make lock` makes it anew.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > $(2)
+	{ echo '# Every version that make installs; made by `make lock`.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > $(2)
 endef
 comma := ,
 

@@ -625,18 +625,20 @@ def long_run(count: int, out: Path) -> list[dict[str, Any]]:
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """What came of a long run, as the page shows it."""
+    """What came of a long run, as the page shows it; axis by axis once every two parts were checked."""
     came = {row["id"]: row for row in rows}
-    pairs = [came[name(chosen)] for chosen, _ in couples()]
+    two = [name(chosen) for chosen, _ in couples()]
+    pairs = [came[key] for key in two if key in came]
     draws = [row for key, row in came.items() if key.startswith("draw ")]
-    lines = ["| | combinations | agree | refused | differ |", "| --- | --- | --- | --- | --- |"]
-    for what, some in (("every two parts", pairs), ("draws of all seven", draws)):
+    lines = ["| | checked | agree | refused | differ |", "| --- | --- | --- | --- | --- |"]
+    for what, some in ((f"two parts, of {len(two)} pairs", pairs), ("draws of all seven", draws)):
         kinds = Counter(row["kind"] for row in some)
         lines.append(f"| {what} | {len(some)} | {kinds['agrees']} | {kinds['refused']} | {kinds['misses']} |")
-    lines += ["", f"| | {' | '.join(list(AXES)[1:])} |", "| --- |" + " --- |" * (len(AXES) - 1)]
-    for i, one in enumerate(list(AXES)[:-1]):
-        cells = [""] * i + [_cell(came, one, other) for other in list(AXES)[i + 1 :]]
-        lines.append(f"| {one} | {' | '.join(cells)} |")
+    if len(pairs) == len(two):
+        lines += ["", f"| | {' | '.join(list(AXES)[1:])} |", "| --- |" + " --- |" * (len(AXES) - 1)]
+        for i, one in enumerate(list(AXES)[:-1]):
+            cells = [""] * i + [_cell(came, one, other) for other in list(AXES)[i + 1 :]]
+            lines.append(f"| {one} | {' | '.join(cells)} |")
     refused = [f"| {row['id']} | {row['text']} |" for row in pairs if row["kind"] == "refused"]
     lines += ["", "| refused | because |", "| --- | --- |", *refused] if refused else []
     return "\n".join(lines)

@@ -365,3 +365,62 @@ def test_the_event_queue_keeps_up_with_a_large_population(record_property):
     record_property("events_per_second", round(rate))
     assert events == 20_000
     assert rate > 5_000  # far below what any machine does; quadratic behaviour would be
+
+
+# Poisson rounds --------------------------------------------------------------------------------------------
+
+
+def test_poisson_rounds_take_each_client_by_its_own_draw():
+    drawn = ticks(fb.rounds(4000, clients=2, sampling="poisson"))
+    sizes = np.array([len(t.clients) for t in drawn])
+    assert sizes.mean() == pytest.approx(2, abs=5 * math.sqrt(1.8 / 4000))
+    assert sizes.var() == pytest.approx(20 * 0.1 * 0.9, rel=0.1)  # binomial; a fixed cohort's would be 0
+    assert (sizes == 0).mean() == pytest.approx(0.9**20, abs=0.03)
+    visits = Counter(c for t in drawn for c in t.clients.tolist())
+    assert all(abs(visits[c] - 400) < 5 * math.sqrt(4000 * 0.1 * 0.9) for c in range(20))
+    assert all(t.versions.tolist() == [t.step] * len(t.clients) for t in drawn)
+
+
+def test_poisson_rounds_on_a_clock():
+    drawn = ticks(fb.rounds(50, clients=1, sampling="poisson", durations=clock.halfnormal()))
+    assert any(not len(t.clients) for t in drawn)
+    assert all(later.time > sooner.time for sooner, later in pairwise(drawn))
+    assert all(t.spans.shape == (len(t.clients), 2) for t in drawn)
+
+
+def test_a_round_that_nobody_came_to_moves_nothing(blobs, tmp_path):
+    schedule = fb.rounds(30, clients=1, sampling="poisson")
+    work = fb.Work(lr=0.05, epochs=1, batch=8)
+    straight = fb.simulate(blobs, fb.fedadam(), work, schedule, seed=3)
+    empty = [r for r in straight.history if not r["clients"]]
+    assert 3 < len(empty) < 20
+    assert len(straight.history) == 30
+    assert all(r["bytes_up"] == r["bytes_down"] == 0 and "train_loss" not in r for r in empty)
+    norms = {r["step"]: r["norm"] for r in straight.history}
+    assert all(norms[r["step"]] == norms[r["step"] - 1] for r in empty if r["step"] > 1)
+
+    class Stopped(Exception):
+        pass
+
+    class Stop:
+        def step(self, record, run):
+            if record["step"] == 17:
+                raise Stopped
+
+    with pytest.raises(Stopped):
+        fb.simulate(blobs, fb.fedadam(), work, schedule, seed=3, out=tmp_path / "run", callbacks=[Stop()])
+    resumed = fb.resume(tmp_path / "run")
+    assert resumed.x.equal(straight.x)
+    assert [r["clients"] for r in resumed.history] == [r["clients"] for r in straight.history]
+
+
+def test_bad_poisson_rounds_are_refused(blobs):
+    with pytest.raises(
+        fb.FedbraidError, match=r"7 of 6 clients is a Poisson rate of 1\.17, above 1; ask for at most 6"
+    ):
+        fb.simulate(blobs, fb.fedavg(), fb.Work(), fb.rounds(1, clients=7, sampling="poisson"))
+    with pytest.raises(fb.FedbraidError, match="unknown sampling 'poison'; did you mean 'poisson'"):
+        fb.rounds(1, sampling="poison")
+    for more in ({"clients": [[0]]}, {"over": 1.5}, {"timeout": 1.0}):
+        with pytest.raises(fb.FedbraidError, match="Poisson rounds take whoever is drawn"):
+            fb.rounds(1, sampling="poisson", **more)

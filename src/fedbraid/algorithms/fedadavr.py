@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
-from fedbraid.algorithms.memory import everybody
+from fedbraid.algorithms.memory import Remembered, SumOfMemories, everybody, remembering
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Beside, Info, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import Ledger, Swapping
 from fedbraid.core.optim import SERVER, Optimise, Optimiser, TrustRatio, named
-from fedbraid.core.transform import Scale, pipeline
+from fedbraid.core.transform import Scale
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links import codecs
 
@@ -35,8 +35,7 @@ class VarianceReduced(Beside):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.normalise not in ("cohort", "population"):
-            raise ConfigError(f"normalise={self.normalise!r} is not known; use 'cohort' or 'population'")
+        _check_normalise(self.normalise)
 
     def init(self, x: Tensor, layout: Layout) -> Ledger:
         return Ledger.open(x, self.codec, layout)  # every y_i is 0 at first
@@ -59,6 +58,27 @@ class VarianceReduced(Beside):
         return s.without(client)
 
 
+@dataclass(frozen=True)
+class ReducedOfMemories(SumOfMemories):
+    """The same with every y_j held by its client, whose δ_i = g_i − y_i came up: r = Σ_S p_i δ_i + Σ_N p_j y_j; G = η r."""
+
+    normalise: str = "cohort"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_normalise(self.normalise)
+
+    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
+        P_N = everybody(self.weights, info)
+        part = 1.0 if self.normalise == "cohort" else P_S / P_N
+        return info.lr * (part * change + (old.total / P_N).float())  # eq. 6 and 8
+
+
+def _check_normalise(normalise: str) -> None:
+    if normalise not in ("cohort", "population"):
+        raise ConfigError(f"normalise={normalise!r} is not known; use 'cohort' or 'population'")
+
+
 MEMORIES = {None: None, "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": codecs.int4()}
 
 
@@ -66,11 +86,19 @@ MEMORIES = {None: None, "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": co
 def fedadavr(
     optimizer: str = "adam", lr: float = 0.01, memory: str | None = None, normalise: str = "cohort",
     beta1: float | None = None, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0,
-    layerwise: bool = True, weights: str = "samples",
+    layerwise: bool = True, weights: str = "samples", held: str = "server",
 ) -> Algorithm:  # fmt: skip
-    """FedAdaVR: remember every client's last update, correct with it, step adaptively; memory="int4" quantises it."""
+    """FedAdaVR: remember every client's last update, correct with it, step adaptively; memory="int4" quantises it.
+
+    With held="client" each client keeps its own, and uploads what changed.
+    """
     if memory not in MEMORIES:
         raise unknown("memory", str(memory), [m for m in MEMORIES if m])
+    if memory is not None and held == "client":
+        raise ConfigError(
+            f"memory={memory!r} is what a server stores, and held='client' leaves it none; give the upload a codec, such as"
+            f" fb.with_codecs(fb.fedadavr(held='client'), up=fb.codecs.{memory}())"
+        )
     gather = VarianceReduced(weights, codec=MEMORIES[memory], normalise=normalise)
     kind = named(optimizer, SERVER)
     if kind is Optimiser:
@@ -79,4 +107,6 @@ def fedadavr(
         first = (0.0 if optimizer == "adagrad" else 0.9) if beta1 is None else beta1
         optimiser = kind(first, beta2, eps)  # type: ignore[call-arg]
     trust = [TrustRatio(layerwise)] if optimizer == "lamb" else []
-    return Algorithm(gather=gather, server=pipeline(Optimise(optimiser, weight_decay), *trust, Scale(lr)))
+    own = ReducedOfMemories(weights, normalise=normalise)
+    steps = (Optimise(optimiser, weight_decay), *trust, Scale(lr))
+    return remembering(held, weights, gather, own, *steps, rated=True)

@@ -1,4 +1,7 @@
-"""Server memory of every client's last update: FedVARP and ClusterFedVARP (Jhunjhunwala et al. 2022), MIFA (Gu et al. 2021)."""
+"""Memory of every client's last update: FedVARP and ClusterFedVARP (Jhunjhunwala et al. 2022), MIFA (Gu et al. 2021).
+
+The server keeps it, or each client its own (`held="client"`): then differences go up, and the server keeps one sum.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
-from fedbraid.core.gather import Beside, Info, Uploads, fold
+from fedbraid.core.declare import Upload
+from fedbraid.core.gather import Beside, Gather, Info, Mean, Uploads, check_weights, fold
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import Ledger, Swapping
-from fedbraid.core.transform import Scale, pipeline
-from fedbraid.errors import ConfigError
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import Ints
 
 
@@ -58,6 +63,118 @@ class Mifa(LastUpdates):
 def everybody(weights: str, info: Info) -> float:
     """Σ_N p_j before it is normalised."""
     return info.samples if weights == "samples" else float(info.N)
+
+
+# Held by clients ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnMemory(Rule):
+    """The client keeps y_i: δ_i = Δ_i − y_i goes up, and y_i ← y_i + δ_i as it was received.
+
+    `rated` remembers Δ_i/η instead; `counted` uploads the weight of a first visit too.
+    """
+
+    weights: str = "samples"
+    rated: bool = False
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+
+    def uploads(self) -> tuple[Upload, ...]:
+        first = (Upload("first", width=1, uniform=True, signed=False),) if self.counted else ()
+        return (Upload("change", scale=1.0), *first)
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"y_i": torch.zeros_like(x), "w_i": torch.zeros(1, device=x.device)}
+
+    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+        moved = (loc.x - y) / loc.lr if self.rated else loc.x - y
+        change = {"change": moved - loc.memory["y_i"]}
+        return change | ({"first": self._p(loc) - loc.memory["w_i"]} if self.counted else {})
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"y_i": loc.memory["y_i"] + got["change"], "w_i": self._p(loc)}
+
+    def leave(self, memory: Vectors) -> Vectors:
+        w = memory["w_i"]
+        return {"change": -w * memory["y_i"]} | ({"first": -w} if self.counted else {})
+
+    def _p(self, loc: Local) -> Tensor:
+        return loc.n if self.weights == "samples" else torch.ones_like(loc.n)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Σ w_j y_j in float64 over what clients hold, and Σ w_j where it is counted."""
+
+    total: Tensor
+    seen: float = 0.0
+
+
+@dataclass(frozen=True)
+class SumOfMemories(Transform):
+    """The server's sum of what clients hold, from the mean of their changes. A subclass says what update that makes."""
+
+    weights: str = "samples"
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+
+    def init(self, x: Tensor, layout: Layout) -> Remembered:
+        return Remembered(torch.zeros_like(x, dtype=torch.float64))
+
+    def accounts(self) -> tuple[Upload, ...]:
+        return (Upload("weight", width=1, uniform=True),)
+
+    def account(self, up: Uploads) -> Vectors:
+        return {"weight": up.p(self.weights)}
+
+    def update(self, u: Vectors, s: Remembered, x: Tensor, info: Info) -> tuple[Vectors, Remembered]:
+        P_S = info.cohort * float(u["weight"])
+        seen = info.cohort * float(u["first"]) if "first" in u else 0.0
+        new = Remembered(s.total + P_S * u["change"].double(), s.seen + seen)
+        delta = self.made(u["change"], P_S, s, new, info)
+        return {**u, "delta": delta, "gathered": delta}, new
+
+    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
+        """The update, of the cohort's mean change and its weight."""
+        raise NotImplementedError
+
+    def leave(self, s: Remembered, share: Vectors) -> Remembered:
+        seen = float(share["first"]) if "first" in share else 0.0
+        return Remembered(s.total + share.get("change", 0), s.seen + seen)
+
+
+@dataclass(frozen=True)
+class VarpOfMemories(SumOfMemories):
+    """FedVARP: Σ_S p_i δ_i + Σ_N p_j y_j, the memories as they were."""
+
+    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
+        return change + (old.total / everybody(self.weights, info)).float()
+
+
+@dataclass(frozen=True)
+class MifaOfMemories(SumOfMemories):
+    """MIFA: Σ p_j y_j over every client seen so far, the memories as they are now."""
+
+    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
+        return (new.total / new.seen).float()
+
+
+def remembering(
+    held: str, weights: str, server: Gather, clients: SumOfMemories, *steps: Transform, **rule: bool
+) -> Algorithm:
+    """A gather that remembers, or clients that do and a sum of what they hold; then the server's steps."""
+    if held not in ("server", "client"):
+        raise unknown("held", held, ["server", "client"])
+    if held == "server":
+        return Algorithm(gather=server, server=pipeline(*steps))
+    return Algorithm(OwnMemory(weights, **rule), Mean(weights), pipeline(clients, *steps))
+
+
+# One for several clients ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,15 +247,15 @@ class ClusterVarp(Beside):
 
 
 @builder
-def fedvarp(lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """FedVARP: SAGA over clients, with plain averaging steps."""
-    return Algorithm(gather=Varp(weights), server=pipeline(Scale(lr)))
+def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server") -> Algorithm:
+    """FedVARP: SAGA over clients, with plain averaging steps; held="client" leaves each update with its client."""
+    return remembering(held, weights, Varp(weights), VarpOfMemories(weights), Scale(lr))
 
 
 @builder
-def mifa(lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """MIFA: the mean of every client's last update, over all clients seen so far."""
-    return Algorithm(gather=Mifa(weights), server=pipeline(Scale(lr)))
+def mifa(lr: float = 1.0, weights: str = "samples", held: str = "server") -> Algorithm:
+    """MIFA: the mean of every client's last update, over all clients seen so far; held="client" leaves it with them."""
+    return remembering(held, weights, Mifa(weights), MifaOfMemories(weights), Scale(lr), counted=True)
 
 
 @builder

@@ -97,7 +97,7 @@ class Settings:
     def when(self) -> Schedule:
         """Rounds, or steps whenever enough uploads are there."""
         from fedbraid.parse import evaluate
-        from fedbraid.schedule import Schedule, buffered, immediate, rounds
+        from fedbraid.schedule import Rounds, Schedule, buffered, immediate, rounds
 
         names: Names = {"rounds": rounds, "buffered": buffered, "immediate": immediate}
         made = evaluate(self.schedule, names, "schedule") if isinstance(self.schedule, str) else self.schedule
@@ -105,4 +105,6 @@ class Settings:
             raise ConfigError(
                 f"{self.schedule!r} is no schedule; use rounds(...), buffered(...) or immediate(...)"
             )
+        if isinstance(made, Rounds) and made.sampling == "poisson":
+            raise ConfigError("Poisson rounds are drawn in simulation only; deploy with sampling='fixed'")
         return made

@@ -85,7 +85,7 @@ def two_strokes(
     """(what is sent out, what is evaluated, the server's new state) of a gathered update."""
     mean, buffers = u.get("delta"), info.layout.buffers
     u, server = algorithm.server.update(u, server, x, info)
-    move = u["delta"]
+    move, mean = u["delta"], u.get("gathered", mean)
     if buffers is not None and mean is not None:  # running statistics are averaged, whatever the optimiser
         move = move.clone()
         move[buffers] = mean[buffers]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedbraid.core import rng
 from fedbraid.core.check import plain_numbers, whole
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
 
 Ints = NDArray[np.int64]
@@ -91,7 +91,8 @@ class Rounds(Schedule):
     """Sample a cohort uniformly without replacement, wait for it, step.
 
     With `over` > 1 more are asked than needed and the first `clients` count; with a `timeout` those
-    that take longer are dropped. A round in which nobody is in time is asked anew.
+    that take longer are dropped. A round in which nobody is in time is asked anew. With `sampling="poisson"` each
+    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty.
     """
 
     clients: int | float | tuple[tuple[int, ...], ...] = 10
@@ -99,9 +100,18 @@ class Rounds(Schedule):
     timeout: float | None = None
     durations: clock.Durations = field(default_factory=clock.constant)
     bandwidth: clock.bandwidth | None = None
+    sampling: str = "fixed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.sampling not in ("fixed", "poisson"):
+            raise unknown("sampling", str(self.sampling), ["fixed", "poisson"])
+        if self.sampling == "poisson" and (
+            isinstance(self.clients, tuple) or (self.over, self.timeout) != (1, None)
+        ):
+            raise ConfigError(
+                "Poisson rounds take whoever is drawn; leave out given cohorts, over and timeout, or use sampling='fixed'"
+            )
         if isinstance(self.clients, float):
             if not 0 < self.clients <= 1:
                 raise ConfigError(
@@ -133,6 +143,9 @@ class Rounds(Schedule):
         return max(1, min(wanted, N))
 
     def caution(self, N: int) -> str | None:
+        if self.sampling == "poisson":
+            self.rate(N)
+            return None
         if not isinstance(self.clients, int) or self.clients <= N:
             return None
         return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
@@ -157,6 +170,8 @@ class Rounds(Schedule):
                     f"the cohort of round {step} is not a set of clients 0 to {N - 1}: {fixed.tolist()}"
                 )
             return fixed, self.durations.mean, 0, None
+        if self.sampling == "poisson":
+            return self._drawn(N, seed, step, message)
         wanted, waited = self.cohort(N), 0.0
         for attempt in range(1000):
             asked = rng.generator(seed, "cohort", step, attempt).choice(
@@ -166,10 +181,7 @@ class Rounds(Schedule):
             steady = isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1
             if steady and self.durations.mean <= limit:  # all at once, and in time
                 return asked, self.durations.mean, 0, None
-            took = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
-            took = took * [self.durations.factor(int(c)) for c in asked]
-            if self.bandwidth is not None:
-                took = took + [self.bandwidth.seconds(int(c), *message) for c in asked]
+            took = self._took(asked, seed, step, attempt, message)
             order = np.argsort(took, kind="stable")[:wanted]
             kept = np.sort(order[took[order] <= limit])
             if len(kept):
@@ -180,6 +192,37 @@ class Rounds(Schedule):
         raise ConfigError(
             f"no client finished within timeout={self.timeout} in 1000 tries; raise the timeout or shorten the work"
         )
+
+    def rate(self, N: int) -> float:
+        """With which probability a client takes part in a round."""
+        assert isinstance(self.clients, int | float)
+        rate = self.clients if isinstance(self.clients, float) else self.clients / N
+        if rate > 1:
+            raise ConfigError(
+                f"{self.clients} of {N} clients is a Poisson rate of {rate:.3g}, above 1; ask for at most {N} clients a round"
+            )
+        return rate
+
+    def _drawn(
+        self, N: int, seed: int, step: int, message: tuple[float, float]
+    ) -> tuple[Ints, float, int, Floats | None]:
+        """A Poisson round: an empty one takes as long as one of average clients."""
+        drawn = np.flatnonzero(rng.uniform(seed, "poisson", step, np.arange(N)) < self.rate(N)).astype(
+            np.int64
+        )
+        steady = isinstance(self.durations, clock.constant) and self.bandwidth is None
+        if steady or not len(drawn):
+            return drawn, self.durations.mean, 0, None if steady else np.zeros((0, 2))
+        took = self._took(drawn, seed, step, 0, message)
+        return drawn, float(took.max()), 0, np.stack([np.zeros(len(drawn)), took], 1)
+
+    def _took(self, asked: Ints, seed: int, step: int, attempt: int, message: tuple[float, float]) -> Floats:
+        """How long each of them takes."""
+        took = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
+        took = took * [self.durations.factor(int(c)) for c in asked]
+        if self.bandwidth is not None:
+            took = took + [self.bandwidth.seconds(int(c), *message) for c in asked]
+        return took
 
 
 @dataclass(frozen=True)
@@ -337,8 +380,12 @@ def rounds(
     timeout: float | None = None,
     durations: clock.Durations | None = None,
     bandwidth: clock.bandwidth | None = None,
+    sampling: str = "fixed",
 ) -> Rounds:
-    """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round."""
+    """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
+
+    With sampling="poisson" that many take part on average, each by its own draw.
+    """
     if isinstance(clients, Sequence) and not isinstance(clients, str):
         try:
             clients = tuple(tuple(int(c) for c in cohort) for cohort in clients)
@@ -346,7 +393,7 @@ def rounds(
             raise ConfigError(
                 f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
             ) from error
-    return Rounds(steps, clients, over, timeout, durations or clock.constant(), bandwidth)
+    return Rounds(steps, clients, over, timeout, durations or clock.constant(), bandwidth, sampling)
 
 
 def buffered(

@@ -67,7 +67,7 @@ def _work(work: Work) -> dict[str, Any]:
 def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
     said: dict[str, Any] = {"rounds": schedule.steps}
     match schedule:
-        case Rounds(clients=tuple()):
+        case Rounds(clients=tuple()) | Rounds(sampling="poisson"):
             return None
         case Rounds():
             whole = isinstance(schedule.clients, float) and schedule.clients == 1

@@ -137,11 +137,6 @@ class Watched:
     def describe(self) -> str:
         return self.engine.describe()
 
-    @property
-    def grad(self) -> Gradient:
-        """What the engine computes with."""
-        return self.engine.grad  # type: ignore[attr-defined, no-any-return]
-
     def close(self) -> None:
         self.engine.close()
         taken = self.seconds / max(self.steps, 1)

@@ -311,7 +311,7 @@ def test_toml(call: Call) -> None:
         ("optimizer", "optimiser", "did you mean 'optimizer'"),
         ("clients = 20", "cleints = 20", "unknown option of digits 'cleints'"),
         ('name = "digits"', "", "has no name in [task]"),
-        ("lr = 0.05", 'lr = "fast"', "is no number"),
+        ("lr = 0.05", 'lr = "fast"', "unknown lr 'fast'"),
         ("rounds = 4", "rounds = 4.5", "not a count"),
         ("epochs = 2", "epochs = 2\nsteps = 3", "both epochs=2 and steps=3"),
         ("[task]", "task = 3\n[rest]", "write a section [task]"),

@@ -13,8 +13,8 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.data import tree
+from fedbraid.engines.flops import of_task as forward
 from fedbraid.errors import DataError
-from fedbraid.study.flops import forward
 
 LOOP = "in_process(backend='loop')"
 VMAP = "in_process(backend='vmap')"

@@ -52,11 +52,15 @@ def test_a_large_job_is_measured_once(cache, monkeypatch):
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-def test_a_measured_run_is_resumed_with_the_same_bits(cache, monkeypatch, tmp_path):
+def test_a_measured_run_records_the_bits_of_its_engine(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(auto, "WORTH", 0.0)
     monkeypatch.setattr(auto, "_candidates", lambda *_: {"native": lambda: 1.0})
-    fb.simulate(convolutional(), fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "run")
-    assert len(fb.resume(tmp_path / "run", task=convolutional()).history) == 2
+    found = []
+    for engine in ("auto", "in_process(backend='native')"):
+        out = tmp_path / engine[:4]
+        fb.simulate(convolutional(), fb.fedavg(), WORK, fb.rounds(1, clients=2), engine=engine, out=out)
+        found.append(json.loads((out / "run.json").read_text())["bits"])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])

@@ -266,7 +266,7 @@ def on_top(start: Section, given: Section) -> Section:
 
 
 def _plain(work: Section) -> bool:
-    return work.get("optimizer", "sgd") == "sgd"
+    return bool(work.get("optimizer", "sgd") == "sgd")
 
 
 def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:

@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 ENGINES := .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks chromium lock clean
+.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,7 +35,7 @@ test-browser: $(VENV)/.docs chromium  ## reports, live pages and the site in hea
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs -m browser
 
 chromium:
-	@command -v chromium google-chrome >/dev/null || { \
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
 	  command -v apt-get >/dev/null || { echo "install Chromium first"; exit 1; }; \
 	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
@@ -50,9 +50,10 @@ $(ENGINES)/.ready: pyproject.toml constraints-engines.txt
 	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt --editable '.[dev,ray,flower]'
 	@touch $@
 
-lint: $(READY)  ## ruff, format and rules
+lint: $(READY)  ## ruff, format and rules, and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo --no-cache
 
 types: $(READY)  ## mypy, strict on the package
 	$(BIN)/mypy
@@ -67,12 +68,20 @@ $(VENV)/.docs: $(READY)
 tables: $(READY)  ## write the tables that stand in docs/ anew
 	$(BIN)/python docs/_site/content.py
 
+pictures: $(READY) chromium  ## make the pictures of the docs from real runs
+	$(BIN)/python docs/_site/screenshots.py
+
 docs: $(VENV)/.docs  ## the site, into build/site/index.html; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
+OUT ?=  # a folder for what comes out; in place where it is empty
+BOOKS = docs/_site/run_notebooks.py $(if $(strip $(OUT)),--out $(OUT))
 notebooks: $(VENV)/.docs $(ENGINES)/.notebooks  ## run the notebooks again and keep what comes out
-	$(BIN)/python docs/_site/run_notebooks.py notebooks/own-model-and-data.ipynb notebooks/byte-budget.ipynb
-	$(ENGINES)/bin/python docs/_site/run_notebooks.py notebooks/simulation-to-deployment.ipynb
+	$(BIN)/python $(BOOKS) notebooks/class/*.ipynb notebooks/own-model-and-data.ipynb notebooks/byte-budget.ipynb
+	$(ENGINES)/bin/python $(BOOKS) notebooks/simulation-to-deployment.ipynb
+
+class: $(VENV)/.docs  ## run the short notebooks for a class, some ten seconds each
+	$(BIN)/python $(BOOKS) notebooks/class/*.ipynb
 
 $(ENGINES)/.notebooks: $(ENGINES)/.ready
 	$(ENGINES)/bin/python -m pip install --quiet 'nbclient>=0.10' 'ipykernel>=6.29'
@@ -83,7 +92,7 @@ define pinned
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --constraint constraints.in torch
 	build/lock/bin/python -m pip install --quiet --constraint constraints.in '.[$(1)]'
-	{ echo '# Every version that make installs; made by `make lock`.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > $(2)
+	{ echo '# Every version that make installs; `make lock` makes it anew.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > $(2)
 endef
 comma := ,
 

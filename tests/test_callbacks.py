@@ -151,7 +151,7 @@ def test_wandb(blobs, tmp_path):
 
     result = run(blobs, callbacks.WandB(folder=tmp_path))
     (path,) = tmp_path.rglob("*.wandb")
-    logged, deadline = {}, time.monotonic() + 20
+    logged, deadline = {}, time.monotonic() + 600
     while len(logged) < len(result.history) and time.monotonic() < deadline:  # another process writes it
         for raw in frames(path.read_bytes()):
             record = wandb_internal_pb2.Record()
@@ -188,7 +188,7 @@ def frames(data):
 )
 def test_missing_extras(make, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(fb.errors.MissingExtra, match=rf"fedbraid\[{extra}\]"):
+    with pytest.raises(fb.errors.MissingExtra, match=f"the extra '{extra}'"):
         make()
 
 
@@ -330,7 +330,7 @@ def test_export_command(trained, tmp_path, capsys):
 
 def test_onnx_missing(trained, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(fb.errors.MissingExtra, match=r"fedbraid\[onnx\]"):
+    with pytest.raises(fb.errors.MissingExtra, match="the extra 'onnx'"):
         trained.export(tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
 

@@ -165,7 +165,7 @@ def test_killed_and_resumed(grid, tmp_path):
     command = [sys.executable, "-m", "fedbraid", "compare", "digits", "avg: fedavg", "prox: fedprox(mu=0.1)"]
     command += [*SMALL, "--rounds", "150", "--seeds", "2", "--out", str(out), "--quiet"]
     running = subprocess.Popen(command)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not any(p.stat().st_size > 20_000 for p in out.rglob("metrics.jsonl")):
         assert time.monotonic() < deadline
         assert running.poll() is None
@@ -173,7 +173,7 @@ def test_killed_and_resumed(grid, tmp_path):
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     assert not all((p.parent / "model.safetensors").exists() for p in out.rglob("run.json"))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while True:  # its workers end by themselves, and let go of their folders
         try:
             found = resume(out)
@@ -194,12 +194,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
         [*command, "--out", str(out)], stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background has none
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not list(out.rglob("metrics.jsonl")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(running.pid, signal.SIGINT)
-    _, said = running.communicate(timeout=30)
+    _, said = running.communicate(timeout=600)
     assert running.returncode == 130
     assert said == f"fedbraid: stopped; what is done is kept. Continue with: fedbraid compare {out}\n"
 

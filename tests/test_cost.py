@@ -9,7 +9,8 @@ import torch
 
 import fedbraid as fb
 from fedbraid.cli import main, papers
-from fedbraid.study.cost import Crowd, estimate, forward_flops, operations
+from fedbraid.engines.flops import forward_flops
+from fedbraid.study.cost import Crowd, estimate, operations
 
 
 def test_fedgbo_tables_4_and_10_within_one_percent() -> None:

@@ -442,7 +442,9 @@ def test_decoded_images_are_kept_until_the_file_changes(root, monkeypatch):
 def test_missing_extra_says_what_to_install(root, monkeypatch):
     write(root / "shakespeare/leaf-clients.parquet", b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingExtra, match=r"reading parquet files needs .* pip install 'fedbraid\[data\]'"):
+    with pytest.raises(
+        MissingExtra, match="reading parquet files needs the extra 'data'; install it with: pip install"
+    ):
         tasks.load("shakespeare", root=root)
 
 

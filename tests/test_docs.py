@@ -25,7 +25,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").glob("*/README.md")),
 ]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").rglob("*.ipynb"))
 
 sys.path.insert(0, str(ROOT / "docs/_site"))
 import books  # noqa: E402
@@ -189,6 +189,7 @@ def test_the_site_in_a_browser(site, chromium, width):
     wrong: list[object] = []
     with serving(site) as home:
         page = chromium.new_page(viewport={"width": width, "height": 844})
+        page.set_default_timeout(600_000)  # a busy machine is slow, not wrong
         page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith((home, "data:")) else None)
@@ -218,6 +219,7 @@ OVERRUN = """() => [...document.querySelectorAll(
 @pytest.mark.browser
 def test_the_search_works_from_a_file(site, chromium):
     page = chromium.new_page(viewport={"width": 1280, "height": 844})
+    page.set_default_timeout(600_000)
     asked: list[str] = []
     page.on("request", lambda r: asked.append(r.url))
     page.goto((site / "index.html").as_uri())

@@ -150,4 +150,4 @@ def test_simulate_takes_what_the_contract_shows():
 
 def test_importing_fedbraid_does_not_import_torch():
     code = "import sys, fedbraid; assert 'torch' not in sys.modules; fedbraid.errors; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.data.batches import Batch, Flip
+from fedbraid.data.augment import Flip
+from fedbraid.data.batches import Batch
 from fedbraid.engines import frozen
 from fedbraid.engines.gradients import Loop
 

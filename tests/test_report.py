@@ -380,6 +380,7 @@ class Seen:
 
     def __init__(self, browser, url, **options):
         self.context = browser.new_context(**options)
+        self.context.set_default_timeout(600_000)  # a busy machine is slow, not wrong
         self.page = self.context.new_page()
         self.errors, self.requests = [], []
         self.page.on(

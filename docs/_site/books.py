@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 def page(path: Path) -> str:
     """The notebook as Markdown, pictures inside it."""
     cells = json.loads(path.read_text())["cells"]
     parts = [part for cell in cells for part in _cell(cell)]
-    note = f"*This page is the notebook `notebooks/{path.name}` as `make notebooks` ran it.*"
+    note = f"*This page is the notebook `{path.relative_to(ROOT).as_posix()}` as `make notebooks` ran it.*"
     return "\n\n".join([parts[0], note, *parts[1:]]) + "\n"
 
 

@@ -18,9 +18,10 @@ import content  # noqa: E402
 import maths  # noqa: E402
 
 ELSEWHERE = (
+    ROOT / "experiments" / "README.md",
     *sorted(ROOT.glob("experiments/*/README.md")),
     *content.PICTURES,
-    *sorted(ROOT.glob("notebooks/*.ipynb")),
+    *sorted(ROOT.glob("notebooks/**/*.ipynb")),
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
 )

@@ -1,8 +1,8 @@
-"""Run the notebooks from top to bottom and keep what comes out: `make notebooks`, or name some as arguments."""
+"""Run notebooks from top to bottom and keep what comes out, in place or with --out in another folder: `make notebooks`."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -10,10 +10,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
 
-
-def run(path: Path) -> None:
+def run(path: Path, out: Path | None) -> None:
     """One notebook, in a folder of its own that goes again."""
     begun, book = time.monotonic(), nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as place:
@@ -23,10 +21,16 @@ def run(path: Path) -> None:
         client.execute()
     book.metadata.pop("widgets", None)
     book.metadata.language_info = {"name": "python"}
-    nbformat.write(book, path)
+    place = path if out is None else out / path.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(book, place)
     print(f"{path.name}: {time.monotonic() - begun:.0f} s")
 
 
 if __name__ == "__main__":
-    for each in [Path(a) for a in sys.argv[1:]] or sorted(NOTEBOOKS.glob("*.ipynb")):
-        run(each)
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("notebooks", nargs="+", type=Path)
+    asked.add_argument("--out", type=Path)
+    given = asked.parse_args()
+    for each in given.notebooks:
+        run(each, given.out)

@@ -1,8 +1,6 @@
-"""Make the pictures of docs/compare.md: run a comparison in a terminal, report it, watch a run, look at all in a browser.
+"""Make the gallery's pictures from real runs: a comparison in a terminal, its report, a clock's timeline, a live page.
 
-    python docs/_site/screenshots.py [FOLDER]     needs fedbraid[browser] and Chromium
-
-FOLDER is a comparison that is already there. Takes some minutes, most of them training.
+make pictures     needs Chromium; takes a minute or two, most of it training
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 IMAGES = Path(__file__).parent.parent / "images"
 FEDBRAID = [sys.executable, "-m", "fedbraid"]
 SHARED = [
-    *("--clients", "100", "--partition", "label_chunks(1)", "--per-round", "5", "--rounds", "100"),
+    *("--clients", "100", "--partition", "label_chunks(1)", "--per-round", "5", "--rounds", "60"),
     *("--lr", "0.1", "--batch", "10", "--momentum", "0"),
 ]
 CONTESTANTS = ["fedavg", "fedprox(mu=0.1)", "scaffold", "adabest", "fedadavr(optimizer='adam', lr=0.01)"]
@@ -36,12 +34,11 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as place, browser() as chromium:
         os.chdir(place)
-        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("five")
-        words = ["compare", "digits", *CONTESTANTS, *SHARED, "--target", "0.9"]
-        if not folder.exists():
-            subprocess.run([*FEDBRAID, *words, "--out", str(folder), "--quiet"], check=True)
-        terminal(chromium, [*FEDBRAID, *words, "--out", "live"], seconds=25)
-        report(chromium, folder)
+        words = ["compare", "digits", *CONTESTANTS, *SHARED, "--target", "0.9", "--seeds", "3"]
+        subprocess.run([*FEDBRAID, *words, "--out", "five", "--quiet"], check=True)
+        terminal(chromium, [*FEDBRAID, *words, "--out", "live", "--jobs", "2"], seconds=12)
+        report(chromium, Path("five"))
+        timeline(chromium)
         watch(chromium)
 
 
@@ -50,7 +47,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as p:
-        found = p.chromium.launch(executable_path=shutil.which("chromium"))
+        found = p.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
         yield found
         found.close()
 
@@ -99,9 +98,24 @@ def report(chromium: Any, folder: Path) -> None:
     ):
         page = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         page.goto(out.as_uri())
-        page.wait_for_selector("svg")
+        page.wait_for_selector("#main-plot canvas")
         page.screenshot(path=IMAGES / f"report-{name}.png")
         page.close()
+
+
+def timeline(chromium: Any) -> None:
+    """Cards of an asynchronous run's report: who trained when, and who holds what."""
+    clock = ["--buffer", "5", "--concurrency", "20", "--durations", "lognormal(0, 1)", "--clients", "60"]
+    run = ["run", "digits", "fedbuff", "--partition", "dirichlet(0.3)", "--rounds", "50", *clock]
+    subprocess.run([*FEDBRAID, *run, "--out", "async", "--quiet"], check=True)
+    out = Path("async.html").absolute()
+    subprocess.run([*FEDBRAID, "report", "async", "--out", str(out), "--quiet"], check=True)
+    page = chromium.new_page(viewport={"width": 1000, "height": 900}, color_scheme="light")
+    page.goto(out.as_uri())
+    page.wait_for_selector("#timeline-plot canvas")
+    page.locator("#timeline").screenshot(path=IMAGES / "timeline.png")
+    page.locator(".card:has(#partition)").screenshot(path=IMAGES / "partition.png")
+    page.close()
 
 
 def watch(chromium: Any) -> None:
@@ -117,7 +131,7 @@ def watch(chromium: Any) -> None:
     assert address is not None
     page = chromium.new_page(viewport={"width": 1000, "height": 640}, color_scheme="light")
     page.goto(address[0])
-    page.wait_for_selector("svg")
+    page.wait_for_selector("#main-plot canvas")
     page.wait_for_timeout(4000)
     page.screenshot(path=IMAGES / "watch.png")
     page.close()

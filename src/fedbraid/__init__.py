@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
+    from fedbraid.data.arrays import pad
+    from fedbraid.data.lazy import folders
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
     from fedbraid.links import codecs
+    from fedbraid.models import lora
     from fedbraid.run import callbacks, export
     from fedbraid.run.simulate import Result, resume, simulate
     from fedbraid.run.state import State
@@ -55,8 +58,9 @@ if TYPE_CHECKING:
 _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
     "cost": "study.cost",
-    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "models": "models",
-    "partition": "data.partition", "rates": "core.rates", "sweep": "study.sweep", "tasks": "data.tasks",
+    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
+    "models": "models", "partition": "data.partition", "rates": "core.rates", "sweep": "study.sweep",
+    "tasks": "data.tasks",
 }  # fmt: skip
 _HOMES = {
     "core.algorithm": "Algorithm",
@@ -66,6 +70,8 @@ _HOMES = {
     "core.rule": "Chain Local Rule chain",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
+    "data.arrays": "pad",
+    "data.lazy": "folders",
     "data.task": "Task",
     "errors": "FedbraidError",
     "core.codec": "Codec",

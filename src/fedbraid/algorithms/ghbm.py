@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder, not_negative
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.declare import Download
@@ -15,6 +15,7 @@ from fedbraid.core.gather import Info, Mean
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class HeavyBall(Rule):
     beta: float
 
     def __post_init__(self) -> None:
-        not_negative("beta", self.beta, "pushes clients back")
+        if not 0 <= self.beta < 1:
+            raise ConfigError(f"beta={self.beta} never forgets; use 0 <= beta < 1")
 
     def plain_steps(self) -> bool:
         return True

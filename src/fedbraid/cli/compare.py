@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
+from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds
@@ -46,6 +48,7 @@ def compare(
     ] = None,
     seeds: Seeds = "5",
     target: Goal = None,
+    metric: Metric = None,
     jobs: Jobs = None,
     out: Folder = None,
     own_work: o.OwnWork = False,
@@ -90,7 +93,7 @@ def compare(
         with Stoppable(place, watcher):
             result = comparing.compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
-                watcher=watcher, options=options,
+                watcher=watcher, options=options, metric=metric,
             )  # fmt: skip
         if not json and not quiet:
             print("\n".join(f"{w}: {', '.join(names)}" for w, names in _works(who).items()))
@@ -124,12 +127,12 @@ def contestant(config: cfg.Config, text: str, own_work: bool = False) -> Contest
     from fedbraid.study.compare import Contestant
 
     name, colon, rest = text.partition(":")
-    if not colon or not re.fullmatch(r"[\w .+-]+", name.strip()):
+    if not colon or files.names_file(text.split()[0]) or not re.fullmatch(r"[\w .+-]+", name.strip()):
         name, rest = "", text
     words = shared.words(rest)
     config = cfg.merge(config, {})
     if words and not re.match(r"[\w.]+=", words[0]):
-        config["algorithm"] = {"name": words.pop(0)}
+        config["algorithm"] = {"name": files.absolute(words.pop(0))}
     for key, value in shared.settings(words):
         config = shared.override(config, key, value)
     if "name" not in config["algorithm"]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fedbraid.files as files
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ def task_of(section: Section) -> Task:
 def _load(name: str, settings: Section) -> Task:
     from fedbraid.data import tasks
 
+    if files.names_file(name):
+        return tasks.from_file(_told(name, settings))
     return tasks.load(name, **settings)
 
 
@@ -150,6 +153,8 @@ def task_call(section: Section) -> tuple[str, Section]:
     names |= {task: _named(task) for task in tasks.names()}
     rest = dict(section)
     text = str(rest.pop("name"))
+    if files.names_file(text):
+        return files.absolute(text), rest
     call = evaluate(text, names, "task")
     if not isinstance(call, _Call):
         raise ConfigError(f"{text!r} is no task; `fedbraid list tasks` shows what there is")
@@ -175,11 +180,26 @@ def _saying(word: str) -> Callable[[], str]:
 
 def algorithm_of(section: Section) -> Algorithm:
     """The algorithm of `name = "fedadavr(lr=0.01)"` with further keywords on the outermost call."""
-    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.run.simulate import algorithm_of
 
     rest = dict(section)
     text = str(rest.pop("name"))
-    return algorithm_from(_with_keywords(text, rest) if rest else text)
+    if files.names_file(text):
+        return algorithm_of(_told(text, {k: _literal(v) for k, v in rest.items()}))
+    return algorithm_of(_with_keywords(text, rest) if rest else text)
+
+
+def _told(text: str, settings: Section) -> str:
+    """`my.py:task` with keywords for the function that it names."""
+    if not settings:
+        return text
+    if text.rstrip().endswith(")"):
+        raise ConfigError(f"{text} has its arguments already; write {', '.join(settings)} in its brackets")
+    return f"{text}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+
+
+def _literal(value: Any) -> Any:
+    return ast.literal_eval(value) if isinstance(value, str) and _is_literal(value) else value
 
 
 def _with_keywords(text: str, extra: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import papers
@@ -18,6 +19,8 @@ from fedbraid.run.metrics import format_bytes, format_count
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fedbraid.data.call import Forward
+    from fedbraid.data.tree import Tree
     from fedbraid.study.cost import Cost, Crowd
 
 WINDOW = 80  # characters that a text model reads, as in LEAF
@@ -85,8 +88,8 @@ def cost(
     )
     made = cfg.algorithm_of({"name": algorithm} | cfg.keywords(set_ or []))
     shortcuts = cfg.given(clients=clients, partition=partition, model=model)
-    module, sample, crowd = _subject(what, shortcuts, samples, per_round)
-    found = estimate(module, sample, made, work, crowd)
+    module, sample, crowd, run = _subject(what, shortcuts, samples, per_round)
+    found = estimate(module, sample, made, work, crowd, run=run)
     if json:
         give(
             {
@@ -103,15 +106,20 @@ def cost(
 
 def _subject(
     what: str, shortcuts: cfg.Section, samples: float | None, per_round: float | None
-) -> tuple[nn.Module, Tensor, Crowd]:
-    """The model, one sample for it, and who trains it."""
+) -> tuple[nn.Module, Tree, Crowd, Forward]:
+    """The model, one sample for it, who trains it, and how it is called."""
     from fedbraid import models
+    from fedbraid.data import call as calling
+    from fedbraid.data import tree
     from fedbraid.parse import call
     from fedbraid.study.cost import Crowd
 
-    name, args, settings = call(what) if "partition" not in what else (what.partition("(")[0], [], {})
+    name, args, settings = what, list[Any](), dict[str, Any]()
+    if not files.names_file(what):
+        name, args, settings = call(what) if "partition" not in what else (what.partition("(")[0], [], {})
     if name not in models.names():
-        _known(name)
+        if not files.names_file(what):
+            _known(name)
         if samples is not None:
             raise ConfigError(
                 f"samples={samples} is given by the task {name}; leave it out, or name a model instead"
@@ -119,8 +127,9 @@ def _subject(
         task = cfg.task_of({"name": what} | shortcuts)
         return (
             task.module(),
-            task.inputs[:1],
+            tree.take(task.sample, slice(1)),
             Crowd(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
+            task.run,
         )
     if args:
         raise ConfigError(f"{what!r} has values without names; write {name}(classes=10)")
@@ -133,7 +142,8 @@ def _subject(
     if clients < 1 or (samples is not None and not samples > 0):
         raise ConfigError(f"clients={clients} and samples={samples} must be positive; use at least 1")
     module, sample = _model(name, settings)
-    return module, sample, Crowd(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
+    crowd = Crowd(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
+    return module, sample, crowd, calling.call
 
 
 def _known(name: str) -> None:

@@ -12,8 +12,8 @@ from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, console, facts, give
 
 if TYPE_CHECKING:
+    from fedbraid.data.counts import Counts
     from fedbraid.data.task import Task
-    from fedbraid.report.picture import Counts
 
 
 def data(
@@ -35,10 +35,11 @@ def data(
       fedbraid data mnist --clients 500 --partition 'dirichlet(0.5)' --png who-holds-what.png
       fedbraid data cifar10 --partition 'iid_mix(0.5)' --json
     """
+    from fedbraid.data.counts import label_counts
     from fedbraid.report import picture
 
     loaded = cfg.task_of({"name": task} | cfg.given(clients=clients, partition=partition, seed=seed))
-    counts = picture.label_counts(loaded)
+    counts = label_counts(loaded)
     if png is not None:
         picture.save_png(counts, loaded.spec or loaded.name, png)
     if json:

@@ -95,6 +95,9 @@ Out = Annotated[
     str | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-ALGORITHM-n, a new one).")
 ]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Run: test the model every this many rounds (1).")]
+Metric = Annotated[
+    str | None, typer.Option(help="What to go by: 'loss', or a metric of your own task (the accuracy).")
+]
 Target = Annotated[float | None, typer.Option(help="Run: stop at this test accuracy, e.g. 0.95.")]
 OwnWork = Annotated[
     bool,

@@ -80,8 +80,9 @@ def fedgbo_flops() -> list[dict[str, Any]]:
     from fedbraid import models
     from fedbraid.core.layout import Layout
     from fedbraid.core.work import Work
+    from fedbraid.engines.flops import forward_flops
     from fedbraid.run.simulate import algorithm_from
-    from fedbraid.study.cost import client_flops, forward_flops
+    from fedbraid.study.cost import client_flops
 
     cells = []
     for steps, printed in FEDGBO_FLOPS.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
@@ -84,6 +84,7 @@ def run(
       fedbraid run 'mnist(clients=500)' "fedshift(fedpaq(mixed(kmeans(4), share=0.5)))" --epochs 3
       fedbraid run digits fedbuff --rounds 200 --buffer 10 --concurrency 50 --durations 'lognormal(0, 1)'
       fedbraid run experiment.toml --seed 7
+      fedbraid run my.py:task my.py:algorithm      your own, made in a file of yours; so in all commands
 
     \b
     A file has the same keys, with _ for -, in sections:
@@ -153,7 +154,7 @@ def _folder(config: cfg.Config) -> Iterator[Path]:
     if "out" in config["run"]:
         yield Path(config["run"]["out"])
         return
-    place = _new(*(re.match(r"\w*", config[s]["name"].strip())[0] for s in ("task", "algorithm")))  # type: ignore[index]
+    place = _new(*(files.word(config[s]["name"]) for s in ("task", "algorithm")))
     try:
         yield place
     finally:
@@ -351,6 +352,7 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "accuracy": result.last("accuracy"),
         "best_accuracy": best(result.history),
         "loss": result.last("loss"),
+        **{name: result.last(name) for name in result.task.metrics},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "bytes_kept": remembered(result)[0],

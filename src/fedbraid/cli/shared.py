@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.errors import ConfigError, unknown
@@ -58,7 +59,7 @@ def base(task: str, sections: cfg.Config) -> cfg.Config:
     """The sections of a file with the options on top, or those of a task's name with what suits it."""
     if task.endswith(".toml"):
         return cfg.merge(cfg.read(task), sections)
-    return cfg.merge({"task": {"name": task}}, sections)
+    return cfg.merge({"task": {"name": files.absolute(task)}}, sections)
 
 
 def work_of(config: cfg.Config, algorithm: Algorithm, own: bool) -> cfg.Section:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
+from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, give, table
+from fedbraid.core.names import falls
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds, format_share
 
@@ -43,6 +46,7 @@ def sweep(
     prune: Annotated[
         str, typer.Option(help="Search: stop hopeless trials: 'median', 'asha' or 'none'.")
     ] = "median",
+    metric: Metric = None,
     seed: Annotated[int, typer.Option(help="Search: seed of everything random.")] = 0,
     jobs: Jobs = None,
     out: Annotated[
@@ -86,9 +90,9 @@ def sweep(
     else:
         config, words = shared.base(task, sections), list(what or [])
         if words and "=" not in words[0].partition("(")[0]:
-            config["algorithm"] = {"name": words.pop(0)}
-        plan = searching.Plan(method, trials, seeds, hold_out, prune, seed)
-        place = out or new_folder(cfg.task_call(config["task"])[0], "sweep")
+            config["algorithm"] = {"name": files.absolute(words.pop(0))}
+        plan = searching.Plan(method, trials, seeds, hold_out, prune, seed, metric)
+        place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
         if "name" in config["algorithm"]:
             config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), own_work)
     if "name" not in config["algorithm"]:
@@ -162,12 +166,12 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         return give(
             {
                 "best": best.settings, result.metric: best.value, "command": command, "file": str(place),
-                "trials": [vars(t) for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
+                "trials": [{k: v for k, v in vars(t).items() if k != "looks"} for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
             }
         )  # fmt: skip
     if quiet:
         return
-    sign = -1 if result.metric == "accuracy" else 1
+    sign = 1 if falls(result.metric) else -1
     ranked = sorted(
         result.trials, key=lambda t: (t.state != "done", t.value is None, sign * (t.value or 0.0))
     )

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.data import tree
 from fedbraid.data.augment import Augment
+from fedbraid.data.tree import Tree
 
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
@@ -25,8 +27,8 @@ class Batch:
     `weight` is None where every row counts; a padded row weighs 0.
     """
 
-    inputs: Tensor  # the table, [T, ...]
-    targets: Tensor  # [T, ...]
+    inputs: Tree  # the table, [T, ...] each
+    targets: Tree  # [T, ...] each
     rows: Tensor  # int64 [m, B]
     weight: Tensor | None = None  # float32 [m, B]
     augment: Augment | None = None
@@ -47,17 +49,24 @@ class Batch:
         noise = self.noise if self.noise is None else self.noise[i : i + 1]
         return Batch(self.inputs, self.targets, rows, None, self.augment, picked, noise)
 
-    def x(self) -> Tensor:
-        """The inputs, `[m, B, ...]`; token ids come as int64."""
-        x = self.inputs[self.rows]
+    def x(self) -> Tree:
+        """The inputs, `[m, B, ...]` each; token ids come as int64."""
+        x = tree.take(self.inputs, self.rows)
         if self.augment is not None and self.draws is not None:
             made = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1))
             x = made.view(*self.rows.shape, *made.shape[1:])
-        return x if x.is_floating_point() else x.long()
+        return tree.numbers(x)
 
-    def y(self) -> Tensor:
-        """The targets, `[m, B, ...]`."""
-        return self.targets[self.rows]
+    def y(self) -> Tree:
+        """The targets, `[m, B, ...]` each."""
+        return tree.take(self.targets, self.rows)
+
+    def alone(self) -> tuple[Tree, Tree]:
+        """The first client's (inputs, targets), `[B, ...]` each, cut to their longest where lengths differ."""
+        x = tree.take(self.inputs, self.rows[0])
+        if self.augment is not None and self.draws is not None:
+            x = self.augment(x, self.draws[0])
+        return tree.numbers(x), tree.take(self.targets, self.rows[0])
 
 
 class Plan:
@@ -132,16 +141,14 @@ class Plan:
         rows = task.row_ids(self.clients, picked)
         weight = None
         if inside is not None and not inside.all():
-            weight = torch.from_numpy(inside.astype(np.float32)).to(task.inputs.device)
+            weight = torch.from_numpy(inside.astype(np.float32)).to(task.device)
         draws = None
         if (augment := task.augment) is not None:
             column = (
                 np.arange(picked.shape[1]) if augment.per == "sample" else np.zeros(picked.shape[1], np.int64)
             )
             axes = (self.clients[:, None, None], k, column[:, None], np.arange(augment.draws))
-            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(
-                task.inputs.device
-            )
+            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.device)
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
             if task.stochastic

@@ -37,8 +37,14 @@ class Table:
 class Partition:
     """A recipe for handing rows to clients."""
 
-    def __call__(self, table: Table, clients: int, seed: int = 0) -> list[Ints]:
-        """One sorted array of row numbers per client."""
+    def __call__(self, table: Table | Any, clients: int, seed: int = 0) -> list[Ints]:
+        """One sorted array of row numbers per client, of a table or of plain labels, one for each row.
+
+        >>> [len(rows) for rows in iid()([0, 1, 1, 0, 2, 2], clients=3)]
+        [2, 2, 2]
+        """
+        if not isinstance(table, Table):
+            table = Table(np.asarray(table))
         if not isinstance(clients, int | np.integer) or clients < 1:
             raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
         if clients > len(table):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,24 +16,36 @@ from torch import Tensor, nn
 
 from fedbraid.core import rng
 from fedbraid.core.layout import Layout
+from fedbraid.core.names import TAKEN
+from fedbraid.data import arrays, columns, tree
+from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment
+from fedbraid.data.call import Forward, Loss, by_signature, call, logits
+from fedbraid.data.lazy import Column, Seen, Store
+from fedbraid.data.partition import Partition
+from fedbraid.data.tree import Padded, Tree
 from fedbraid.errors import DataError, unknown
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one loss per example
 Build = Callable[[], nn.Module]
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+def cross_entropy(outputs: Tensor, targets: Tensor, inputs: Tree = None) -> Tensor:
+    """For classes, one a sample or one a pixel: `[B, C, ...]` and `[B, ...]`."""
+    return _mean(nn.functional.cross_entropy(outputs, targets, reduction="none"))
 
 
-def mse(outputs: Tensor, targets: Tensor) -> Tensor:
+def mse(outputs: Tensor, targets: Tensor, inputs: Tree = None) -> Tensor:
     return (outputs.reshape(targets.shape) - targets).square().reshape(len(targets), -1).mean(1)
 
 
-def logistic(outputs: Tensor, targets: Tensor) -> Tensor:
-    """log(1 + e^∓z) for one output z and class 1 or 0."""
-    return nn.functional.softplus(outputs.reshape(targets.shape) * (1 - 2 * targets))
+def logistic(outputs: Tensor, targets: Tensor, inputs: Tree = None) -> Tensor:
+    """log(1 + e^∓z) for outputs z and classes 1 or 0, one a sample or several (multi-label)."""
+    return _mean(nn.functional.softplus(outputs.reshape(targets.shape) * (1 - 2 * targets)))
+
+
+def _mean(each: Tensor) -> Tensor:
+    """One number per example."""
+    return each if each.ndim == 1 else each.flatten(1).mean(1)
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "logistic": logistic, "mse": mse}
@@ -47,15 +59,17 @@ class Task:
     """
 
     build: Build  # makes the model; its initial weights come from the run's seed
-    inputs: Tensor
-    targets: Tensor
+    inputs: Tree
+    targets: Tree
     rows: Tensor  # int64, the clients' rows one after the other
     offsets: NDArray[np.int64]  # N + 1 of them
-    test: tuple[Tensor, Tensor] | None = None
+    test: tuple[Tree, Tree] | None = None
     test_offsets: NDArray[np.int64] | None = None  # where test rows belong to clients: N + 1 of them
     loss: str | Loss = "cross_entropy"
     buffers: str = "refuse"
     augment: Augment | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, (outputs, targets) -> number
+    forward: Forward | None = None  # (module, inputs) -> outputs, where calling the model is not enough
     name: str = "custom"
     spec: str | None = None  # the call that loads it again, for run.json
     start: Tensor | None = field(default=None, repr=False)  # given initial weights, instead of seeded ones
@@ -69,62 +83,120 @@ class Task:
         loss: str | Loss = "cross_entropy",
         *,
         client_tests: Sequence[tuple[Any, Any]] | None = None,
-        buffers: str = "refuse",
-        augment: Augment | None = None,
-        name: str = "custom",
+        collate: Collate | None = None,
+        **options: Any,
     ) -> Task:
         """A task from your own model and one (inputs, targets) pair per client.
 
-        A module instance starts every run from the weights it has; a function that builds one starts
-        from weights drawn with the run's seed. `client_tests`, instead of `test`, gives each client a
-        test share (None for a client without one); together they are the test set.
+        Inputs and targets are arrays, or tuples or dicts of them; targets may be None. A module instance
+        starts every run from the weights it has; a function that builds one starts from weights drawn with
+        the run's seed. `client_tests`, instead of `test`, gives each client a test share (None for a client
+        without one); together they are the test set. `collate` makes one table of samples of different
+        lengths, such as `fb.pad()`.
         """
         if not clients:
             raise DataError("no clients were given; pass at least one (inputs, targets) pair")
-        pairs = [_pair(c, f"client {i}", loss) for i, c in enumerate(clients)]
-        offsets = np.cumsum([0] + [len(x) for x, _ in pairs])
-        inputs, targets = _stack(pairs)
-        test_offsets = None
         if client_tests is not None:
             if len(client_tests) != len(clients):
                 raise DataError(f"{len(client_tests)} test shares for {len(clients)} clients; give one each")
             if test is not None:
                 raise DataError("both test= and client_tests= were given; give one of them")
-            shares = {
-                i: _pair(c, f"client {i}'s test share", loss)
-                for i, c in enumerate(client_tests)
-                if c is not None and len(c[0])
-            }
-            test_offsets = np.cumsum(
-                [0] + [len(shares[i][0]) if i in shares else 0 for i in range(len(pairs))]
-            )
-            test = _stack(list(shares.values())) if shares else None
+        read = partial(arrays.table, loss=loss, collate=collate)
+        names = [f"client {i}" for i in range(len(clients))]
+        (inputs, targets), offsets = read(clients, names)
+        test_offsets = None
+        if client_tests is not None:
+            held = [i for i, c in enumerate(client_tests) if c is not None and arrays.count(c[0])]
+            sizes = np.zeros(len(clients), np.int64)
+            if held:
+                test, cuts = read([client_tests[i] for i in held], [f"client {i}'s test share" for i in held])
+                sizes[held] = np.diff(cuts)
+            test_offsets = np.concatenate([[0], np.cumsum(sizes)])
+        elif test is not None:
+            test, _ = read([test], ["the test set"])
         return cls.from_table(
-            model, inputs, targets, torch.arange(len(inputs)), offsets, test=test, test_offsets=test_offsets,
-            loss=loss, buffers=buffers, augment=augment, name=name,
+            model, inputs, targets, torch.arange(int(offsets[-1])), offsets, test=test, test_offsets=test_offsets,
+            loss=loss, **options,
         )  # fmt: skip
 
     @classmethod
     def from_datasets(
-        cls, model: nn.Module | Build, clients: Sequence[Any], test: Any = None, **options: Any
+        cls,
+        model: nn.Module | Build,
+        clients: Any,
+        test: Any = None,
+        loss: str | Loss = "cross_entropy",
+        *,
+        by: str | None = None,
+        inputs: Sequence[str] | None = None,
+        targets: str | None = None,
+        collate: Collate | None = None,
+        lazy: bool = False,
+        **options: Any,
     ) -> Task:
-        """A task from one map-style torch dataset per client, each item an (input, target) pair."""
-        pairs = [_read(d, f"client {i}") for i, d in enumerate(clients)]
-        return cls.from_arrays(model, pairs, None if test is None else _read(test, "the test set"), **options)
+        """A task from one map-style dataset per client, each item an (input, target) pair or a dict.
+
+        With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
+        `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
+        unless told everything else. `lazy=True` leaves the data where it is: a client's items are read at each
+        visit, ahead of the training, and what their transforms draw is drawn anew; the test set is read at once.
+        """
+        if by is not None:
+            return cls.from_table(
+                model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
+                loss=loss, collate=collate, **options,
+            )  # fmt: skip
+        read = partial(arrays.read, inputs=inputs, targets=targets, collate=collate)
+        if lazy:
+            if collate is not None:
+                raise DataError("lazy=True takes no collate=; let the datasets give items of one length")
+            store = Store(clients, loss, inputs, targets)
+            tested = None if test is None else arrays.pair(read(test, "the test set"), "the test set", loss)
+            rows = torch.arange(int(store.offsets[-1]))
+            x, y = Column(store, 0), Column(store, 1)
+            return cls._make(model, x, y, rows, store.offsets, test=tested, loss=loss, **options)
+        held = [read(d, f"client {i}") for i, d in enumerate(clients)]
+        tested = None if test is None else read(test, "the test set")
+        return cls.from_arrays(model, held, tested, loss, collate=collate, **options)
 
     @classmethod
     def from_table(
         cls,
         model: nn.Module | Build,
         inputs: Any,
-        targets: Any,
-        rows: Tensor | Sequence[NDArray[np.int64]],
+        targets: Any = None,
+        rows: Tensor | Sequence[NDArray[np.int64]] | None = None,
         offsets: NDArray[np.int64] | None = None,
         *,
-        test: tuple[Any, Any] | None = None,
+        by: Any = None,
+        partition: Partition | str | None = None,
+        clients: int | None = None,
+        seed: int = 0,
+        test: Any = None,
+        collate: Collate | None = None,
+        inputs_from: Sequence[str] | None = None,
         **options: Any,
     ) -> Task:
-        """A task over one table, with the rows that each client holds."""
+        """A task over one table, with the rows that each client holds.
+
+        Those are given as `rows`, or follow from `by`, a client id for each row, or are drawn by a `partition`
+        among so many `clients` with this `seed`. In a frame, a Hugging Face dataset or a dict of arrays, targets
+        and ids may be columns by name; then the inputs are the other columns, or those in `inputs_from`.
+        """
+        loss = options.get("loss", "cross_entropy")
+        names = targets, by
+        inputs, targets, by = columns.split(inputs, targets, by, "the training table", inputs_from)
+        if isinstance(names[0], str) and columns.names(test) is not None:
+            chosen = inputs_from or _keys(inputs, test, names)
+            test = columns.split(test, names[0], None, "the test set", chosen)[:2]
+        if collate is not None:
+            inputs, targets = arrays.collated(
+                arrays.items(inputs, targets, "the training table"), collate, "it"
+            )
+            if test is not None:
+                test = arrays.collated(arrays.items(test[0], test[1], "the test set"), collate, "it")
+        if rows is None:
+            rows = columns.deal(targets, by, arrays.count(inputs), partition, clients, seed)
         if not isinstance(rows, Tensor):
             if not len(rows):
                 raise DataError("no clients were given; pass the rows of at least one")
@@ -132,12 +204,19 @@ class Task:
             rows = torch.from_numpy(np.concatenate([np.asarray(r, np.int64) for r in rows]))
         if offsets is None or offsets[0] != 0 or offsets[-1] != len(rows):
             raise DataError(f"offsets must run from 0 to the {len(rows)} rows, one more of them than clients")
-        loss = options.get("loss", "cross_entropy")
-        x, y = _pair((inputs, targets), "the training table", loss)
-        tested = None if test is None else _pair(test, "the test set", loss)
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(x):
+        x, y = arrays.pair((inputs, targets), "the training table", loss)
+        tested = None if test is None else arrays.pair(test, "the test set", loss)
+        count = tree.length(x)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
             bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-            raise DataError(f"a client holds row {bad} of a table of {len(x)}; use rows 0 to {len(x) - 1}")
+            raise DataError(f"a client holds row {bad} of a table of {count}; use rows 0 to {count - 1}")
+        return cls._make(model, x, y, rows, np.asarray(offsets, np.int64), test=tested, **options)
+
+    @classmethod
+    def _make(
+        cls, model: nn.Module | Build, inputs: Tree, targets: Tree, rows: Tensor, offsets: Any, **options: Any
+    ) -> Task:
+        """The task of a model and data that are as they should be, once it was tried."""
         start, given = None, _given(model)
         if given is not None:
             module = copy.deepcopy(given)
@@ -145,7 +224,7 @@ class Task:
             build: Build = _Copy(module)
         else:
             build = model
-        task = cls(build, x, y, rows, np.asarray(offsets, np.int64), test=tested, start=start, **options)
+        task = cls(build, inputs, targets, rows, offsets, start=start, **options)
         task._check()
         return task
 
@@ -166,26 +245,58 @@ class Task:
         return Layout.of(self.module(), self.buffers)
 
     @property
+    def device(self) -> torch.device:
+        device: torch.device = self.rows.device
+        return device
+
+    @property
     def per_example(self) -> Loss:
-        """The loss as a function (outputs, targets) -> one number per example."""
-        return self.loss if callable(self.loss) else LOSSES[self.loss]
+        """The loss as a function (outputs, targets, inputs) -> one number per example."""
+        return by_signature(self.loss) if callable(self.loss) else LOSSES[self.loss]
+
+    def run(self, module: nn.Module, inputs: Tree) -> Any:
+        """The outputs that losses and metrics see."""
+        return logits(call(module, inputs) if self.forward is None else self.forward(module, inputs))
+
+    def visited(self, clients: NDArray[np.int64], version: int, seed: int) -> Task:
+        """The task as these clients see it who train from this version: lazy data is read now."""
+        if not isinstance(self.inputs, Column):
+            return self
+        return cast("Task", Seen(self, clients, self.inputs.store.table(clients, version, seed)))
+
+    def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
+        """Who will be visited next, for lazy data to be read ahead."""
+        if isinstance(self.inputs, Column):
+            self.inputs.store.ahead(clients, version, seed)
+
+    def close(self) -> None:
+        """Stop what reads ahead."""
+        if isinstance(self.inputs, Column):
+            self.inputs.store.stop()
+
+    @property
+    def _like(self) -> Tree:
+        """Targets to tell their kind from: all of them, or some where they are on disk."""
+        return self.targets.example if isinstance(self.targets, Column) else self.targets
 
     @property
     def classifies(self) -> bool:
         """Whether targets are class numbers, so that there is an accuracy."""
-        return not self.targets.is_floating_point()
+        return isinstance(self._like, Tensor) and not self._like.is_floating_point()
 
-    def guess(self, outputs: Tensor) -> Tensor | None:
+    def guess(self, outputs: Any) -> Tensor | None:
         """The classes that the outputs name, where there is one for each sample."""
+        if not (self.classifies and self._like.ndim == 1 and isinstance(outputs, Tensor)):
+            return None
         if self.loss == "logistic":
             return (outputs.reshape(len(outputs)) > 0).long()
-        whole = self.classifies and outputs.ndim == 2 and self.targets.ndim == 1
-        return outputs.argmax(1) if whole else None
+        return outputs.argmax(1) if outputs.ndim == 2 else None
 
     @cached_property
     def classes(self) -> int:
         """How many classes the targets name."""
-        return int(self.targets.max()) + 1 if self.classifies and self.targets.numel() else 0
+        seen = self._like
+        return int(seen.max()) + 1 if self.classifies and seen.numel() else 0
 
     @cached_property
     def stochastic(self) -> bool:
@@ -197,14 +308,19 @@ class Task:
 
     def _forward(self, module: nn.Module, device: str | torch.device) -> Any:
         """The outputs for the first and the last sample."""
-        x = self.inputs[self.rows[[0, -1]]].to(device)
+        x = tree.to(self.sample, device)
         try:
-            return module(x if x.is_floating_point() else x.long())
+            return self.run(module, x)
         except Exception as error:
             raise DataError(
-                f"the model's forward pass fails on two samples of shape {tuple(x.shape[1:])} ({x.dtype}): {error};"
+                f"the model's forward pass fails on two samples of shape {tree.shapes(self.inputs)}: {error};"
                 " make model and data fit each other"
             ) from error
+
+    @property
+    def sample(self) -> Tree:
+        """The first and the last client's inputs, as the model is given them."""
+        return tree.numbers(tree.take(self.inputs, self.rows[[0, -1]]))
 
     def module(self, seed: int = 0) -> nn.Module:
         """A new float32 model, its weights drawn with this seed (or those it was given with)."""
@@ -216,7 +332,7 @@ class Task:
     def initial(self, seed: int) -> Tensor:
         """x⁰, the model that the first round starts from."""
         x = self.layout.flatten(self.module(seed)) if self.start is None else self.start.clone()
-        return x.to(self.inputs.device)
+        return x.to(self.device)
 
     def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
         """Rows of the table for the picked samples `[m, B]` of these clients."""
@@ -228,18 +344,20 @@ class Task:
         """Whether the table itself has the clients' rows one after the other."""
         return torch.equal(self.rows, torch.arange(len(self.rows), device=self.rows.device))
 
-    def labels(self, client: int) -> Tensor:
+    def labels(self, client: int) -> Tree:
         """The targets that a client holds."""
-        return self.targets[self.rows[self.offsets[client] : self.offsets[client + 1]]]
+        return tree.take(self.targets, self.rows[self.offsets[client] : self.offsets[client + 1]])
 
     def to(self, device: str | torch.device) -> Task:
         """The same task with its tensors on a device."""
-        if self.inputs.device == torch.device(device):
+        if self.device == torch.device(device):
             return self
         moved = copy.copy(self)
         moved.__dict__.update(
             {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)},
-            test=None if self.test is None else tuple(t.to(device) for t in self.test),
+            inputs=tree.to(self.inputs, device),
+            targets=tree.to(self.targets, device),
+            test=None if self.test is None else tuple(tree.to(t, device) for t in self.test),
         )
         return moved
 
@@ -250,13 +368,23 @@ class Task:
         h.update(self.layout.fingerprint)
         loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", "")
         h.update(repr((loss, self.buffers, self.augment)).encode())
-        tensors = [self.inputs, self.targets, self.rows, *(self.test or ())]
-        tensors += [] if self.start is None else list(self.module().state_dict().values())
-        for t in tensors:
+        if not isinstance(self.inputs, Tensor):
+            h.update(
+                repr([key for some in (self.inputs, self.targets) for key, _ in tree.named(some)]).encode()
+            )
+        for t in self._tensors():
             h.update(str((t.dtype, tuple(t.shape), t.stride())).encode())
             h.update(_storage(t).data)
         h.update(np.ascontiguousarray(self.offsets).data)
         return h.hexdigest()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that the run's numbers depend on, keys of trees apart."""
+        for some in (self.inputs, self.targets, self.rows, *(self.test or ())):
+            for leaf in tree.leaves(some.example if isinstance(some, Column) else some):
+                yield from (leaf.values, leaf.lengths) if isinstance(leaf, Padded) else (leaf,)
+        if self.start is not None:
+            yield from self.module().state_dict().values()
 
     # Checks ---------------------------------------------------------------------------------------
 
@@ -266,35 +394,66 @@ class Task:
             raise DataError(f"client {empty[0]} has no samples; leave it out or give it at least one")
         if not callable(self.loss) and self.loss not in LOSSES:
             raise unknown("loss", str(self.loss), LOSSES)
+        _check_metrics(self.metrics)
         module = self.module()
         Layout.of(module, self.buffers)
-        module.to(self.inputs.device).eval()
+        module.to(self.device).eval()
         with torch.no_grad():
-            out, y = self._forward(module, self.inputs.device), self.targets[self.rows[[0, -1]]]
-            if not isinstance(out, Tensor):
-                raise DataError(f"the model gives a {type(out).__name__}; its forward must return one tensor")
-            shapes = f"outputs {tuple(out.shape)} and targets {tuple(y.shape)}"
-            try:
-                each = self.per_example(out, y)
-            except Exception as error:
-                raise DataError(f"the loss fails on {shapes}: {error}; make them fit each other") from error
+            out = self._forward(module, self.device)
+        self._check_loss(out)
+        if isinstance(self.loss, str) and self.loss != "mse":
+            self._check_labels(out)
+
+    def _check_loss(self, out: Any) -> None:
+        y = tree.take(self.targets, self.rows[[0, -1]])
+        if isinstance(self.loss, str) and not isinstance(out, Tensor):
+            raise DataError(
+                f"the model gives a {type(out).__name__}; its forward must return one tensor or have .logits for"
+                f" {self.loss!r}; give forward= or a loss of your own"
+            )
+        got = f"outputs {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        wanted = f"targets {tuple(y.shape)}" if isinstance(y, Tensor) else f"targets {tree.shapes(y)}"
+        try:
+            with torch.no_grad():
+                each = self.per_example(out, y, tree.to(self.sample, self.device))
+        except Exception as error:
+            raise DataError(
+                f"the loss fails on {got} and {wanted}: {error}; make them fit each other"
+            ) from error
         if not isinstance(each, Tensor) or each.shape != (2,):
             gave = f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
             raise DataError(
                 f"the loss gave {gave} for two samples; it must give one number per example (reduction='none')"
             )
-        if self.loss in ("cross_entropy", "logistic"):
-            classes = out.shape[1] if self.loss == "cross_entropy" else 2
-            for what, y in (
-                ("training", self.targets),
-                ("test", self.test[1] if self.test else self.targets[:0]),
-            ):
-                if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
-                    bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
-                    outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"
-                    raise DataError(
-                        f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
-                    )
+
+    def _check_labels(self, out: Tensor) -> None:
+        classes = out.shape[1] if self.loss == "cross_entropy" else 2
+        seen = self._like
+        for what, y in (("training", seen), ("test", self.test[1] if self.test else seen[:0])):
+            if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+                bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
+                outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"
+                raise DataError(
+                    f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
+                )
+
+
+def _check_metrics(metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise DataError(f"metrics is a {type(metrics).__name__}; give a dict of functions by name")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in TAKEN:
+            raise DataError(f"a metric cannot be called {name!r}; take a word of its own, such as 'f1'")
+        if not callable(metric) and not hasattr(metric, "compute"):
+            raise DataError(
+                f"metric {name!r} is a {type(metric).__name__}; give a function (outputs, targets) -> number"
+            )
+
+
+def _keys(inputs: Any, test: Any, names: tuple[Any, Any]) -> list[str] | None:
+    """The test set's columns that the training table has as inputs."""
+    known = columns.names(test) or []
+    return list(inputs) if isinstance(inputs, dict) else [n for n in known if n not in names]
 
 
 class _Copy:
@@ -304,7 +463,9 @@ class _Copy:
         self.given = module
 
     def __call__(self) -> nn.Module:
-        return copy.deepcopy(self.given)
+        """A copy; weights that are never trained are shared by all of them."""
+        frozen = {id(p): p for p in self.given.parameters() if not p.requires_grad}
+        return copy.deepcopy(self.given, frozen)
 
 
 def _given(model: Any) -> nn.Module | None:
@@ -327,64 +488,3 @@ def _storage(t: Tensor) -> NDArray[np.uint8]:
     if t.is_contiguous() or storage.nbytes() >= t.nbytes:
         return t.contiguous().view(-1).view(torch.uint8).numpy() if t.nbytes else np.empty(0, np.uint8)
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-
-
-def _pair(pair: Any, what: str, loss: str | Loss) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) as tensors of the right kind, or a sentence about what is wrong with them."""
-    try:
-        x, y = pair
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{what} must be an (inputs, targets) pair, not {type(pair).__name__}") from error
-    try:
-        x, y = torch.as_tensor(x), torch.as_tensor(y)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} does not turn into tensors: {error}; give arrays of numbers") from error
-    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
-        raise DataError(
-            f"{what} has inputs of shape {tuple(x.shape)} but targets of shape {tuple(y.shape)}; give one target per input"
-        )
-    if len(x) == 0:
-        raise DataError(f"{what} has no samples; leave it out or give it at least one")
-    if x.is_floating_point():
-        x = x.to(torch.float32)
-        if not _finite(x):
-            raise DataError(f"{what} has NaN or infinity in its inputs; clean or fill those values first")
-    if loss in ("cross_entropy", "logistic"):
-        if y.is_floating_point():
-            raise DataError(
-                f"{what} has {y.dtype} targets; {loss} needs whole class numbers (or use loss='mse')"
-            )
-        y = y.long()
-    elif y.is_floating_point() or loss == "mse":
-        y = y.to(torch.float32)
-        if not torch.isfinite(y).all():
-            raise DataError(f"{what} has NaN or infinity in its targets; clean or fill those values first")
-    return x, y
-
-
-def _finite(x: Tensor) -> bool:
-    """Whether every number is finite, looked at piece by piece so that large tables need no copy."""
-    return all(bool(torch.isfinite(x[lo : lo + 4096]).all()) for lo in range(0, len(x), 4096))
-
-
-def _stack(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    for i, (x, y) in enumerate(pairs):
-        for part, first in ((x, pairs[0][0]), (y, pairs[0][1])):
-            if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:
-                raise DataError(
-                    f"client {i} holds samples of shape {tuple(part.shape[1:])} ({part.dtype}), client 0 of shape "
-                    f"{tuple(first.shape[1:])} ({first.dtype}); all clients need the same"
-                )
-    return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-
-
-def _read(dataset: Any, what: str) -> tuple[Tensor, Tensor]:
-    items = [dataset[i] for i in range(len(dataset))]
-    if not items:
-        raise DataError(f"{what} has no samples; leave it out or give it at least one")
-    try:
-        return torch.stack([torch.as_tensor(x) for x, _ in items]), torch.stack(
-            [torch.as_tensor(y) for _, y in items]
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} does not turn into tensors: {error}; give items (input, target)") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import fedbraid.files as files
 from fedbraid import models
 from fedbraid.core import rng
 from fedbraid.data import celeba, cifar, digits, femnist, mnist, mushrooms, sent140, shakespeare, synthetic
@@ -104,8 +106,16 @@ def load(
     )  # fmt: skip
 
 
+def from_file(text: str) -> Task:
+    """The task that `FILE.py:NAME` names; its `spec` says so, so that a run of it can be resumed."""
+    made: Task = files.load(text, Task, "task", KINDS)
+    return dataclasses.replace(made, name=files.word(text), spec=files.absolute(text))
+
+
 def reload(spec: str) -> Task:
-    """The task that a `Task.spec` describes; nothing in it is run but `load`."""
+    """The task that a `Task.spec` describes; nothing is run but `load`, or the file that it names."""
+    if files.names_file(spec):
+        return from_file(spec)
     try:
         call = ast.parse(spec, mode="eval").body
         if not isinstance(call, ast.Call) or ast.unparse(call.func) != "load":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.work import Work
-    from fedbraid.data.task import Loss
+    from fedbraid.data.call import Loss
     from fedbraid.deploy.settings import Settings
     from fedbraid.schedule import Schedule
 

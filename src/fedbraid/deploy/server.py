@@ -24,9 +24,10 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
-from fedbraid.core.rows import Rows
+from fedbraid.data import tree
+from fedbraid.data.arrays import pair
 from fedbraid.data.batches import step_counts
-from fedbraid.data.task import Task, _pair
+from fedbraid.data.task import Task
 from fedbraid.deploy.backoff import Resting
 from fedbraid.deploy.bound import Bound, Norms
 from fedbraid.deploy.keys import fingerprint
@@ -37,7 +38,8 @@ from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import Diverged, InUseError, RunError, WireError
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
-from fedbraid.run.simulate import Options, describe, judge
+from fedbraid.run.judge import judge
+from fedbraid.run.simulate import Options, describe
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Tick
@@ -153,8 +155,7 @@ class Driver:
 
     def _first(self, x: Tensor) -> State:
         """A run's first state from this model; clients keep what they remember themselves."""
-        state = State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
-        return replace(state, clients=Rows({}))
+        return State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
 
     def _checkpoint(self, state: State, patience: float = 30.0) -> Checkpoint:
         """A server outlives its SuperLink by some seconds; the next one waits for it to let go."""
@@ -543,8 +544,8 @@ def _fields(content: ConfigRecord, **kinds: type) -> dict[str, Any]:
 
 def _task(project: Project) -> Task:
     """The model and the server's test set; clients' data stays with the clients."""
-    test = None if project.test is None else _pair(project.test(), "the test set", project.loss)
-    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (test[0][:0], test[1][:0])
+    test = None if project.test is None else pair(project.test(), "the test set", project.loss)
+    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (tree.take(t, slice(0)) for t in test)
     return Task(
         project.model, x, y, torch.zeros(0, dtype=torch.int64), np.zeros(1, np.int64), test=test, loss=project.loss,
         buffers=project.buffers,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fedbraid.core.rule import Gradient
+from fedbraid.data import tree
 from fedbraid.data.batches import Plan, batch_sizes, step_counts
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
@@ -64,10 +65,10 @@ def multiply_adds(task: Task) -> int:
         channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
         total += weights * first[0].numel() // channels
 
-    module = task.module().to(task.inputs.device).eval()
+    module = task.module().to(task.device).eval()
     hooks = [m.register_forward_hook(count) for m in module.modules()]
     with torch.no_grad():
-        task._forward(module, task.inputs.device)
+        task._forward(module, task.device)
     for hook in hooks:
         hook.remove()
     return total
@@ -131,6 +132,11 @@ class Watched:
     def describe(self) -> str:
         return self.engine.describe()
 
+    @property
+    def grad(self) -> Gradient:
+        """What the engine computes with."""
+        return self.engine.grad  # type: ignore[attr-defined, no-any-return]
+
     def close(self) -> None:
         self.engine.close()
         taken = self.seconds / max(self.steps, 1)
@@ -147,7 +153,7 @@ class Watched:
 def _candidates(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
     cores = len(os.sched_getaffinity(0))
     forks = min(cores, cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
-    on_cpu = task.inputs.device.type == "cpu"
+    on_cpu = task.device.type == "cpu"
     ways: dict[str, Callable[[], float]] = {}
     if on_cpu and Native.supports(task) is None:
         ways["native"] = lambda: _native_time(task, work, cohort) / min(cores, cohort)
@@ -196,7 +202,7 @@ def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
 
 def _key(task: Task, work: Work, cohort: int) -> str:
     facts = (
-        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tuple(task.inputs.shape[1:]),
+        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tree.shapes(task.inputs),
         str(task.augment), work.batch, cohort,
     )  # fmt: skip
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

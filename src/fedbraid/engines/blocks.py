@@ -62,6 +62,7 @@ class InProcess:
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
     def train(self, order: Order) -> Iterator[Reply]:
+        self.setup.task.ahead(order.clients, order.version, self.setup.seed)
         hands = self.hands.count if self.hands else 1
         ends = np.cumsum([0, *shares(len(order.clients), hands, self.size)])
         parts = (_part(order, slice(lo, hi)) for lo, hi in pairwise(ends))
@@ -81,6 +82,7 @@ class InProcess:
         return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r})"
 
     def close(self) -> None:
+        self.setup.task.close()
         if self.hands:
             self.hands.close()
         torch.set_num_threads(self.torch_threads)
@@ -166,7 +168,7 @@ def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
 
 
 def _native(task: Task, threads: int, required: bool) -> Gradient | None:
-    why = "the task is not on the CPU" if task.inputs.device != torch.device("cpu") else Native.supports(task)
+    why = "the task is not on the CPU" if task.device != torch.device("cpu") else Native.supports(task)
     if why is None:
         try:
             return Native(task, threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -100,7 +100,10 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
 
     A real client, alone in its block, gives `frames` and gets there what it is to send.
     """
-    a, task, work = setup.algorithm, setup.task, setup.work
+    task = setup.task.visited(order.clients, order.version, setup.seed)
+    if task is not setup.task:
+        setup = replace(setup, task=task)
+    a, work = setup.algorithm, setup.work
     plan = Plan(task, work, order.clients, order.version, setup.seed)
     x = order.down["x"][None]
     K = torch.from_numpy(plan.K).to(x)[:, None]

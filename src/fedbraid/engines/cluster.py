@@ -57,10 +57,8 @@ class Ray:
 
     def open(self, setup: Setup) -> None:
         ray = _ray()
-        if setup.task.inputs.device.type != "cpu":
-            raise ConfigError(
-                f"the ray engine runs on the CPU, not on {setup.task.inputs.device}; use device='cpu'"
-            )
+        if setup.task.device.type != "cpu":
+            raise ConfigError(f"the ray engine runs on the CPU, not on {setup.task.device}; use device='cpu'")
         parcel = _Parcel.of(setup, self.backend, self.data)
         self.setup, self.ray, self.ours = setup, ray, not ray.is_initialized()
         if self.ours:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fedbraid.core.layout import _NORMS
-from fedbraid.data.batches import Batch
+from fedbraid.data import tree
+from fedbraid.data.call import Forward
+from fedbraid.data.tree import Tree
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -38,16 +40,19 @@ class Frozen:
     """
 
     def __init__(
-        self, module: nn.Module, parts: list[_Part], inputs: Tensor, rows: Tensor, ends: Ends
+        self, module: nn.Module, run: Forward, parts: list[_Part], inputs: Tree, rows: Tensor, ends: Ends
     ) -> None:
         self.module, self.parts, self.inputs, self.order, self.ends = module, parts, inputs, rows, ends
-        self.group = np.zeros(len(inputs), np.int64)  # of each row; one that two clients hold is the first's
+        self.run = run
+        self.group = np.zeros(
+            tree.length(inputs), np.int64
+        )  # of each row; one that two clients hold is the first's
         self.group[rows.cpu().numpy()[::-1]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))[::-1]
         self.done = np.zeros(len(ends) - 1, bool)
         self.rows: Tensor | None = None
         self.ahead = 0  # parts yet to be reached in a pass that fills the table
         for part in parts:
-            part.table = [_room(len(inputs), leaf) for leaf in part.sample]
+            part.table = [_room(tree.length(inputs), leaf) for leaf in part.sample]
             part.module.forward = self._stand_in(part, part.module.forward)
 
     @classmethod
@@ -64,20 +69,22 @@ class Frozen:
         """The same for the test set, which is judged chunk by chunk."""
         if task.test is None:
             return None
-        inputs = task.test[0]
-        ends = np.append(np.arange(0, len(inputs), chunk), len(inputs))
-        return cls._of(task, module, inputs, torch.arange(len(inputs), device=inputs.device), ends)
+        inputs, count = task.test[0], tree.length(task.test[0])
+        ends = np.append(np.arange(0, count, chunk), count)
+        return cls._of(task, module, inputs, torch.arange(count, device=task.device), ends)
 
     @classmethod
-    def _of(cls, task: Task, module: nn.Module, inputs: Tensor, rows: Tensor, ends: Ends) -> Frozen | None:
+    def _of(cls, task: Task, module: nn.Module, inputs: Tree, rows: Tensor, ends: Ends) -> Frozen | None:
         if all(p.requires_grad for p in module.parameters()):
             return None
-        parts = _parts(module, Batch(task.inputs, task.targets, task.rows[[0, -1]][None]).x()[0])
-        size = sum(part.bytes for part in parts) * len(inputs)
+        if not all(isinstance(leaf, Tensor) for leaf in (*tree.leaves(inputs), *tree.leaves(task.inputs))):
+            return None  # lengths differ from batch to batch, or the table is not there
+        parts = _parts(module, task.run, task.sample)
+        size = sum(part.bytes for part in parts) * tree.length(inputs)
         if not parts or (size > IN_MEMORY and size > shutil.disk_usage(tempfile.gettempdir()).free // 2):
             return None
         log.info("kept once computed: %s (%.1f MB)", ", ".join(p.name for p in parts), size / 1e6)
-        return cls(module, parts, inputs, rows, ends)
+        return cls(module, task.run, parts, inputs, rows, ends)
 
     @contextmanager
     def at(self, rows: Tensor) -> Iterator[None]:
@@ -94,10 +101,10 @@ class Frozen:
     def _fill(self, group: int) -> None:
         self.rows = self.order[self.ends[group] : self.ends[group + 1]]
         self.ahead = len(self.parts)
-        x = self.inputs[self.rows]
+        x = tree.numbers(tree.take(self.inputs, self.rows))
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self.module(x if x.is_floating_point() else x.long())
+                self.run(self.module, x)
         except _Reached:
             pass
         self.done[group] = True
@@ -139,12 +146,12 @@ class _Part:
         return sum(math.prod(leaf.shape[1:]) * leaf.element_size() for leaf in self.sample)
 
 
-def _parts(module: nn.Module, x: Tensor) -> list[_Part]:
+def _parts(module: nn.Module, run: Forward, x: Tree) -> list[_Part]:
     """The outermost parts that qualify, in the order they run: two passes over two samples tell."""
     able = {name: m for name, m in module.named_modules() if name and _still(m)}
     outer = {n: m for n, m in able.items() if not any(n.startswith(f"{o}.") for o in able)}
     with torch.random.fork_rng(devices=[]):
-        first, second = _look(module, x, outer), _look(module, x[[0, 0]], outer)
+        first, second = _look(module, run, x, outer), _look(module, run, tree.take(x, [0, 0]), outer)
     names = [s.name for s in first]
     if names != [s.name for s in second]:
         return []
@@ -165,7 +172,7 @@ class _Seen:
     out: Any
 
 
-def _look(module: nn.Module, x: Tensor, parts: dict[str, nn.Module]) -> list[_Seen]:
+def _look(module: nn.Module, run: Forward, x: Tree, parts: dict[str, nn.Module]) -> list[_Seen]:
     seen: list[_Seen] = []
     state: dict[str, Tensor] = {}
     hooks = []
@@ -180,7 +187,7 @@ def _look(module: nn.Module, x: Tensor, parts: dict[str, nn.Module]) -> list[_Se
 
         hooks += [part.register_forward_pre_hook(before), part.register_forward_hook(after, with_kwargs=True)]
     try:
-        module(x)
+        run(module, x)
     finally:
         for hook in hooks:
             hook.remove()

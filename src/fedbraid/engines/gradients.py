@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from fedbraid.data import tree
 from fedbraid.data.batches import Batch
+from fedbraid.data.call import Called
+from fedbraid.data.tree import Tree
 from fedbraid.engines.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -22,26 +26,32 @@ class Torch:
     """What both share: a module and a batched forward pass to judge a model with."""
 
     def __init__(self, task: Task) -> None:
-        self.layout, self.loss = task.layout, task.per_example
-        self.module = task.module().to(task.inputs.device)
+        self.layout, self.loss, self.run = task.layout, task.per_example, task.run
+        self.module = task.module().to(task.device)
         self.guess = task.guess
-        self.judge = task.module().to(task.inputs.device).eval()
+        self.judge = task.module().to(task.device).eval()
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
-        self.channels_last = convolves and task.inputs.ndim == 4
+        self.channels_last = convolves and isinstance(task.inputs, Tensor) and task.inputs.ndim == 4
         self.test = None if task.test is None else task.test[0]
         self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
 
-    @torch.no_grad()
-    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(a loss per example, the predicted classes or None)."""
+    def outputs(self, x: Tensor, inputs: Tree) -> Iterator[tuple[slice, Tree, Any]]:
+        """(rows, inputs, outputs) of a table, chunk by chunk."""
         self.layout.load(self.judge, x)
+        known = self.frozen_test if inputs is self.test else None
+        for lo in range(0, tree.length(inputs), CHUNK):
+            at = slice(lo, lo + CHUNK)
+            a = tree.numbers(tree.take(inputs, at))
+            with known.at(torch.arange(lo, lo + tree.length(a))) if known else nullcontext():
+                out = self.run(self.judge, a)
+            yield at, a, out
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor | None]:
+        """(a loss per example, the predicted classes or None)."""
         losses, classes = [], []
-        for lo in range(0, len(inputs), CHUNK):
-            a = inputs[lo : lo + CHUNK]
-            known = self.frozen_test if inputs is self.test else None
-            with known.at(torch.arange(lo, lo + len(a))) if known else nullcontext():
-                out = self.judge(a if a.is_floating_point() else a.long())
-            losses.append(self.loss(out, targets[lo : lo + CHUNK]))
+        for at, a, out in self.outputs(x, inputs):
+            losses.append(self.loss(out, tree.take(targets, at), a))
             if (guessed := self.guess(out)) is not None:
                 classes.append(guessed)
         return torch.cat(losses), torch.cat(classes) if classes else None
@@ -80,11 +90,11 @@ class Loop(Torch):
         self._point(y, g)
         if batch.noise is not None:
             torch.manual_seed(int(batch.noise[0]))
-        x = batch.x()[0]
+        x, t = batch.alone()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext():
-            loss = self.loss(self.module(x), batch.y()[0]).mean()
+            loss = self.loss(self.run(self.module, x), t, x).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for slot, buffer in self.buffers:
             y[slot.offset : slot.end] = buffer.reshape(-1)
@@ -111,11 +121,13 @@ class Vmap(Torch):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
 
-        def one(params: dict[str, Tensor], x: Tensor, t: Tensor, w: Tensor) -> Tensor:
-            each: Tensor = self.loss(functional_call(self.module, params, (x,)), t)
+        called = Called(self.module, self.run)
+
+        def one(params: dict[str, Tensor], x: Tree, t: Tree, w: Tensor) -> Tensor:
+            each: Tensor = self.loss(functional_call(called, params, (x,)), t, x)
             return (each * w).sum() / w.sum().clamp_min(1e-12)
 
-        self._both = vmap(grad_and_value(one))
+        self._both = vmap(grad_and_value(one), (0, 0, None if task.targets is None else 0, 0))
         self._ones = torch.empty(0)
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -124,8 +136,9 @@ class Vmap(Torch):
             if self._ones.shape != batch.rows.shape:
                 self._ones = torch.ones(batch.rows.shape, device=y.device)
             weight = self._ones
-        grads, losses = self._both(self.layout.views(y), batch.x(), batch.y(), weight)
-        return torch.cat([grads[s.name].reshape(len(y), -1) for s in self.layout], 1), losses
+        params = {f"module.{name}": v for name, v in self.layout.views(y).items()}
+        grads, losses = self._both(params, batch.x(), batch.y(), weight)
+        return torch.cat([g.reshape(len(y), -1) for g in grads.values()], 1), losses
 
     @staticmethod
     def suits(task: Task) -> bool:
@@ -134,7 +147,7 @@ class Vmap(Torch):
         leaves = [m for m in task.module().modules() if not list(m.children())]
         if not all(isinstance(m, plain) for m in leaves) or task.stochastic:
             return False
-        rows, y = task.rows[[0, -1]].view(2, 1), task.layout.flatten(task.module()).to(task.inputs.device)
+        rows, y = task.rows[[0, -1]].view(2, 1), task.layout.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow
             Vmap(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
         except Exception:

@@ -40,9 +40,9 @@ class Pool:
     def open(self, setup: Setup) -> None:
         if "fork" not in mp.get_all_start_methods():
             raise ConfigError("the pool engine needs fork, which this system lacks; use engine='in_process'")
-        if setup.task.inputs.device.type != "cpu":
+        if setup.task.device.type != "cpu":
             raise ConfigError(
-                f"the pool engine runs on the CPU, not on {setup.task.inputs.device}; use engine='in_process'"
+                f"the pool engine runs on the CPU, not on {setup.task.device}; use engine='in_process'"
             )
         count = self.workers or len(os.sched_getaffinity(0))
         self.setup, self.count = setup, count

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fedbraid.files as files
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 from fedbraid.run.checkpoint import Folder, Record
@@ -63,6 +64,7 @@ class Collection:
     failed: dict[str, int] = field(default_factory=dict)
     known: Known | None = None
     why: str = ""  # why nothing is known of the task
+    metric: str | None = None  # what a comparison said that its runs are compared by
 
     @property
     def config(self) -> Record:
@@ -88,9 +90,10 @@ class Collection:
         from fedbraid.study import flops
 
         visit = None
-        if self.known is not None and group.config["algorithm"] is not None:
-            algorithm = algorithm_from(group.config["algorithm"])
-            visit = self.known.visits(algorithm, evaluate(group.config["work"], WORK, "work"))
+        name = group.config["algorithm"]
+        if self.known is not None and name is not None and not files.names_file(name):
+            algorithm = algorithm_from(name)
+            visit = flops.of_known(self.known, algorithm, evaluate(group.config["work"], WORK, "work"))
         return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
 
 
@@ -100,11 +103,12 @@ def collect(
     """The runs in these folders, which may be comparisons; refuses to mix tasks, and unfinished runs unless told."""
     runs: list[Stored] = []
     failed: dict[str, int] = {}
-    goal = target
+    goal, metric = target, None
     for path in paths:
         if (path / COMPARE).exists():
             planned = Folder(path).read_json(COMPARE)
             goal = planned.get("target") if goal is None else goal
+            metric = planned.get("metric") or metric
             runs += _cells(path, planned, unfinished, failed)
         else:
             runs.append(read(path, unfinished))
@@ -116,7 +120,7 @@ def collect(
             raise RunError(
                 f"{first.path} is of task {_task_name(first)} and {run.path} of {_task_name(run)}; report one task at a time"
             )
-    found = Collection(_grouped(runs), goal, failed, known)
+    found = Collection(_grouped(runs), goal, failed, known, metric=metric)
     if known is None:
         found.known, found.why = _known(first)
     return found
@@ -235,7 +239,7 @@ def _known(run: Stored) -> tuple[Known | None, str]:
     from fedbraid.data import tasks
     from fedbraid.run import known
 
-    if run.config["task"] is None:
+    if run.config["task"] is None or files.names_file(run.config["task"]):  # a report runs nobody's file
         found = known.noted(Folder(run.path))
         why = "The task was made in Python and not described in the run's folder, so who holds what is not known."
         return found, "" if found else why

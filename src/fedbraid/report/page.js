@@ -69,7 +69,7 @@
   function plot(place, metric, axis, options) {
     const shown = series(metric, axis);
     place.setAttribute("role", "img");
-    place.setAttribute("aria-label", `${METRICS[metric]} over ${AXIS_TITLES[axis]}`);
+    place.setAttribute("aria-label", `${METRICS[metric] || metric} over ${AXIS_TITLES[axis]}`);
     if (!shown.length) {
       if (place.chart) { place.chart.destroy(); place.chart = null; }
       return place.replaceChildren(html("p", { class: "empty" }, options.empty || "Nothing to draw: every curve is hidden."));
@@ -123,11 +123,12 @@
   // Parts of the page --------------------------------------------------------------------------------
 
   function controls() {
-    const metrics = ["accuracy", "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
+    const own = new Set(data.groups.flatMap((g) => Object.keys(g.curves)).filter((m) => !METRICS[m]));
+    const metrics = ["accuracy", ...own, "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
     if (!metrics.includes(view.metric) && metrics.length) view.metric = metrics[0];
     const axes = Object.keys(AXES).filter((a) => data.groups.some((g) => Object.values(g.curves).some((c) => c && c.x[a])));
     if (!axes.includes(view.axis) && axes.length) view.axis = axes[0];
-    choose("metric", metrics.map((m) => [m, METRICS[m]]), view.metric, (m) => { view.metric = m; render(); });
+    choose("metric", metrics.map((m) => [m, METRICS[m] || m]), view.metric, (m) => { view.metric = m; render(); });
     choose("axis", axes.map((a) => [a, AXES[a]]), view.axis, (a) => { view.axis = a; render(); });
     choose("scale", view.metric === "accuracy" ? [] : [["linear", "Linear"], ["log", "Log"]], view.scale, (s) => { view.scale = s; render(); });
     const seeds = Math.max(...data.groups.map((g) => g.seeds.length));
@@ -157,7 +158,7 @@
   function results() {
     const accuracy = data.metric === "accuracy";
     const columns = [
-      [accuracy ? "Accuracy" : METRICS[data.metric], (r) => within(r.final, data.metric), true],
+      [accuracy ? "Accuracy" : METRICS[data.metric] || data.metric, (r) => within(r.final, data.metric), true],
       ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
       ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
       ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],

@@ -27,7 +27,7 @@ EVERY = 1500  # milliseconds between two looks at a run that goes on
 def describe(found: Collection, live: bool = False) -> Record:
     """Everything the page shows."""
     groups = found.statistics()
-    key = stats.judged_by(groups)
+    key = stats.judged_by(groups, found.metric) or stats.judged_by(groups)
     if key is None and not live:
         where = found.groups[0].runs[0].path
         raise RunError(f"{where} has no evaluations to report; run it with --evaluate-every 1 and a test set")
@@ -118,7 +118,7 @@ def _group(group: Group, runs: stats.Runs) -> Record:
     return {
         "name": group.name,
         "seeds": list(runs.seeds),
-        "curves": {m: _plain_curve(stats.curve(runs, m)) for m in stats.METRICS},
+        "curves": {m: _plain_curve(stats.curve(runs, m)) for m in stats.measured([runs])},
         "up": _by_name(runs, "up"),
         "down": _by_name(runs, "down"),
         "command": _command(group, runs.seeds),

@@ -7,33 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedbraid.errors import ConfigError, DataError, MissingExtra
+from fedbraid.data.counts import Counts
+from fedbraid.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from fedbraid.data.task import Task
 
-Counts = NDArray[np.int64]
-
 SHADES = " ·░▒▓█"
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
-
-
-def label_counts(task: Task) -> Counts:
-    """How many samples of each label every client holds, `[clients, labels]`."""
-    if not task.classifies:
-        raise DataError(f"task {task.name} has no class labels to count; only classification can be drawn")
-    labels = task.targets[task.rows].numpy()
-    if labels.ndim != 1:
-        raise DataError(
-            f"task {task.name} has {labels.ndim - 1} labels for each sample; only one can be drawn"
-        )
-    owner = np.repeat(np.arange(task.clients), task.sizes)
-    flat = np.bincount(owner * task.classes + labels, minlength=task.clients * task.classes)
-    return flat.reshape(task.clients, task.classes)
 
 
 def partition_hash(task: Task) -> str:

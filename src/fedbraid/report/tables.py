@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+from fedbraid.core.names import falls
 from fedbraid.report.collect import Collection
 from fedbraid.run.checkpoint import Record
 from fedbraid.study import stats
@@ -13,7 +14,8 @@ from fedbraid.study import stats
 def as_csv(found: Collection) -> str:
     """Every record of every run, a line each: what was spent by then, and what was measured."""
     out = io.StringIO()
-    columns = ["name", "seed", "run", *stats.AXES, "bytes_up", "bytes_down", *stats.METRICS]
+    metrics = stats.measured(found.statistics())
+    columns = ["name", "seed", "run", *stats.AXES, "bytes_up", "bytes_down", *metrics]
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
     for group, runs in zip(found.groups, found.statistics()):
@@ -29,7 +31,7 @@ def as_csv(found: Collection) -> str:
                     "bytes_down": down,
                 }
                 row |= {axis: values[i] for axis, values in spent.items()}
-                row |= {m: record[m] for m in stats.METRICS if m in record}
+                row |= {m: record[m] for m in metrics if m in record}
                 writer.writerow([row.get(c, "") for c in columns])
     return out.getvalue()
 
@@ -38,11 +40,10 @@ def as_latex(data: Record) -> str:
     """The final table, for `booktabs`."""
     percent = data["metric"] == "accuracy"
     target = data["target"]
-    head = ["", r"Accuracy (\%)" if percent else "Loss", "Up (MB)", "Down (MB)"]
+    head = ["", r"Accuracy (\%)" if percent else escape(data["metric"].capitalize()), "Up (MB)", "Down (MB)"]
     head += [] if target is None else [rf"Steps to {100 * target:g}\,\%"]
-    best = max((r["final"]["mean"] for r in data["rows"] if r["final"]), default=None)
-    if not percent:
-        best = min((r["final"]["mean"] for r in data["rows"] if r["final"]), default=None)
+    pick = min if falls(data["metric"]) else max
+    best = pick((r["final"]["mean"] for r in data["rows"] if r["final"]), default=None)
     lines = [
         r"\begin{tabular}{l" + "r" * (len(head) - 1) + "}",
         r"\toprule",

@@ -16,7 +16,7 @@ from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
 from fedbraid.run.checkpoint import Folder, Record
 
-SOURCES = ("codegen.py", "trace.py", "kernels.hpp", "runtime.hpp")
+SOURCES = ("codegen.py", "layers.py", "ops.py", "trace.py", "kernels.hpp", "runtime.hpp", "sequence.hpp")
 
 
 def describe(engine: Engine) -> Record:

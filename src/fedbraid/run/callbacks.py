@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor
 
 from fedbraid.core.check import whole
+from fedbraid.core.names import falls
 from fedbraid.errors import ConfigError, MissingExtra, unknown
 from fedbraid.run.checkpoint import Record, save_model
 from fedbraid.run.simulate import Result, Run, parts
-from fedbraid.study.stats import FALLING
 
 
 def _before(run: Run) -> list[Record]:
@@ -52,7 +52,7 @@ class EarlyStopping:
     def _see(self, record: Record) -> bool:
         if self.metric not in record:
             return False
-        value = -record[self.metric] if self.metric in FALLING else record[self.metric]
+        value = -record[self.metric] if falls(self.metric) else record[self.metric]
         if self.best is None or value > self.best + self.by:
             self.best, self.waited = value, 0
         else:
@@ -86,7 +86,7 @@ class KeepBest:
 
     def _better(self, record: Record) -> bool:
         value = record.get(self.metric)
-        falling = self.metric in FALLING
+        falling = falls(self.metric)
         if value is None or (
             self.value is not None and (value >= self.value if falling else value <= self.value)
         ):

@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedbraid.data import tree
+from fedbraid.data.call import call
 from fedbraid.data.task import Task
+from fedbraid.data.tree import Tree
 from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Folder, load_model, save_model
 from fedbraid.run.simulate import Result, task_of
@@ -70,7 +73,7 @@ def _file(folder: Folder) -> Path:
     return path
 
 
-def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[nn.Module, Tensor]:
+def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[nn.Module, Tree]:
     """The module with its final weights, ready to judge, and three samples for it."""
     if isinstance(source, Result):
         module, task = source.model(), source.task
@@ -83,29 +86,42 @@ def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[
             raise DataError(f"{path} holds another model than the task's; pass the task it was trained on")
         x = torch.cat([tensors[s.name].flatten() for s in task.layout])
         module = task.layout.load(task.module(), x)
-    sample = task.inputs[task.rows[:3]].cpu()
-    return module.cpu().eval(), sample if sample.is_floating_point() else sample.long()
+    module, sample = module.cpu().eval(), tree.numbers(tree.to(tree.take(task.inputs, task.rows[:3]), "cpu"))
+    with torch.no_grad():
+        out = call(module, sample)
+    if task.forward is not None or not isinstance(out, Tensor):
+        raise DataError(
+            f"the model gives a {type(out).__name__} by a call of its own; TorchScript and ONNX hold models"
+            " that give a tensor: export safetensors"
+        )
+    return module, sample
 
 
-def _torchscript(module: nn.Module, sample: Tensor, part: Path) -> None:
+def _torchscript(module: nn.Module, sample: Tree, part: Path) -> None:
+    two = tree.take(sample, slice(2))
+    given = {"example_kwarg_inputs": two} if isinstance(two, dict) else {"example_inputs": two}
     with _quiet(), torch.no_grad():
-        traced = torch.jit.trace(module, (sample[:2],), check_trace=False)  # type: ignore[no-untyped-call]
-        if not torch.allclose(traced(sample), module(sample), atol=1e-5):
+        traced = torch.jit.trace(module, **given, check_trace=False)  # type: ignore[no-untyped-call]
+        if not torch.allclose(call(traced, sample), call(module, sample), atol=1e-5):
             raise DataError(
                 "the model computes differently for other inputs, which a trace cannot hold; export safetensors"
             )
         traced.save(str(part))
 
 
-def _onnx(module: nn.Module, sample: Tensor, part: Path) -> None:
+def _onnx(module: nn.Module, sample: Tree, part: Path) -> None:
     try:
         import onnx
     except ImportError as error:
         raise MissingExtra("writing ONNX", "onnx") from error
-    axes = {"input": {0: "batch"}, "output": {0: "batch"}}
+    two = tree.take(sample, slice(2))
+    names = ["input" if key is None else str(key) for key, _ in tree.named(two)]
+    axes = {name: {0: "batch"} for name in (*names, "output")}
+    args, kwargs = ((), two) if isinstance(two, dict) else (two if isinstance(two, tuple) else (two,), None)
     with _quiet():
         torch.onnx.export(
-            module, (sample[:2],), str(part), dynamo=False, input_names=["input"], output_names=["output"], dynamic_axes=axes
+            module, args, str(part), kwargs=kwargs, dynamo=False, input_names=names, output_names=["output"],
+            dynamic_axes=axes,
         )  # fmt: skip
         onnx.checker.check_model(str(part))
 

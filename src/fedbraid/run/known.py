@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+import fedbraid.files as files
+from fedbraid.data.counts import label_counts
+from fedbraid.engines import flops
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.run.checkpoint import Folder, Record
 
 if TYPE_CHECKING:
-    from fedbraid.core.algorithm import Algorithm
-    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
 
 FILE = "task.json"
@@ -34,28 +35,16 @@ class Known:
     forward: float | None  # FLOPs per sample, where the model could be counted
     parameters: int
 
-    def visits(self, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
-        """FLOPs of one visit of each client."""
-        from fedbraid.study import flops
-
-        if self.sizes is None or self.forward is None:
-            return None
-        return flops.of_sizes(self.sizes, self.forward, self.parameters, algorithm, work)
-
 
 def of_task(task: Task) -> Known:
-    from fedbraid.study import flops
-
     try:
-        forward = flops.forward(task)
+        forward = flops.of_task(task)
     except Exception:  # torch's counter runs the user's own model in its own way, and may not get through
         forward = None
     return Known(_partition(task), task.sizes, forward, task.layout.size)
 
 
 def _partition(task: Task) -> Record:
-    from fedbraid.report.picture import label_counts
-
     try:
         counts = label_counts(task)
     except FedbraidError as error:
@@ -69,7 +58,7 @@ def _partition(task: Task) -> Record:
 
 def note(folder: Folder, task: Task) -> None:
     """Describe a task made in Python in the run's folder."""
-    if task.spec is not None:
+    if task.spec is not None and not files.names_file(task.spec):
         return
     known = of_task(task.to("cpu"))
     sizes = None if known.sizes is None or len(known.sizes) > SIZES else known.sizes.tolist()

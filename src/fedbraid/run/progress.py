@@ -31,10 +31,12 @@ class Bar:
         self.task: Any = None
         self.up = self.down = self.drawn = 0.0
         self.accuracy: float | None = None
+        self.own: dict[str, float] = {}  # the task's own metrics
 
     def start(self, run: Run) -> None:
         title = self.title or (run.setup.algorithm.name or "run").split("(")[0]
         self.task = self.progress.add_task(title, total=run.schedule.steps, completed=run.state.t, facts="")
+        self.own = dict.fromkeys(run.setup.task.metrics, float("nan"))
         self._remember(run)
         if not self.shared:
             self.progress.start()
@@ -58,9 +60,11 @@ class Bar:
         self.up += record["bytes_up"]
         self.down += record["bytes_down"]
         self.accuracy = record.get("accuracy", self.accuracy)
+        self.own = {name: record.get(name, value) for name, value in self.own.items()}
 
     def _facts(self) -> str:
-        return f"{format_share(self.accuracy)}  ↑ {format_bytes(self.up)}  ↓ {format_bytes(self.down)}"
+        own = "".join(f"  {name} {value:.3f}" for name, value in self.own.items())
+        return f"{format_share(self.accuracy)}{own}  ↑ {format_bytes(self.up)}  ↓ {format_bytes(self.down)}"
 
     def end(self, result: Result) -> None:
         self.progress.update(self.task, completed=result.state.t, facts=self._facts())

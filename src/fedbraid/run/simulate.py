@@ -9,15 +9,15 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import fedbraid.files as files
 from fedbraid import algorithms
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
@@ -29,13 +29,14 @@ from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
 from fedbraid.engines.client import Engine, Setup
-from fedbraid.errors import ConfigError, DataError, RunError
+from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
 from fedbraid.run import bits
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
+from fedbraid.run.judge import judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
@@ -102,6 +103,7 @@ class Result:
             "steps": self.state.t,
             "accuracy": self.last("accuracy"),
             "loss": self.last("loss"),
+            **{name: self.last(name) for name in self.task.metrics},
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
             "engine": self.engine,
@@ -201,6 +203,10 @@ class Run:
                 pending = []
         return self._result()
 
+    def model(self) -> nn.Module:
+        """The torch module with the weights of this step, as they are evaluated."""
+        return self.setup.task.layout.load(self.setup.task.module(), self.state.average)
+
     def _due(self) -> bool:
         """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
         t, last = self.state.t, self.state.t == self.schedule.steps
@@ -213,7 +219,7 @@ class Run:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
-            record |= judge(self.engine, task, self.state.average, self.options.evaluate_on)
+            record |= judge(self.engine, task, self.state.average, self.options.evaluate_on, t)
         return record
 
     def _result(self) -> Result:
@@ -245,34 +251,6 @@ class Run:
     def _tell(self, name: str, subject: Any) -> None:
         for hook in self._hooks(name):
             hook(subject)
-
-
-def judge(engine: Engine, task: Task, x: Tensor, on: str = "test") -> Record:
-    """Loss and accuracy of a model on the pooled test set, or also by client."""
-    if task.test is None:
-        raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
-    losses, classes = engine.evaluate(x, *task.test)
-    record = {"loss": float(losses.double().mean())}
-    if on == "clients":
-        record["loss_clients"] = float(_by_client(losses, task).mean())
-    if classes is None:
-        return record
-    right = (classes == task.test[1]).double().cpu()
-    record["accuracy"] = float(right.mean())
-    if on == "clients":
-        shares = _by_client(right, task)
-        record["accuracy_clients"] = float(shares.mean())
-        record["accuracy_worst_tenth"] = float(np.sort(shares)[: max(1, len(shares) // 10)].mean())
-    return record
-
-
-def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
-    """The mean of a measurement over every client's test share, where it has one."""
-    assert task.test_offsets is not None
-    cuts, upto = task.test_offsets, np.concatenate([[0.0], np.cumsum(each.double().cpu().numpy())])
-    held = np.diff(cuts) > 0
-    means: NDArray[np.float64] = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
-    return means
 
 
 def simulate(
@@ -479,7 +457,7 @@ def task_of(folder: Folder, config: Record) -> Task:
 def _algorithm_of(folder: Folder, config: Record) -> Algorithm:
     with suppress(ConfigError):  # a part in it may be the user's own
         if config["algorithm"] is not None:
-            made = algorithm_from(config["algorithm"])
+            made = algorithm_of(config["algorithm"])
             if parts(made) == config["parts"]:
                 return made
     raise RunError(
@@ -494,6 +472,17 @@ def algorithm_from(text: str) -> Algorithm:
     if not isinstance(made, Algorithm):
         raise ConfigError(f"{text!r} is no algorithm; `fedbraid list` shows what there is")
     return made
+
+
+def algorithm_of(text: str) -> Algorithm:
+    """The same, or one of the user's own by the name `FILE.py:NAME`, whose file is imported."""
+    if not files.names_file(text):
+        return algorithm_from(text)
+    made: Algorithm = files.load(text, Algorithm, "algorithm", algorithms.BUILDERS)
+    with suppress(ConfigError):
+        if made.name and parts(algorithm_from(made.name)) == parts(made):
+            return made
+    return replace(made, name=files.absolute(text))
 
 
 def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:

@@ -67,7 +67,7 @@ class State:
         gather, server = algorithm.gather.init(x, layout), algorithm.server.init(x, layout)
         who = Caster(algorithm.downloads, 0, seed, layout, real)
         cast = algorithm.down.open(algorithm.send(x, server, 1), who)
-        rows = Rows(algorithm.down.remembers() if real else algorithm.remembers(x, layout))
+        rows = Rows({} if real else algorithm.remembers(x, layout))  # real clients remember for themselves
         watch = Watch.first(x, layout)
         return cls(0, x, x, gather, server, cast.state, watch, {0: cast.version}, rows)
 

@@ -23,11 +23,11 @@ from fedbraid.core.check import whole
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure
-from fedbraid.errors import ConfigError, EngineError, RunError
+from fedbraid.errors import ConfigError, EngineError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.metrics import format_bytes, format_count
-from fedbraid.run.simulate import SCHEDULES, Run, algorithm_from, parts, simulate
+from fedbraid.run.simulate import SCHEDULES, Run, algorithm_of, parts, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
 
@@ -97,13 +97,13 @@ class Comparison:
     target: float | None = None
     failures: dict[str, list[str]] = field(default_factory=dict)  # by contestant
     out: Path | None = None
+    metric: str = ""  # what they are compared by; the accuracy or the loss unless told
 
     def __post_init__(self) -> None:
-        key = stats.judged_by(self.groups)
+        key = stats.judged_by(self.groups, self.metric or None)
         if key is None:
-            raise RunError(
-                "no run of the comparison was evaluated; give evaluate_every, and a task with a test set"
-            )
+            what = f"has the metric {self.metric!r}" if self.metric else "of the comparison was evaluated"
+            raise RunError(f"no run {what}; give evaluate_every, and a task with a test set and its metrics")
         self.metric = key
         ranks = stats.ranks(self.groups, key)
         self.rows = [
@@ -228,15 +228,17 @@ def compare(
     jobs: int | None = None,
     watcher: Watcher | None = None,
     options: Mapping[str, Any] | None = None,
+    metric: str | None = None,
 ) -> Comparison:
     """Run every contestant with every seed, `jobs` at a time, and compare what came of them.
 
-    `options` are those of `simulate`, such as `evaluate_every`.
+    `options` are those of `simulate`, such as `evaluate_every`. `metric` is what they are compared by, one of
+    the task's own or "loss"; unless given, the accuracy.
     """
     who = contestants(entries, work, schedule) if isinstance(entries, Mapping) else list(entries)
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     _check(who, numbers, target)
-    grid = Grid(Path(out), task, who, numbers, target, dict(options or {}))
+    grid = Grid(Path(out), task, who, numbers, target, dict(options or {}), _metric(task, metric))
     grid.save()
     grid.run(jobs, watcher)
     return grid.result()
@@ -261,6 +263,7 @@ class Grid:
     seeds: list[int]
     target: float | None
     options: dict[str, Any]
+    metric: str | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -291,6 +294,7 @@ class Grid:
             "data": self.task.fingerprint,
             "seeds": self.seeds,
             "target": self.target,
+            "metric": self.metric,
             "options": self.options,
             "contestants": [
                 {
@@ -314,14 +318,14 @@ class Grid:
             who = [
                 Contestant(
                     c["name"],
-                    algorithm_from(c["algorithm"]),
+                    algorithm_of(c["algorithm"]),
                     evaluate(c["work"], WORK, "work"),
                     evaluate(c["schedule"], SCHEDULES, "schedule"),
                 )
                 for c in known["contestants"]
             ]
             task = tasks.reload(known["task"])
-            return cls(out, task, who, known["seeds"], known["target"], known["options"])
+            return cls(out, task, who, known["seeds"], known["target"], known["options"], known.get("metric"))
         except (KeyError, TypeError) as error:
             raise RunError(f"{out / FILE} lacks or garbles {error}; restore it or compare anew") from error
 
@@ -366,7 +370,9 @@ class Grid:
             histories = [list(Folder(cell.place).records()) for cell in cells]
             spent = [flops.by_step(visit, h) for h in histories]
             groups.append(stats.Runs(c.name, [cell.seed for cell in cells], histories, spent))
-        return Comparison(self.task.spec or self.task.name, groups, self.target, failures, self.out)
+        return Comparison(
+            self.task.spec or self.task.name, groups, self.target, failures, self.out, self.metric or ""
+        )
 
 
 class _Told:
@@ -384,6 +390,12 @@ class _Told:
         if now - self.last >= self.EVERY or record["step"] == run.schedule.steps:
             self.last = now
             self.ask((record["step"], self.value))
+
+
+def _metric(task: Task, name: str | None) -> str | None:
+    if name is not None and name not in (known := ("accuracy", "loss", "train_loss", *task.metrics)):
+        raise unknown("metric", name, known)
+    return name
 
 
 def _check(who: Sequence[Contestant], seeds: Sequence[int], target: float | None) -> None:

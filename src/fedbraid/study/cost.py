@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
@@ -28,8 +25,10 @@ from fedbraid.core.link import Caster, Sender
 from fedbraid.core.optim import Adam, RMSProp, SGDm
 from fedbraid.core.rule import Chain, Local, Rule, finished
 from fedbraid.core.work import Work
+from fedbraid.data.call import Forward, call
+from fedbraid.data.tree import Tree
+from fedbraid.engines.flops import forward_flops
 from fedbraid.links import codecs
-from fedbraid.models.linear import BagOfWords
 from fedbraid.run.checkpoint import rows_of
 from fedbraid.run.state import State
 
@@ -71,7 +70,13 @@ class Cost:
 
 
 def estimate(
-    module: nn.Module, sample: Tensor, algorithm: Algorithm, work: Work, crowd: Crowd, buffers: str = "refuse"
+    module: nn.Module,
+    sample: Tree,
+    algorithm: Algorithm,
+    work: Work,
+    crowd: Crowd,
+    buffers: str = "refuse",
+    run: Forward = call,
 ) -> Cost:
     """The cost of a round of this algorithm, on this model and with one sample like this."""
     layout = Layout.of(module, buffers)
@@ -88,7 +93,7 @@ def estimate(
         rows["clients"],
         uploads(algorithm, layout, x, state, crowd),
         downloads(algorithm, layout, x, state, crowd),
-        client_flops(algorithm, work, forward_flops(module, sample), layout.size, crowd.samples),
+        client_flops(algorithm, work, forward_flops(module, sample, run), layout.size, crowd.samples),
         steps,
     )
 
@@ -158,46 +163,6 @@ def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samp
         + (steps * ops.per_step + ops.per_visit) * parameters
         + ops.full_gradients * samples * both
     )
-
-
-def forward_flops(module: nn.Module, sample: Tensor) -> float:
-    """Operations of a forward pass, per sample: torch's count of multiply-adds, added biases, and RNN gates."""
-    extra: list[float] = []
-    hooks = [m.register_forward_hook(lambda m, i, o: extra.append(_extra(m, i, o))) for m in module.modules()]
-    was, counter = module.training, FlopCounterMode(display=False)
-    module.eval()
-    try:
-        with torch.no_grad(), _plain_kernels(), counter:
-            module(sample if sample.is_floating_point() else sample.long())
-    finally:
-        module.train(was)
-        for hook in hooks:
-            hook.remove()
-    return (counter.get_total_flops() / 2 + sum(extra)) / len(sample)
-
-
-@contextmanager
-def _plain_kernels() -> Iterator[None]:
-    """Without oneDNN, whose fused LSTM hides its products from the counter; its flags warn about GPUs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-
-
-def _extra(m: nn.Module, inputs: tuple[Any, ...], out: Any) -> float:
-    """What torch's counter leaves out."""
-    match m:
-        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if m.bias is not None:
-            return float(out.numel())
-        case nn.GRU() | nn.LSTM():  # gate sums and biases, the reset product, the mix of old and new
-            gates, rest = (3, 4) if isinstance(m, nn.GRU) else (4, 4)
-            per_gate = 3 if m.bias else 1
-            return float((gates * per_gate + rest) * out[0].numel() * m.num_layers)
-        case BagOfWords():  # counted as the dense layer on a bag of words that it stands for
-            vocab, classes = m.words.num_embeddings - 1, m.words.embedding_dim
-            return float(len(out) * (vocab + 1) * classes)
-    return 0.0
 
 
 @dataclass(frozen=True)

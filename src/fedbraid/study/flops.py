@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,22 +10,15 @@ from numpy.typing import NDArray
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
+from fedbraid.engines.flops import of_task
+from fedbraid.run.known import Known
 from fedbraid.run.metrics import Record
-from fedbraid.study.cost import client_flops, forward_flops
-
-_FORWARD: weakref.WeakKeyDictionary[Task, float] = weakref.WeakKeyDictionary()
-
-
-def forward(task: Task) -> float:
-    """FLOPs of a forward pass of the task's model, per sample."""
-    if task not in _FORWARD:
-        _FORWARD[task] = forward_flops(task.module(), task.inputs[task.rows[:1]])
-    return _FORWARD[task]
+from fedbraid.study.cost import client_flops
 
 
 def of_clients(task: Task, algorithm: Algorithm, work: Work) -> NDArray[np.float64]:
     """FLOPs of one visit of each client."""
-    return of_sizes(task.sizes, forward(task), task.layout.size, algorithm, work)
+    return of_sizes(task.sizes, of_task(task), task.layout.size, algorithm, work)
 
 
 def of_sizes(
@@ -36,6 +28,13 @@ def of_sizes(
     kinds, which = np.unique(sizes, return_inverse=True)
     each = [client_flops(algorithm, work, forward, parameters, float(n)) for n in kinds]
     return np.array(each)[which]
+
+
+def of_known(known: Known, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
+    """FLOPs of one visit of each client of a task that a folder describes."""
+    if known.sizes is None or known.forward is None:
+        return None
+    return of_sizes(known.sizes, known.forward, known.parameters, algorithm, work)
 
 
 def by_step(visit: NDArray[np.float64], history: Sequence[Record]) -> list[float]:

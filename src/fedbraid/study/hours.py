@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from fedbraid.schedule import Buffered, Rounds
 from fedbraid.study.reproduce import ENGINE, Cell, Line, make_task, version
 
-STEPS = 4  # local steps of a trial
+STEPS, JUDGED = 4, 200  # local steps and test samples of a trial
 
 
 def paces(cells: Iterable[Cell], done: Mapping[str, Line], tried: Mapping[str, Any]) -> dict[str, float]:
@@ -70,26 +70,40 @@ def write(folder: Path, part: str, facts: Line) -> None:
 
 
 def attempt(cell: Cell) -> Line:
-    """Train a few steps of one client and judge the model, twice; what a round of the cell comes to by the second time."""
+    """Train a few steps of one client and judge a few samples, each timed the second time; what a round comes to by that."""
+    from fedbraid.engines import choose
+    from fedbraid.engines.client import Setup
+    from fedbraid.run.judge import judge
     from fedbraid.run.simulate import algorithm_from, simulate
 
     task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
     work = replace(cell.work, epochs=None, steps=STEPS)
-    schedule = Rounds(1, clients=1)
-    took = [0.0, 0.0]
-    for judged in (None, 1):
-        for i in range(2):
-            begun = time.process_time()
-            simulate(task, algorithm, work, schedule, seed=cell.seed, engine=ENGINE, evaluate_every=judged)
-            took[i] = time.process_time() - begun
-        if judged is None:
-            trained = took[1]
-    rounds = trained * visits(cell) * local_steps(cell, task) / STEPS
-    tests = (took[1] - trained) * (1 / cell.every + cell.last / cell.schedule.steps)
+    trained = _second(
+        lambda: simulate(
+            task, algorithm, work, Rounds(1, clients=1), seed=cell.seed, engine=ENGINE, evaluate_every=None
+        )
+    )
+    seconds = trained * visits(cell) * local_steps(cell, task) / STEPS
+    if task.test is not None:
+        test = task.test[0][:JUDGED], task.test[1][:JUDGED]
+        few = replace(task, test=test)
+        engine = choose(ENGINE, few, work, 1, 1)
+        engine.open(Setup(algorithm, few, work, cell.seed))
+        x = few.initial(cell.seed)
+        judged = _second(lambda: judge(engine, few, x)) * len(task.test[1]) / len(test[1])
+        engine.close()
+        seconds += judged * (1 / cell.every + cell.last / cell.schedule.steps)
     return {
-        "cell": cell.name, "code": version(), "seconds": round(rounds + max(tests, 0.0), 3),
-        "effort": cell.effort / cell.schedule.steps,
+        "cell": cell.name, "code": version(), "seconds": round(seconds, 3), "effort": cell.effort / cell.schedule.steps,
     }  # fmt: skip
+
+
+def _second(do: Callable[[], Any]) -> float:
+    """The seconds of this processor that something takes when it is done again."""
+    do()
+    begun = time.process_time()
+    do()
+    return time.process_time() - begun
 
 
 def visits(cell: Cell) -> float:

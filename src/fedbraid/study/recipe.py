@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import fedbraid.files as files
 from fedbraid.core.work import WORK, Work
 from fedbraid.parse import evaluate
 from fedbraid.run.metrics import Record
@@ -38,6 +39,8 @@ def sections(config: Record, target: float | None = None) -> Sections | None:
 
 def _task(spec: str) -> str:
     """`load('digits', clients=100)` as `digits(clients=100)`."""
+    if files.names_file(spec):
+        return spec
     call = ast.parse(spec, mode="eval").body
     assert isinstance(call, ast.Call)
     name = ast.literal_eval(call.args[0])

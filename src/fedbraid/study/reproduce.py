@@ -267,7 +267,7 @@ class Judge:
         self.seen: list[Line] = []
 
     def step(self, record: Line, run: Run) -> bool:
-        from fedbraid.run.simulate import judge
+        from fedbraid.run.judge import judge
 
         if self.parent is not None and os.getppid() != self.parent:
             raise KeyboardInterrupt

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from fedbraid.core.names import TAKEN, falls
 from fedbraid.run.metrics import Record, best, rounds_to
 
 AXES = ("step", "bytes", "time", "flops")
 METRICS = ("accuracy", "loss", "train_loss", "drift", "staleness")
-FALLING = ("loss", "train_loss")  # measurements of which less is better
 
 # fmt: off
 _T975 = (
@@ -118,9 +118,16 @@ class Runs:
         return {seed: v for seed, v in values.items() if v is not None}
 
 
-def judged_by(groups: Sequence[Runs]) -> str | None:
-    """What the runs are compared by: the accuracy, the loss where there is none, None without evaluations."""
-    for key in ("accuracy", "loss"):
+def measured(groups: Sequence[Runs]) -> list[str]:
+    """Everything that is drawn over time: what every run has, and the task's own metrics."""
+    seen = [r for g in groups for h in g.histories for r in (*h[:1], *h[-1:]) if "loss" in r]
+    own = {k for r in seen for k, v in r.items() if k not in TAKEN and isinstance(v, float)}
+    return [*METRICS, *sorted(own)]
+
+
+def judged_by(groups: Sequence[Runs], metric: str | None = None) -> str | None:
+    """What the runs are compared by: this, the accuracy, the loss where there is none, None without evaluations."""
+    for key in ("accuracy", "loss") if metric is None else (metric,):
         if any(key in r for g in groups for h in g.histories for r in h):
             return key
     return None
@@ -192,7 +199,7 @@ def ranks(groups: Sequence[Runs], key: str) -> dict[str, float | None]:
     finals = {g.name: g.finals(key) for g in groups}
     scored = {name: values for name, values in finals.items() if values}
     common = set.intersection(*(set(v) for v in scored.values())) if scored else set()
-    sign = 1 if key in FALLING else -1
+    sign = 1 if falls(key) else -1
     found: dict[str, float | None] = dict.fromkeys(finals)
     for name in scored if common else ():
         each = []
@@ -208,7 +215,7 @@ def verdict(rows: Sequence[Record]) -> str:
     known = [r for r in rows if r["final"] is not None]
     if len(known) < 2:
         return "Nothing to compare: fewer than two have a result."
-    falling = known[0]["metric"] in FALLING
+    falling = falls(known[0]["metric"])
     first, *rest = sorted(known, key=lambda r: r["final"].mean if falling else -r["final"].mean)
     if any(r["final"].half is None for r in known):
         return f"{first['name']} came first, but one seed has no interval: no verdict. Run more seeds."

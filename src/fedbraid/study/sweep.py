@@ -1,8 +1,9 @@
 """Search for good settings: by grid, at random or with Optuna's Bayesian sampler, judged on held-out clients.
 
 A share of the clients never trains; what a setting is worth is its accuracy on their data, so the test set
-stays unseen until the end. Trials that do worse than the others did at the same step are stopped early. The
-study lives in a database and every trial in run folders, so a sweep that is killed goes on where it stood.
+stays unseen until the end. Trials that do worse than the others did at the same step are stopped early. What
+was begun and what ended is a line each in `trials.jsonl`, and every trial is in run folders, so a sweep that is
+killed goes on where it stood. Only the Bayesian sampler needs Optuna.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
@@ -24,6 +24,8 @@ import torch
 
 from fedbraid.core import rng
 from fedbraid.core.check import whole
+from fedbraid.core.names import falls
+from fedbraid.data import tree
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
@@ -33,6 +35,7 @@ from fedbraid.study import callable_module, stats
 from fedbraid.study.compare import ENGINE, Contestant
 
 FILE = "sweep.json"
+TRIALS = "trials.jsonl"
 METHODS = ("bayes", "random", "grid")
 PRUNERS = ("median", "asha", "none")
 RUNGS = 20  # looks at a trial while it trains
@@ -60,6 +63,13 @@ class Choice:
     def suggest(self, trial: Any, name: str) -> Any:
         return trial.suggest_categorical(name, self.values)
 
+    def draw(self, u: float) -> Any:
+        """The value that a number in [0, 1) picks."""
+        return self.values[int(u * len(self.values))]
+
+    def distribution(self, optuna: Any) -> Any:
+        return optuna.distributions.CategoricalDistribution(self.values)
+
 
 @dataclass(frozen=True)
 class Range:
@@ -86,6 +96,21 @@ class Range:
         if self.integer:
             return trial.suggest_int(name, int(self.low), int(self.high), log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)
+
+    def draw(self, u: float) -> Any:
+        """The value that a number in [0, 1) picks."""
+        low, high = (self.low, self.high + 1) if self.integer else (self.low, self.high)
+        value = math.exp(math.log(low) + u * math.log(high / low)) if self.log else low + u * (high - low)
+        return min(int(value), int(self.high)) if self.integer else value
+
+    def distribution(self, optuna: Any) -> Any:
+        kinds = optuna.distributions
+        kind = kinds.IntDistribution if self.integer else kinds.FloatDistribution
+        return kind(
+            int(self.low) if self.integer else self.low,
+            int(self.high) if self.integer else self.high,
+            log=self.log,
+        )
 
 
 Space = Mapping[str, Choice | Range]
@@ -122,7 +147,7 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
     rows, offsets = _rows(task, kept)
     judged, _ = _rows(task, held)
     return dataclasses.replace(
-        task, rows=rows, offsets=offsets, test=(task.inputs[judged], task.targets[judged]), test_offsets=None, spec=None
+        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, judged), tree.take(task.targets, judged)), test_offsets=None, spec=None
     )  # fmt: skip
 
 
@@ -144,6 +169,7 @@ class Plan:
     share: float = 0.2  # of clients, held out
     prune: str = "median"
     seed: int = 0
+    metric: str | None = None  # what is optimised, unless the accuracy or the loss
 
     def __post_init__(self) -> None:
         for value, known, kind in ((self.method, METHODS, "method"), (self.prune, PRUNERS, "pruner")):
@@ -162,6 +188,7 @@ class Trial:
     state: str  # "done", "pruned" or "diverged"
     value: float | None
     steps: int
+    looks: dict[int, float] = field(default_factory=dict, repr=False)  # what it was worth, by step
 
 
 @dataclass
@@ -177,7 +204,7 @@ class Sweep:
         done = [t for t in self.trials if t.state == "done" and t.value is not None]
         if not done:
             raise RunError(f"no trial of {self.out} came to its end; widen the space or lower the rates")
-        return min(done, key=lambda t: (t.value or 0.0) * (1 if self.metric in stats.FALLING else -1))
+        return min(done, key=lambda t: (t.value or 0.0) * (1 if falls(self.metric) else -1))
 
 
 class Watcher(Protocol):
@@ -229,17 +256,20 @@ class _Search:
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
         self.tuning = hold_out(task, plan.share, plan.seed)
-        self.metric = "accuracy" if task.classifies else "loss"
+        self.metric = plan.metric or ("accuracy" if task.classifies else "loss")
+        if self.metric not in (known := ("accuracy", "loss", *task.metrics)):
+            raise unknown("metric", self.metric, known)
         self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
-        self.running: dict[int, tuple[Any, _Job]] = {}
+        self.running: dict[int, _Job] = {}
+        self.looks: dict[int, dict[int, float]] = {}
+        self.ended: list[Trial] = []
+        self.again: list[_Job] = []  # begun and not ended when a kill came
+        self.begun = 0
 
-    # The study ------------------------------------------------------------------------------------
+    # The log of trials ----------------------------------------------------------------------------
 
     def open(self, note: Record) -> None:
-        try:
-            import optuna
-        except ImportError as error:
-            raise MissingExtra("a sweep", "sweep") from error
+        self.sampler = _Bayes(self) if self.plan.method == "bayes" else None
         said = {
             "data": self.task.fingerprint,
             "space": {k: repr(v) for k, v in self.space.items()},
@@ -247,31 +277,34 @@ class _Search:
             **note,
         }
         self._claim(said)
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.optuna = optuna
-        self.study = optuna.create_study(
-            storage=optuna.storages.RDBStorage("sqlite://", engine_kwargs={"creator": self._connect}),
-            study_name="sweep",
-            direction="minimize" if self.metric in stats.FALLING else "maximize",
-            load_if_exists=True,
-        )
-        before = len(self.study.trials)
-        self.study.sampler = self._sampler(self.plan.seed + before)
-        self.study.pruner = self._pruner()
-        if self.plan.method == "grid" and not before:
-            for settings in self.grid:
-                self.study.enqueue_trial(settings)
-        for trial in self.study.get_trials(states=[optuna.trial.TrialState.RUNNING]):  # a kill left them so
-            self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            if len(trial.params) == len(self.space):
-                self.study.enqueue_trial(trial.params)
+        jobs: dict[int, _Job] = {}
+        for line in self._lines():
+            if "state" in line:
+                looks = {int(step): value for step, value in line["looks"]}
+                self.ended.append(Trial(**{**line, "looks": looks}))
+                jobs.pop(line["number"], None)
+            else:
+                jobs[line["number"]] = _Job(line["number"], line["settings"])
+                self.begun = max(self.begun, line["number"] + 1)
+        self.again = list(jobs.values())
 
-    def _connect(self) -> sqlite3.Connection:
-        """A kill loses nothing that was committed; only a power cut may lose the last trials' ends."""
-        study = sqlite3.connect(self.out / "study.db", timeout=20, check_same_thread=False)
-        study.execute("PRAGMA journal_mode = WAL")
-        study.execute("PRAGMA synchronous = NORMAL")
-        return study
+    def _lines(self) -> list[Record]:
+        """What was noted; a line that a kill cut short is as if it had not been begun."""
+        path = self.out / TRIALS
+        text = path.read_text("utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            path.write_text(whole, "utf-8")
+        try:
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError as error:
+            raise RunError(
+                f"{path} is garbled ({error}); remove its broken line, or start a new sweep"
+            ) from error
+
+    def _note(self, line: Record) -> None:
+        with (self.out / TRIALS).open("a", encoding="utf-8") as log_:
+            log_.write(json.dumps(line) + "\n")
 
     def _claim(self, said: Record) -> None:
         folder = Folder(self.out)
@@ -288,83 +321,83 @@ class _Search:
         except OSError as error:
             raise RunError(f"{self.out} cannot be written: {error.strerror}; choose another out=") from error
 
-    def _sampler(self, seed: int) -> Any:
-        samplers = self.optuna.samplers
-        if self.plan.method == "bayes":
-            return samplers.TPESampler(seed=seed, n_startup_trials=min(10, max(3, self.count // 3)))
-        return samplers.RandomSampler(seed=seed)
-
-    def _pruner(self) -> Any:
-        pruners = self.optuna.pruners
-        if self.plan.prune == "median":
-            return pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=self.steps // 5)
-        if self.plan.prune == "asha":
-            return pruners.SuccessiveHalvingPruner(min_resource=max(1, self.steps // 9), reduction_factor=3)
-        return pruners.NopPruner()
-
     # Trials ---------------------------------------------------------------------------------------
 
     def run(self, jobs: int | None, watcher: Watcher | None) -> None:
         def heard(job: _Job, said: tuple[int, float]) -> bool:
-            trial = self.running[job.number][0]
             if watcher is not None:
                 watcher.trial(job.number, job.settings, *said)
-            trial.report(said[1], said[0])
-            return bool(trial.should_prune())
+            looks = self.looks.setdefault(job.number, {})
+            looks[said[0]] = said[1]
+            return self._hopeless(looks, said[0])
 
         def done(job: _Job, result: Failure | Record) -> None:
-            trial, _ = self.running.pop(job.number)
             if isinstance(result, Failure):
                 if result.kind != "Diverged":
                     raise EngineError(
                         f"trial {job.number} with {_said(job.settings)} failed: {result.message}"
                     )
                 result = {"state": "diverged", "value": None, "steps": 0}
-            self._tell(trial, result)
+            del self.running[job.number]
+            trial = Trial(job.number, job.settings, **result, looks=self.looks.pop(job.number, {}))
+            self._note(vars(trial) | {"looks": list(trial.looks.items())})
+            self.ended.append(trial)
             if watcher is not None:
-                watcher.done(
-                    Trial(job.number, job.settings, result["state"], result["value"], result["steps"])
-                )
+                watcher.done(trial)
 
         Crew(self._train, jobs).run(
             self._following, heard, done, (lambda: None) if watcher is None else watcher.tick
         )
 
-    def _tell(self, trial: Any, result: Record) -> None:
-        trial.set_user_attr("result", result)
-        if result["state"] == "done":
-            self.study.tell(trial, result["value"])
-        else:
-            self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
-
     def _following(self) -> _Job | None:
-        """The next setting to try; one that was tried already is not tried again."""
-        for _ in range(100):
-            ended = {json.dumps(t.settings, sort_keys=True): t for t in self._ended()}
-            if self._finished() + len(self.running) >= self.count:
-                return None
-            trial = self.study.ask()
-            settings = {name: what.suggest(trial, name) for name, what in self.space.items()}
-            if (known := ended.get(json.dumps(settings, sort_keys=True))) is not None:
-                self._tell(trial, {"state": known.state, "value": known.value, "steps": known.steps})
-            elif any(job.settings == settings for _, job in self.running.values()):
-                self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
-            else:
-                job = _Job(trial.number, settings)
-                self.running[trial.number] = (trial, job)
-                return job
+        """The next setting to try: first what a kill left, then another that was not tried yet."""
+        if self.again:
+            job = self.again.pop(0)
+            self.running[job.number] = job
+            return job
+        tried = [t.settings for t in self.ended] + [j.settings for j in self.running.values()]
+        while len(self.ended) + len(self.running) < self.count and self.begun < 100 * self.count:
+            number, self.begun = self.begun, self.begun + 1
+            settings = self._settings(number)
+            if settings not in tried:
+                self._note({"number": number, "settings": settings})
+                self.running[number] = _Job(number, settings)
+                return self.running[number]
         return None
 
-    def _finished(self) -> int:
-        states = self.optuna.trial.TrialState
-        return len(self.study.get_trials(deepcopy=False, states=[states.COMPLETE, states.PRUNED]))
+    def _settings(self, number: int) -> Settings:
+        if self.plan.method == "grid":
+            return self.grid[number % len(self.grid)]
+        if self.sampler is not None:
+            return self.sampler.settings(number)
+        u = rng.generator(self.plan.seed, "sweep", number).random(len(self.space))
+        return {name: what.draw(float(v)) for (name, what), v in zip(self.space.items(), u)}
 
-    def _ended(self) -> list[Trial]:
-        states = self.optuna.trial.TrialState
-        return [
-            Trial(t.number, t.params, **t.user_attrs["result"])
-            for t in self.study.get_trials(deepcopy=False, states=[states.COMPLETE, states.PRUNED])
-        ]
+    # Pruning --------------------------------------------------------------------------------------
+
+    def _hopeless(self, looks: dict[int, float], step: int) -> bool:
+        """Whether a trial is worse by now than half of those that ended (median), or two thirds of all (asha)."""
+        sign = -1 if falls(self.metric) else 1
+        if self.plan.prune == "median":
+            others = sorted(sign * t.looks[step] for t in self.ended if t.state == "done" and step in t.looks)
+            late = len(others) >= 3 and step >= self.steps // 5
+            return late and max(sign * v for v in looks.values()) < float(np.median(others))
+        if self.plan.prune == "asha":
+            rung = max((r for r in self._rungs() if r <= step), default=None)
+            if rung is None or sum(s >= rung for s in looks) > 1:  # it was judged at this rung before
+                return False
+            seen = [*(t.looks for t in self.ended), *self.looks.values()]
+            values = [
+                sign * next(v for s, v in sorted(each.items()) if s >= rung)
+                for each in seen
+                if max(each, default=0) >= rung
+            ]
+            return sum(v > sign * looks[step] for v in values) >= max(1, len(values) // 3)
+        return False
+
+    def _rungs(self) -> list[int]:
+        first = max(1, self.steps // 9)
+        return [first * 3**k for k in range(8) if first * 3**k < self.steps]
 
     def _train(self, job: _Job, ask: Ask) -> Record:
         """In a worker: every seed of a trial, the first of them under the pruner's eyes."""
@@ -386,7 +419,38 @@ class _Search:
         return {"state": "done", "value": math.fsum(finals) / len(finals), "steps": steps}
 
     def result(self) -> Sweep:
-        return Sweep(self.metric, self._ended(), self.out)
+        return Sweep(self.metric, self.ended, self.out)
+
+
+class _Bayes:
+    """Optuna's TPE sampler, told all that ended before it is asked anew."""
+
+    def __init__(self, search: _Search) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise MissingExtra("a Bayesian sweep", "sweep") from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.search, self.optuna = search, optuna
+
+    def settings(self, number: int) -> Settings:
+        search, states = self.search, self.optuna.trial.TrialState
+        first = min(10, max(3, search.count // 3))
+        study = self.optuna.create_study(
+            direction="minimize" if falls(search.metric) else "maximize",
+            sampler=self.optuna.samplers.TPESampler(seed=search.plan.seed + number, n_startup_trials=first),
+        )
+        kinds = {name: what.distribution(self.optuna) for name, what in search.space.items()}
+        for t in search.ended:
+            done = t.state == "done"
+            study.add_trial(
+                self.optuna.trial.create_trial(
+                    params=t.settings, distributions=kinds, value=t.value if done else None,
+                    intermediate_values=t.looks, state=states.COMPLETE if done else states.PRUNED,
+                )
+            )  # fmt: skip
+        trial = study.ask()
+        return {name: what.suggest(trial, name) for name, what in search.space.items()}
 
 
 class _Look:

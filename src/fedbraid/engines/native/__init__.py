@@ -166,6 +166,8 @@ def _raise(status: int) -> None:
 def _graph(task: Task) -> Graph:
     if not isinstance(task.loss, str) or task.loss not in LOSSES:
         raise Unsupported("the loss is a custom function")
+    if not isinstance(task.inputs, Tensor) or task.forward is not None:
+        raise Unsupported("the model is called with more than one tensor, or on data from disk")
     if task.inputs.device.type != "cpu":
         raise Unsupported(f"the data are on {task.inputs.device}, not on the CPU")
     whole = not task.inputs.is_floating_point()

@@ -264,7 +264,7 @@ struct Narrow {
             for (int k = 0; k < KX; k++) taps += j + k - PX >= 0 && j + k - PX < W;
         return taps;
     }
-    static constexpr bool pays = at_once > 0 && useful() * 10 < W * KX * 9;
+    static constexpr bool pays = at_once > 0 && useful() * 10 < W * KX * 8;
 
     template <int N, bool ADD>
     static void planes(const V* dy, const float* w, V* dx) {

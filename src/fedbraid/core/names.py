@@ -1,0 +1,48 @@
+"""What the measurements of a run are called, and of which less is better. Nothing here imports torch."""
+
+from __future__ import annotations
+
+TAKEN = frozenset(  # what records hold besides the task's own metrics
+    [
+        "step",
+        "time",
+        "clients",
+        "uploads",
+        "bytes_up",
+        "bytes_down",
+        "bytes_broadcast",
+        "up",
+        "down",
+        "lr",
+        "K",
+        "cohort",
+        "norm",
+        "norm_h",
+        "moved",
+        "versions_kept",
+        "loss",
+        "accuracy",
+        "train_loss",
+        "drift",
+        "staleness",
+        "staleness_max",
+        "staleness_counts",
+        "epsilon",
+        "predicted",
+        "loss_clients",
+        "accuracy_clients",
+        "accuracy_worst_tenth",
+    ]
+)
+ERRORS = frozenset(
+    ["loss", "error", "mae", "mse", "rmse", "mape", "nll", "perplexity", "wer", "cer", "brier", "ece"]
+)
+
+
+def falls(name: str) -> bool:
+    """Whether less of a measurement is better: its name says that it is a loss or an error.
+
+    >>> falls("train_loss"), falls("mae"), falls("f1"), falls("accuracy_clients")
+    (True, True, False, False)
+    """
+    return not ERRORS.isdisjoint(name.split("_"))

@@ -1,0 +1,385 @@
+"""What people bring, as trees of tensors: arrays, lists, frames, Hugging Face columns, torch datasets."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.data import tree
+from fedbraid.data.tree import Padded, Tree
+from fedbraid.errors import DataError
+
+Collate = Callable[[list[Any]], Any]  # samples as they come -> all of them as one batch, as in a DataLoader
+
+
+def pair(given: Any, what: str, loss: Any) -> tuple[Tree, Tree]:
+    """(inputs, targets) as tensors of the right kind, or a sentence about what is wrong with them."""
+    try:
+        x, y = given
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{what} must be an (inputs, targets) pair, not {type(given).__name__}") from error
+    x, y = tensors(x, what, "input"), tensors(y, what, "target")
+    count = tree.length(x)
+    if x is None or any(leaf.ndim == 0 for leaf in tree.leaves((x, y)) if isinstance(leaf, Tensor)):
+        raise DataError(f"{what} has no inputs; give arrays with one entry per sample")
+    for kind, some in (("input", x), ("target", y)):
+        for key, leaf in tree.named(some):
+            if leaf.ndim == 0 or len(leaf) != count:
+                raise DataError(_uneven(what, kind, key, leaf, x, count))
+    if count == 0:
+        raise DataError(f"{what} has no samples; leave it out or give it at least one")
+    return _with_keys(x, lambda key, v: _input(v, what, key)), _targets(y, what, loss)
+
+
+def _uneven(what: str, kind: str, key: Any, leaf: Any, x: Tree, count: int) -> str:
+    if kind == "target":
+        return (
+            f"{what} has inputs of shape {tuple(tree.first(x).shape)} but targets of shape {tuple(leaf.shape)};"
+            " give one target per input"
+        )
+    head = next(tree.named(x))[0]
+    got = "no axis of samples" if leaf.ndim == 0 else str(len(leaf))
+    return f"{what} has {count} of input {head!r} but {got} of {key!r}; give one of each per sample"
+
+
+def _with_keys(some: Tree, fn: Callable[[Any, Any], Any]) -> Tree:
+    """The tree with fn(key, leaf) for every leaf."""
+    if isinstance(some, dict):
+        return {key: fn(key, leaf) for key, leaf in some.items()}
+    if isinstance(some, tuple):
+        return tuple(fn(i, leaf) for i, leaf in enumerate(some))
+    return None if some is None else fn(None, some)
+
+
+def _input(x: Any, what: str, key: Any) -> Any:
+    if not x.is_floating_point():
+        return x
+    if isinstance(x, Padded):
+        return Padded(_input(x.values, what, key), x.lengths)
+    x = x.to(torch.float32)
+    if not _finite(x):
+        where = "its inputs" if key is None else f"its input {key!r}"
+        raise DataError(f"{what} has NaN or infinity in {where}; clean or fill those values first")
+    return x
+
+
+def _targets(y: Tree, what: str, loss: Any) -> Tree:
+    if isinstance(loss, str) and not isinstance(y, Tensor):
+        kind = "no targets" if y is None else f"a {type(y).__name__} of targets"
+        raise DataError(f"{what} has {kind}, which {loss!r} cannot use; give a loss of your own for them")
+    if loss in ("cross_entropy", "logistic"):
+        if y.is_floating_point():
+            raise DataError(
+                f"{what} has {y.dtype} targets; {loss} needs whole class numbers (or use loss='mse')"
+            )
+        return y.long()
+    return _with_keys(y, lambda key, v: _target(v, what, loss))
+
+
+def _target(y: Any, what: str, loss: Any) -> Any:
+    if isinstance(y, Padded):
+        return Padded(_target(y.values, what, loss), y.lengths)
+    if y.is_floating_point() or loss == "mse":
+        y = y.to(torch.float32)
+        if not _finite(y):
+            raise DataError(f"{what} has NaN or infinity in its targets; clean or fill those values first")
+    return y
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether every number is finite, looked at piece by piece so that large tables need no copy."""
+    return all(bool(torch.isfinite(x[lo : lo + 4096]).all()) for lo in range(0, len(x), 4096))
+
+
+# One leaf at a time -------------------------------------------------------------------------------
+
+
+def tensors(given: Any, what: str, kind: str) -> Tree:
+    """A tree as it was given, every leaf a tensor."""
+    if isinstance(given, Mapping):
+        given = dict(given)
+    return _with_keys(
+        given, lambda key, leaf: tensor(leaf, what if key is None else f"{what}'s {kind} {key!r}")
+    )
+
+
+def tensor(value: Any, what: str) -> Any:
+    """An array, a list, a column of a frame or of a Hugging Face dataset as a tensor, without a copy where it can be."""
+    if isinstance(value, Tensor | Padded):
+        return value.detach() if isinstance(value, Tensor) else value
+    if hasattr(value, "to_numpy"):
+        value = value.to_numpy()
+    elif isinstance(value, Sequence) and not isinstance(value, list | str):
+        value = value[:]
+    try:
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            value = np.stack([np.asarray(v) for v in value])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a read-only map of a file, which nobody writes to
+            return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} does not turn into tensors: {_why(value, error)}") from error
+
+
+def _why(value: Any, error: Exception) -> str:
+    try:
+        some = value[0]
+        if isinstance(some, str | bytes):
+            return (
+                f"it holds text such as {some[:20]!r}; turn it into numbers (tokens) first, or leave it out"
+            )
+        if len({len(v) for v in value}) > 1:
+            return "its samples differ in length; give collate=fb.pad() to pad them with a mask"
+    except (TypeError, KeyError, IndexError):
+        pass
+    return f"{error}; give arrays of numbers"
+
+
+def stack(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
+    """All clients' samples as one table."""
+    return tuple(_stack([p[k] for p in pairs], kind) for k, kind in enumerate(("input", "target")))
+
+
+def _stack(trees: list[Tree], kind: str) -> Tree:
+    head = dict(tree.named(trees[0]))
+    for i, some in enumerate(trees):
+        mine = dict(tree.named(some))
+        if type(some) is not type(trees[0]) or mine.keys() != head.keys():
+            odd = next(iter(mine.keys() ^ head.keys()), None)
+            has = (
+                f"{'has' if odd in mine else 'lacks'} the {kind} {odd!r}"
+                if odd is not None
+                else f"has {kind}s of another kind"
+            )
+            raise DataError(f"client {i} {has}, unlike client 0; give all clients the same {kind}s")
+        for key, leaf in mine.items():
+            first = head[key]
+            if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
+                raise DataError(
+                    f"client {i} holds samples of shape {tuple(leaf.shape[1:])} ({leaf.dtype}), client 0 of shape "
+                    f"{tuple(first.shape[1:])} ({first.dtype}){'' if key is None else f' as {key!r}'}; all clients need the same"
+                )
+    return tree.cat(trees)
+
+
+def table(
+    given: Sequence[Any], names: list[str], loss: Any, collate: Collate | None
+) -> tuple[tuple[Tree, Tree], NDArray[np.int64]]:
+    """Pairs of (inputs, targets) as one table, and where each of them begins in it."""
+    if collate is None:
+        pairs = [pair(g, name, loss) for g, name in zip(given, names)]
+        return stack(pairs), np.cumsum([0] + [tree.length(x) for x, _ in pairs])
+    found = [samples(g, name) for g, name in zip(given, names)]
+    whole = collated([s for some in found for s in some], collate, "the table")
+    return whole, np.cumsum([0] + [len(some) for some in found])
+
+
+def count(given: Any) -> int:
+    """How many samples there are in inputs as they were given."""
+    if isinstance(given, Mapping):
+        given = next(iter(given.values()), ())
+    return len(given[0]) if isinstance(given, tuple) and given else len(given)
+
+
+def samples(given: Any, what: str) -> list[Any]:
+    """(inputs, targets) as one (input, target) pair per sample, for a collate function."""
+    if isinstance(given, list):
+        return given
+    x, y = given
+    n = count(x)
+    if n == 0:
+        raise DataError(f"{what} has no samples; leave it out or give it at least one")
+    try:
+        return [(_one(x, i), _one(y, i)) for i in range(n)]
+    except (IndexError, KeyError) as error:
+        raise DataError(
+            f"{what} has {n} samples in one input and fewer in another; give one of each per sample"
+        ) from error
+
+
+def items(inputs: Any, targets: Any, what: str) -> list[Any]:
+    """The rows of a table as a dataset gives them: dicts with their labels, where the inputs have names."""
+    found = samples((inputs, targets), what)
+    if not isinstance(inputs, Mapping):
+        return found
+    return [x if y is None else {**x, LABELS[0]: y} for x, y in found]
+
+
+def _one(given: Any, i: int) -> Any:
+    if isinstance(given, Mapping):
+        return {key: leaf[i] for key, leaf in given.items()}
+    if isinstance(given, tuple):
+        return tuple(leaf[i] for leaf in given)
+    return None if given is None else given[i]
+
+
+def read(
+    dataset: Any, what: str, inputs: Sequence[str] | None, targets: str | None, collate: Collate | None
+) -> Any:
+    """A map-style dataset: (inputs, targets) as tables, or its items where they are still to be collated."""
+    if not len(dataset):
+        raise DataError(f"{what} has no samples; leave it out or give it at least one")
+    items = _unrandom(dataset, what)
+    if collate is not None:
+        return [_renamed(item, what, inputs, targets) for item in items]
+    return tables(items, what, inputs, targets)
+
+
+def tables(
+    items: list[Any], what: str, inputs: Sequence[str] | None = None, targets: str | None = None
+) -> tuple[Tree, Tree]:
+    """Samples as (inputs, targets), below each other."""
+    parts = [_chosen(split(item, what, targets), inputs, what) for item in items]
+    return _column([x for x, _ in parts], what), _column([y for _, y in parts], what)
+
+
+def _unrandom(dataset: Any, what: str) -> list[Any]:
+    """All items, of a dataset whose items stay the same."""
+    before = _states()
+    items = [dataset[i] for i in range(len(dataset))]
+    if _states() != before or repr(items[0]) != repr(dataset[0]):
+        raise DataError(
+            f"{what} draws random numbers when an item is read, which would be frozen for all rounds; use"
+            " from_datasets(..., lazy=True), which draws anew at each visit, or a transform without chance"
+        )
+    return items
+
+
+def _states() -> tuple[Any, ...]:
+    """Where the generators stand that transforms draw from."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
+
+
+def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:
+    """A dict of the chosen inputs, with its targets where collate functions look for them."""
+    if not isinstance(item, Mapping):
+        return item
+    x, y = _chosen(split(item, what, targets), inputs, what)
+    return x if y is None else {**x, LABELS[0]: y}
+
+
+def _chosen(parts: tuple[Any, Any], inputs: Sequence[str] | None, what: str) -> tuple[Any, Any]:
+    """With the inputs that were asked for only."""
+    if inputs is None:
+        return parts
+    if missing := [key for key in inputs if key not in parts[0]]:
+        raise DataError(f"{what} has no {missing[0]!r}, only {', '.join(map(repr, parts[0]))}; see inputs=")
+    return {key: parts[0][key] for key in inputs}, parts[1]
+
+
+def _column(values: list[Any], what: str) -> Tree:
+    """Samples' values below each other."""
+    head = values[0]
+    if head is None:
+        return None
+    if isinstance(head, Mapping):
+        keys = set(head)
+        for i, v in enumerate(values):
+            if odd := keys ^ set(v):
+                raise DataError(
+                    f"{what} has {min(odd)!r} in some items, but not in all (see item {i}); give every item the same keys"
+                )
+        return {key: _column([v[key] for v in values], f"{what}'s {key!r}") for key in head}
+    if isinstance(head, tuple):
+        return tuple(_column(list(v), what) for v in zip(*values))
+    try:
+        return torch.stack([torch.as_tensor(v) for v in values])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} does not turn into tensors: {_why(values, error)}") from error
+
+
+# Variable lengths ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class pad:
+    """Makes samples of different lengths one table: padded with `value`, and a mask that is 1 where there was something.
+
+    A dict gets the mask as a key of this name, unless it has one; a lone sequence x becomes (x, mask), which
+    calls the model by position. Targets that are sequences are padded with `target`.
+
+    >>> inputs, targets = pad()([([5, 6, 7], 1), ([8], 0)])
+    >>> inputs[0].tolist(), inputs[1].tolist(), targets.tolist()
+    ([[5, 6, 7], [8, 0, 0]], [[1, 1, 1], [1, 0, 0]], [1, 0])
+    """
+
+    value: float = 0
+    mask: str = "attention_mask"
+    target: float = -100
+
+    def __call__(self, samples: list[Any]) -> tuple[Tree, Tree]:
+        pairs = [split(s, "a sample") for s in samples]
+        inputs, targets = [x for x, _ in pairs], [y for _, y in pairs]
+        y = None if targets[0] is None else _padded([torch.as_tensor(t) for t in targets], self.target)
+        if not isinstance(inputs[0], Mapping):
+            seen = [torch.as_tensor(x) for x in inputs]
+            return (_padded(seen, self.value), _mask(seen)), y
+        columns = {k: [torch.as_tensor(x[k]) for x in inputs] for k in inputs[0]}
+        x = {k: _padded(v, 0 if k == self.mask else self.value) for k, v in columns.items()}
+        longest = max(
+            (v for v in columns.values() if v[0].ndim), key=lambda v: max(map(len, v)), default=None
+        )
+        return x if longest is None or self.mask in x else {**x, self.mask: _mask(longest)}, y
+
+
+def _padded(parts: list[Tensor], value: float) -> Tensor:
+    if parts[0].ndim == 0 or len({p.shape for p in parts}) == 1:
+        return torch.stack(parts)
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
+
+
+def _mask(parts: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.ones(len(p), dtype=torch.int64) for p in parts], batch_first=True
+    )
+
+
+def collated(items: list[Any], collate: Collate, what: str) -> tuple[Tree, Tree]:
+    """All samples as one table, made once; leaves that were padded know their rows' own lengths."""
+    try:
+        whole, each = collate(items), [collate([item]) for item in items]
+    except Exception as error:
+        raise DataError(
+            f"collate fails on the samples: {error}; mend it, or leave out what it cannot join"
+        ) from error
+    whole, each = split(whole, what), [split(e, what) for e in each]
+    return tuple(_lengths(whole[k], [e[k] for e in each], what) for k in (0, 1))
+
+
+def _lengths(whole: Tree, each: list[Tree], what: str) -> Tree:
+    whole = tensors(whole, what, "input")
+
+    def one(key: Any, leaf: Tensor) -> Any:
+        alone = [e if key is None else e[key] for e in each]
+        lengths = torch.tensor([v.shape[1] if v.ndim > 1 else 0 for v in alone])
+        uneven = leaf.ndim > 1 and bool((lengths < leaf.shape[1]).any())
+        return Padded(leaf, lengths) if uneven else leaf
+
+    return _with_keys(whole, one)
+
+
+def split(item: Any, what: str, targets: str | None = None) -> tuple[Any, Any]:
+    """A sample, or a batch, as (inputs, targets): a pair is one, a dict has its targets under a name."""
+    if isinstance(item, Mapping):
+        item = dict(item)
+        name = targets if targets is not None else next((n for n in LABELS if n in item), None)
+        if name is not None and name not in item:
+            raise DataError(
+                f"{what} has no {name!r}, only {', '.join(map(repr, item))}; name the targets with targets="
+            )
+        return item, None if name is None else item.pop(name)
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    raise DataError(f"{what} has items of type {type(item).__name__}; give pairs (input, target) or dicts")
+
+
+LABELS = ("labels", "label")  # where a dict has its targets when nobody says

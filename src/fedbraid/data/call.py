@@ -1,0 +1,76 @@
+"""How a model is called on a sample, and how a loss is asked for one number per example."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedbraid.data.tree import Tree
+
+Forward = Callable[[nn.Module, Tree], Any]  # (module, inputs) -> outputs
+Loss = Callable[..., Tensor]  # (outputs, targets[, inputs]) -> one loss per example
+
+
+def call(module: nn.Module, inputs: Tree) -> Any:
+    """A dict calls the model by keywords, a tuple by position."""
+    if isinstance(inputs, Tensor):
+        return module(inputs)
+    return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+
+
+def logits(out: Any) -> Any:
+    """The outputs that losses see: the logits, of a model that gives a dict or an object which has them."""
+    if isinstance(out, Tensor):
+        return out
+    found = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
+    return out if found is None else found
+
+
+class Called(nn.Module):
+    """A module and how it is called, as one module of one argument: the inputs."""
+
+    def __init__(self, module: nn.Module, run: Forward) -> None:
+        super().__init__()
+        self.module, self.run = module, run
+
+    def forward(self, inputs: Tree) -> Any:
+        return self.run(self.module, inputs)
+
+
+NAMES = ("outputs", "targets", "inputs")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A loss that sees these of outputs, targets and inputs, in this order."""
+
+    given: Callable[..., Any]
+    order: tuple[str, ...] = NAMES[:2]
+
+    def __call__(self, outputs: Any, targets: Tree, inputs: Tree = None) -> Any:
+        if self.order == NAMES[:2]:
+            return self.given(outputs, targets)
+        have = {"outputs": outputs, "targets": targets, "inputs": inputs}
+        return self.given(*[have[name] for name in self.order])
+
+
+def by_signature(given: Callable[..., Any]) -> Asked:
+    """`given` as a function of (outputs, targets, inputs), which sees the inputs where an argument is called so.
+
+    >>> by_signature(lambda outputs, inputs: outputs - inputs)(3, None, 1)
+    2
+    """
+    try:
+        kinds = inspect.signature(given).parameters.values()
+    except (TypeError, ValueError):
+        return Asked(given)
+    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if names[2:3] == ["inputs"]:
+        return Asked(given, NAMES)
+    if names[:2] in (["outputs"], ["outputs", "inputs"]):
+        return Asked(given, tuple(n for n in names[:3] if n in NAMES))
+    return Asked(given)

@@ -1,0 +1,110 @@
+"""Tables with named columns: pandas and polars frames, Hugging Face datasets, dicts of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.data.arrays import LABELS
+from fedbraid.data.partition import Partition, Table, natural, parse
+from fedbraid.errors import ConfigError, DataError
+
+Ints = NDArray[np.int64]
+
+
+def names(table: Any) -> list[str] | None:
+    """The columns that a table names, None where it is something else."""
+    if isinstance(table, Mapping):
+        return [str(k) for k in table]
+    found = getattr(table, "column_names", None)  # Hugging Face
+    found = getattr(table, "columns", None) if found is None else found
+    return None if found is None or callable(found) else [str(c) for c in found]
+
+
+def split(
+    table: Any, targets: Any, by: Any, what: str, inputs: Sequence[str] | None = None
+) -> tuple[Any, Any, Any]:
+    """(inputs, targets, ids) of a table whose columns are called by name; frames give their numbers as one matrix."""
+    known = names(table)
+    if known is None or not (isinstance(targets, str) or isinstance(by, str) or inputs):
+        return table, targets, by
+    held = _columns(table)
+    taken = {name: _column(held, name, what) for name in (targets, by) if isinstance(name, str)}
+    rest = [c for c in known if c not in taken] if inputs is None else list(inputs)
+    columns = {c: _column(held, c, what) for c in rest}
+    frame = not isinstance(table, Mapping) and not hasattr(table, "column_names")
+    return (
+        _matrix(columns, what) if frame else columns,
+        taken[targets] if isinstance(targets, str) else targets,
+        taken[by] if isinstance(by, str) else by,
+    )
+
+
+def _columns(table: Any) -> Any:
+    """Something that has columns by name; a Hugging Face dataset as NumPy arrays, unless it transforms its items."""
+    if not hasattr(table, "with_format"):
+        return table
+    if getattr(table, "format", {}).get("type") != "custom":
+        found: Any = table.with_format("numpy")[:]
+        return found
+    items = [table[i] for i in range(len(table))]
+    return {key: [item[key] for item in items] for key in items[0]}
+
+
+def _column(table: Any, name: str, what: str) -> Any:
+    if name not in (known := names(table) or []):
+        raise DataError(f"{what} has no column {name!r}; it has {', '.join(map(repr, known))}")
+    column = table[name]
+    return column.to_numpy() if hasattr(column, "to_numpy") else column
+
+
+def _matrix(columns: Mapping[str, Any], what: str) -> NDArray[np.float32]:
+    """Numbers of a frame side by side."""
+    for name, column in columns.items():
+        if np.asarray(column).dtype.kind not in "biuf":
+            raise DataError(
+                f"{what}'s column {name!r} holds no numbers ({np.asarray(column).dtype}); encode it, or leave it out"
+            )
+    return np.stack([np.asarray(c, np.float32) for c in columns.values()], 1)
+
+
+def named_targets(table: Any, targets: str | None) -> str | None:
+    """Where a dataset has its targets: as told, or under a usual name."""
+    return targets if targets is not None else next((n for n in LABELS if n in (names(table) or ())), None)
+
+
+def deal(
+    targets: Any, ids: Any, count: int, partition: Partition | str | None, clients: int | None, seed: int
+) -> list[Ints]:
+    """Who holds which rows of a table of so many."""
+    share = parse(partition) if isinstance(partition, str) else partition
+    if share is None and ids is None:
+        raise DataError(
+            "who holds what? Give rows=, by= (a column of client ids), or partition= and clients="
+        )
+    share = natural() if share is None else share
+    groups = None if ids is None else _ids(ids, count)
+    if clients is None and not (isinstance(share, natural) and groups is not None):
+        raise ConfigError(f"{share} among how many? Give clients=, such as clients=20")
+    number = len(np.unique(groups)) if clients is None and groups is not None else clients
+    labels = np.asarray(targets) if targets is not None and not isinstance(targets, Mapping | tuple) else None
+    if labels is None or labels.ndim != 1 or labels.dtype.kind == "f":
+        labels = np.zeros(count, np.int64)
+        if type(share).__name__ not in ("iid", "natural", "quantity_skew"):
+            raise ConfigError(
+                f"{share} shares rows out by class, and these targets are none; use iid() or by="
+            )
+    return share(Table(labels, groups), int(number or 0), seed)
+
+
+def _ids(ids: Any, count: int) -> NDArray[Any]:
+    found = np.asarray(ids)
+    if found.ndim != 1 or len(found) != count:
+        raise DataError(f"by= has shape {found.shape} for a table of {count} rows; give one id for each")
+    missing = [i for i, v in enumerate(found.tolist()) if v is None or v != v]
+    if missing:
+        raise DataError(f"row {missing[0]} has no client id; fill it in or leave the row out")
+    return found.astype(str) if found.dtype == object else found

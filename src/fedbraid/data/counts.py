@@ -1,0 +1,28 @@
+"""Who holds how many samples of which label."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.data.task import Task
+from fedbraid.errors import DataError
+
+Counts = NDArray[np.int64]
+
+
+def label_counts(task: Task) -> Counts:
+    """How many samples of each label every client holds, `[clients, labels]`."""
+    if not task.classifies:
+        raise DataError(f"task {task.name} has no class labels to count; only classification can be drawn")
+    if not isinstance(task.targets, Tensor):
+        raise DataError(f"task {task.name} leaves its labels on disk; only those in memory are counted")
+    labels = task.targets[task.rows].numpy()
+    if labels.ndim != 1:
+        raise DataError(
+            f"task {task.name} has {labels.ndim - 1} labels for each sample; only one can be drawn"
+        )
+    owner = np.repeat(np.arange(task.clients), task.sizes)
+    flat = np.bincount(owner * task.classes + labels, minlength=task.clients * task.classes)
+    return flat.reshape(task.clients, task.classes)

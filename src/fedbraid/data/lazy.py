@@ -1,0 +1,274 @@
+"""Data that stays on disk: a client's samples are read when it is visited, by processes that read ahead."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.core import rng
+from fedbraid.data import arrays, tree
+from fedbraid.data.tree import Tree
+from fedbraid.errors import DataError, EngineError, FedbraidError
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+
+READERS = 2  # processes that read ahead
+WINDOW = 4  # clients that each of them may be ahead of the training
+
+Key = tuple[int, int, int]  # client, version, seed
+
+
+class Store:
+    """One dataset per client, none of it kept."""
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        loss: Any,
+        inputs: Sequence[str] | None = None,
+        targets: str | None = None,
+    ) -> None:
+        self.datasets, self.loss, self.inputs, self.targets = datasets, loss, inputs, targets
+        if not len(datasets):
+            raise DataError("no clients were given; pass at least one dataset")
+        self.sizes = np.fromiter((len(datasets[i]) for i in range(len(datasets))), np.int64, len(datasets))
+        if not self.sizes.all():
+            raise DataError(f"client {int(self.sizes.argmin())} has no samples; leave it out or give it one")
+        self.offsets = np.concatenate([[0], np.cumsum(self.sizes)])
+        self._readers: ProcessPoolExecutor | None = None
+        self._coming: dict[Key, Future[Any]] = {}
+        self._next: deque[Key] = deque()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_readers": None, "_coming": {}, "_next": deque()}
+
+    # One client -----------------------------------------------------------------------------------
+
+    def read(
+        self, client: int, version: int, seed: int, rows: Sequence[int] | None = None
+    ) -> tuple[Tree, Tree]:
+        """A client's samples as tables; what its transforms draw is counted by version, client and row."""
+        dataset, n, what = self.datasets[client], int(self.sizes[client]), f"client {client}"
+        if len(dataset) != n:
+            raise DataError(
+                f"{what} has {len(dataset)} samples now and had {n} when the task was made; bring them back and"
+                " resume, or make the task again"
+            )
+        wanted = range(n) if rows is None else rows
+        items = []
+        for row in wanted:
+            _seed(rng.key(seed, "transform", version, client, row))
+            try:
+                items.append(dataset[row])
+            except FedbraidError:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise DataError(
+                    f"{what}'s item {row} cannot be read ({why}); mend or bring back what it reads, and resume"
+                ) from error
+        return arrays.pair(arrays.tables(items, what, self.inputs, self.targets), what, self.loss)
+
+    def table(self, clients: NDArray[np.int64], version: int, seed: int) -> tuple[Tree, Tree]:
+        """The samples of these clients below each other."""
+        parts = [self._get((int(c), version, seed)) for c in clients]
+        return parts[0] if len(parts) == 1 else arrays.stack(parts)
+
+    def pick(self, rows: Any) -> tuple[Tree, Tree]:
+        """Single samples by their number among all, as they are at version 0."""
+        parts = []
+        with _own_randomness():
+            for row in np.atleast_1d(np.asarray(rows)).ravel():
+                client = int(np.searchsorted(self.offsets, row, "right") - 1)
+                parts.append(self.read(client, 0, 0, [int(row - self.offsets[client])]))
+        return arrays.stack(parts)
+
+    # Reading ahead --------------------------------------------------------------------------------
+
+    def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
+        """Begin to read what will be asked for, in this order."""
+        if "fork" not in mp.get_all_start_methods() or mp.current_process().daemon:
+            return
+        if self._readers is None:
+            self._readers = ProcessPoolExecutor(READERS, mp.get_context("fork"), _begin, (self,))
+        self._next.extend((int(c), version, seed) for c in clients)
+        self._top_up()
+
+    def _top_up(self) -> None:
+        assert self._readers is not None
+        while self._next and len(self._coming) < READERS * WINDOW:
+            key = self._next.popleft()
+            self._coming[key] = self._readers.submit(_read, key)
+
+    def _get(self, key: Key) -> tuple[Tree, Tree]:
+        if key not in self._coming:
+            with _own_randomness():
+                return self.read(*key)
+        try:
+            found = self._coming.pop(key).result()
+        except BrokenProcessPool as error:
+            self.stop()
+            raise EngineError(
+                "a process that reads data died; the last committed step is intact, resume the run"
+            ) from error
+        self._top_up()
+        inputs, targets = (tree.map(torch.from_numpy, t) for t in found)
+        return inputs, targets
+
+    def stop(self) -> None:
+        if self._readers is not None:
+            self._readers.shutdown(wait=True, cancel_futures=True)
+        self._readers, self._coming, self._next = None, {}, deque()
+
+
+_STORE: list[Store] = []  # what this process reads from
+
+
+def _begin(store: Store) -> None:
+    torch.set_num_threads(1)
+    _STORE[:] = [store]
+
+
+def _read(key: Key) -> tuple[Tree, Tree]:
+    inputs, targets = (tree.map(lambda leaf: leaf.numpy(), t) for t in _STORE[0].read(*key))
+    return inputs, targets
+
+
+def _seed(key: int) -> None:
+    """Begin every generator that a transform may draw from."""
+    torch.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)  # noqa: NPY002 (it is what transforms use)
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Leave everybody else's random state as it was."""
+    plain, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(numbers)  # noqa: NPY002
+
+
+# What a task holds --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """The inputs (0) or targets (1) of all samples, read when they are asked for."""
+
+    store: Store
+    part: int
+
+    @cached_property
+    def example(self) -> Tree:
+        """The first and the last sample."""
+        return self[[0, len(self) - 1]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *tree.first(self.example).shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = tree.first(self.example).dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return int(self.store.offsets[-1])
+
+    def __getitem__(self, rows: Any) -> Tree:
+        if isinstance(rows, slice):
+            rows = range(*rows.indices(len(self)))
+        found = self.store.pick(rows)[self.part]
+        block = tuple(rows.shape) if isinstance(rows, Tensor) and rows.ndim > 1 else None
+        return found if block is None else tree.map(lambda leaf: leaf.view(*block, *leaf.shape[1:]), found)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def to(self, device: Any) -> Column:
+        if torch.device(device).type != "cpu":
+            raise DataError(f"lazy data is read by the CPU, not on {device}; use device='cpu'")
+        return self
+
+
+class Seen:
+    """A task as a block of visited clients sees it: with their own samples as the table."""
+
+    def __init__(self, task: Task, clients: NDArray[np.int64], table: tuple[Tree, Tree]) -> None:
+        self.task, (self.inputs, self.targets) = task, table
+        self.begins = np.concatenate([[0], np.cumsum(task.sizes[clients])[:-1]])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(self.begins[:, None] + picked)
+
+
+# Folders of files ---------------------------------------------------------------------------------
+
+
+class folders(Sequence[Any]):
+    """One client per folder below `root`, one sample per file in it: `load(path)` gives (input, target) or a dict.
+
+    Nothing is kept but the folders' names.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], load: Callable[[Path], Any]) -> None:
+        self.root, self.load = Path(root), load
+        try:
+            self.names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        except OSError as error:
+            raise DataError(
+                f"{root} cannot be listed: {error.strerror}; name a folder of clients' folders"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, client: Any) -> Any:
+        return Files(self.root / self.names[client], self.load)
+
+
+class Files:
+    """The files of one folder, in the order of their names."""
+
+    def __init__(self, folder: Path, load: Callable[[Path], Any]) -> None:
+        self.folder, self.load = folder, load
+        try:
+            self.names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+        except OSError as error:
+            raise DataError(
+                f"{folder} cannot be listed: {error.strerror}; bring it back and resume"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.load(self.folder / self.names[i])

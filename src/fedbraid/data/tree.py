@@ -1,0 +1,139 @@
+"""Trees of tensors: what a sample is made of, a tensor or a tuple or dict of them, and None for nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any  # a leaf, a tuple of leaves, a dict of leaves by name, or None
+Leaf = Any  # a tensor `[T, ...]`, or what looks like one: `Padded`, or a column read from disk
+
+
+def map(fn: Callable[[Leaf], Any], tree: Tree) -> Tree:
+    """The same tree with `fn` of every leaf.
+
+    >>> map(len, {"a": torch.zeros(3, 2), "b": torch.zeros(3)})
+    {'a': 3, 'b': 3}
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, dict):
+        return {key: fn(leaf) for key, leaf in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple([fn(leaf) for leaf in tree])
+    return None if tree is None else fn(tree)
+
+
+def named(tree: Tree) -> Iterator[tuple[Any, Leaf]]:
+    """(key, leaf) for every leaf: the dict's key, the place in the tuple, None for a lone leaf."""
+    if isinstance(tree, dict):
+        yield from tree.items()
+    elif isinstance(tree, tuple):
+        yield from enumerate(tree)
+    elif tree is not None:
+        yield None, tree
+
+
+def leaves(tree: Tree) -> list[Leaf]:
+    return [leaf for _, leaf in named(tree)]
+
+
+def first(tree: Tree) -> Leaf:
+    """The first leaf, None of nothing."""
+    return next((leaf for _, leaf in named(tree)), None)
+
+
+def length(tree: Tree) -> int:
+    """How many samples a tree holds."""
+    return 0 if (leaf := first(tree)) is None else len(leaf)
+
+
+def take(tree: Tree, rows: Any) -> Tree:
+    """Some rows of a table, as tensors."""
+    return tree[rows] if isinstance(tree, Tensor) else map(lambda leaf: leaf[rows], tree)
+
+
+def cat(trees: list[Tree]) -> Tree:
+    """Tables of one kind below each other."""
+    head = trees[0]
+    if isinstance(head, Tensor):
+        return torch.cat(trees)
+    if isinstance(head, dict):
+        return {key: torch.cat([t[key] for t in trees]) for key in head}
+    if isinstance(head, tuple):
+        return tuple(torch.cat(parts) for parts in zip(*trees))
+    return None
+
+
+def to(tree: Tree, device: Any) -> Tree:
+    return map(lambda leaf: leaf.to(device), tree)
+
+
+def numbers(tree: Tree) -> Tree:
+    """What a model is given: whole numbers (token ids) come as int64."""
+    return _number(tree) if isinstance(tree, Tensor) else map(_number, tree)
+
+
+def _number(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() or x.dtype == torch.bool else x.long()
+
+
+def shapes(tree: Tree) -> str:
+    """What one sample looks like, for sentences.
+
+    >>> shapes({"ids": torch.zeros(4, 7, dtype=torch.int64)})
+    "{'ids': (7,) (torch.int64)}"
+    """
+    texts = {k: f"{tuple(v.shape[1:])} ({v.dtype})" for k, v in named(tree)}
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{k!r}: {text}" for k, text in texts.items()) + "}"
+    return ", ".join(texts.values()) or "nothing"
+
+
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """A leaf whose rows have lengths of their own: stored padded to the longest, handed out cut to the batch's."""
+
+    values: Tensor  # [T, L, ...]
+    lengths: Tensor  # int64 [T]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """These rows; a block of clients `[m, B]` keeps the full length, so that nobody's depends on the others'."""
+        found = self.values[rows]
+        if isinstance(rows, Tensor) and rows.ndim > 1:
+            return found
+        lengths = self.lengths[rows]
+        return found[:, : int(lengths.max())] if lengths.numel() and lengths.ndim else found
+
+    def is_floating_point(self) -> bool:
+        return self.values.is_floating_point()
+
+    def to(self, device: Any) -> Padded:
+        return Padded(self.values.to(device), self.lengths.to(device))

@@ -1,0 +1,213 @@
+"""Does data that stays on disk train to the same bits as data in memory, with new draws at each visit?"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_resume import Stop, StopAt
+from torch import nn
+from torch.utils.data import Dataset
+
+import fedbraid as fb
+from fedbraid.data import lazy
+from fedbraid.errors import DataError, EngineError
+
+LOOP, VMAP, POOL = (
+    "in_process(backend='loop')",
+    "in_process(block=3, backend='vmap')",
+    "pool(workers=2, backend='loop')",
+)
+WORK = fb.Work(lr=0.1, batch=4, epochs=2)
+
+
+class Held(Dataset):
+    """Items of one client, perhaps with a transform."""
+
+    def __init__(self, client, transform=None, n=None):
+        draw = np.random.default_rng(client)
+        n = n or 5 + client
+        self.y = draw.integers(0, 3, n)
+        self.x = (draw.normal(size=(n, 5)) + self.y[:, None]).astype(np.float32)
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        return (self.x[i] if self.transform is None else self.transform(self.x[i])), int(self.y[i])
+
+
+def noisy(x):
+    return x + np.float32(random.random()) + np.random.rand() + torch.rand(1).numpy()  # noqa: NPY002
+
+
+def task(transform=None, clients=7, **options):
+    torch.manual_seed(0)
+    held = [Held(i, transform) for i in range(clients)]
+    return fb.Task.from_datasets(nn.Linear(5, 3), held, Held(99, n=30), **options)
+
+
+@pytest.mark.parametrize("algorithm", [fb.fedavg(), fb.scaffold(), fb.mimelite()], ids=lambda a: a.name)
+@pytest.mark.parametrize("engine", [LOOP, VMAP, POOL])
+def test_the_same_bits_as_in_memory(algorithm, engine):
+    eager, late = (
+        fb.simulate(t, algorithm, WORK, fb.rounds(4, clients=3), engine=engine)
+        for t in (task(), task(lazy=True))
+    )
+    assert torch.equal(eager.x, late.x)
+    assert eager.history == late.history
+
+
+def test_draws_are_new_at_each_visit_and_counted(tmp_path):
+    made = task(noisy, lazy=True)
+    one, again, other = (made.inputs.store.table(np.array([2]), v, 0)[0] for v in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    options = {"seed": 5, "engine": LOOP}
+    whole = fb.simulate(made, fb.scaffold(), WORK, fb.rounds(8, clients=3), **options)
+    pooled = fb.simulate(made, fb.scaffold(), WORK, fb.rounds(8, clients=3), seed=5, engine=POOL)
+    assert torch.equal(whole.x, pooled.x)
+    kept = {"out": tmp_path / "cut", "callbacks": [StopAt(5)], **options}
+    with pytest.raises(Stop):
+        fb.simulate(made, fb.scaffold(), WORK, fb.rounds(8, clients=3), **kept)
+    resumed = fb.resume(tmp_path / "cut", task=task(noisy, lazy=True))
+    assert torch.equal(resumed.x, whole.x)
+
+
+def test_the_users_random_state_is_untouched():
+    made = task(noisy, lazy=True)
+    states = random.getstate(), torch.get_rng_state()
+    fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2, clients=3), engine=LOOP)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_reading_ahead_is_what_reading_is():
+    store = task(noisy, lazy=True).inputs.store
+    who = np.array([3, 1, 6, 0])
+    plain = [store.table(np.array([c]), 4, 9) for c in who]
+    store.ahead(who, 4, 9)
+    assert len(store._coming) == 4
+    for client, (x, y) in zip(who, plain):
+        ahead = store.table(np.array([client]), 4, 9)
+        assert torch.equal(ahead[0], x)
+        assert torch.equal(ahead[1], y)
+    assert not store._coming
+    store.stop()
+
+
+@pytest.mark.parametrize("draw", [lambda x: x + random.random(), lambda x: x + torch.rand(1).numpy(), noisy])
+def test_random_transforms_are_never_frozen(draw):
+    with pytest.raises(DataError, match=r"client 0 draws random numbers .* lazy=True"):
+        task(draw)
+    own = np.random.default_rng(0)
+    with pytest.raises(DataError, match="client 0 draws random numbers"):
+        task(lambda x: x + own.random())
+
+
+# Folders ------------------------------------------------------------------------------------------
+
+
+def write(root, clients=5, files=4):
+    draw = np.random.default_rng(0)
+    for c in range(clients):
+        (root / f"c{c:06}").mkdir(parents=True)
+        for i in range(files):
+            np.save(root / f"c{c:06}/{i}-{(c + i) % 3}.npy", draw.normal(size=5).astype(np.float32))
+
+
+def load(path):
+    return np.load(path), int(path.stem.rpartition("-")[2])
+
+
+def folder_task(root, **options):
+    torch.manual_seed(0)
+    return fb.Task.from_datasets(nn.Linear(5, 3), fb.folders(root, load), **options)
+
+
+def test_folders_of_files(tmp_path):
+    write(tmp_path / "data")
+    late, eager = folder_task(tmp_path / "data", lazy=True), folder_task(tmp_path / "data")
+    runs = [fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=2), engine=LOOP) for t in (late, eager)]
+    assert torch.equal(runs[0].x, runs[1].x)
+
+
+class Removes:
+    """Takes a file away after a step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def step(self, record, run):
+        self.path.unlink(missing_ok=True)
+
+
+def test_a_file_that_vanishes(tmp_path):
+    write(tmp_path / "data", clients=2)
+    gone = tmp_path / "data/c000001/0-1.npy"
+    kept = gone.read_bytes()
+    made = folder_task(tmp_path / "data", lazy=True)
+    options = {"engine": LOOP, "out": tmp_path / "run"}
+    with pytest.raises(DataError, match="client 1 has 3 samples now and had 4 when the task was made"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(4), callbacks=[Removes(gone)], **options)
+    gone.write_bytes(kept)
+    resumed = fb.resume(tmp_path / "run", task=folder_task(tmp_path / "data", lazy=True))
+    assert len(resumed.history) == 4
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    write(tmp_path / "data", clients=2)
+    made = folder_task(tmp_path / "data", lazy=True)
+    (tmp_path / "data/c000001/1-2.npy").write_bytes(b"no array")
+    with pytest.raises(DataError, match=r"client 1's item 1 cannot be read \(ValueError"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
+    with pytest.raises(DataError, match="cannot be listed"):
+        fb.folders(tmp_path / "none", load)
+    with pytest.raises(DataError, match="no collate"):
+        folder_task(tmp_path / "data", lazy=True, collate=fb.pad())
+
+
+def dies(x):
+    if lazy._STORE:  # in a process that reads ahead
+        os._exit(1)
+    return x
+
+
+def test_a_reader_that_dies():
+    made = task(dies, lazy=True)
+    with pytest.raises(EngineError, match="a process that reads data died"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
+
+
+class Made(Dataset):
+    """Three samples of a client's number, made when they are read."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        return np.full(5, self.client % 7, np.float32), self.client % 3
+
+
+class Crowd:
+    """A hundred thousand clients, none of whom is there before they are asked for."""
+
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, i):
+        return Made(i)
+
+
+def test_a_hundred_thousand_clients():
+    made = fb.Task.from_datasets(lambda: nn.Linear(5, 3), Crowd(), lazy=True)
+    result = fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2, clients=10), engine=LOOP)
+    assert made.clients == 100_000
+    assert len(result.history) == 2

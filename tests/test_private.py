@@ -180,10 +180,10 @@ def test_an_empty_round_makes_a_noised_update_and_resumes_to_the_bit(blobs, tmp_
 
     class Stop:
         def step(self, record, run):
-            if record["step"] == 4:
+            if record["step"] == 3:
                 raise Stopped
 
-    a, schedule = fb.private(fb.feddyn(), noise=0.5), fb.rounds(8, clients=1, sampling="poisson")
+    a, schedule = fb.private(fb.feddyn(), noise=3.0), fb.rounds(5, clients=1, sampling="poisson")
     straight = fb.simulate(blobs, a, WORK, schedule, seed=3)
     empty = [r["step"] for r in straight.history if not r["clients"]]
     norms = {r["step"]: r["norm"] for r in straight.history}

@@ -80,7 +80,7 @@ class Visits:
     """Samples over all visits so far, and how many visits there were."""
 
     samples: float = 0.0
-    count: int = 0
+    count: float = 0
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Info:
     """The facts of a server step."""
 
     t: int
-    cohort: int  # |S|: how many uploads
+    cohort: float  # |S|: how many uploads, or as many as were planned where that is what counts
     N: int  # how many clients are known
     samples: float  # Σ n_j over all of them
     lr: float  # weighted mean of the senders' rates
@@ -111,6 +111,10 @@ class Gather:
     def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
         """(the update, the new state)."""
         raise NotImplementedError
+
+    def cohort(self, came: int) -> float:
+        """For how many uploads its update stands."""
+        return came
 
     def leave(self, s: Tree, client: int) -> Tree:
         """The state without this client, who goes for good."""

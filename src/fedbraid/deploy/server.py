@@ -22,6 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.algorithms.private import Noised
 from fedbraid.core import rng
 from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
 from fedbraid.data import tree
@@ -36,7 +37,7 @@ from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
-from fedbraid.errors import Diverged, InUseError, RunError, WireError
+from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
 from fedbraid.run.judge import judge
 from fedbraid.run.simulate import Options, describe
@@ -119,6 +120,10 @@ class Driver:
     def __init__(self, project: Project, settings: Settings, grid: Grid) -> None:
         self.settings, self.grid = settings, grid
         self.algorithm, self.work = settings.what()
+        if isinstance(self.algorithm.gather, Noised):
+            raise ConfigError(
+                "private runs are simulated only: their noise repeats with the seed, which a real server's must not"
+            )
         self.schedule = settings.when()
         self.task = _task(project)
         self.layout = self.task.layout

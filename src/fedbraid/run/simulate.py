@@ -33,6 +33,7 @@ from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
 from fedbraid.run import bits
+from fedbraid.run.budget import Budget, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
@@ -153,6 +154,7 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
+    budget: Budget | None = None  # what privacy may cost
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
@@ -188,10 +190,14 @@ class Run:
                 break
             before, tick = self.state.x, tick.without(self.state.gone)
             self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
-            record |= {**self._measure(before), **self._left}
+            record |= {
+                **self._measure(before),
+                **self._left,
+                **(self.budget.spent(self.state.t) if self.budget else {}),
+            }
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
-            stop = any(answers)
+            stop = any(answers) or (self.budget is not None and self.budget.ends(self.state.t))
             if stop:
                 self.note = {"stopped": self.state.t}
             pending.append(record)
@@ -298,6 +304,7 @@ def simulate(
     for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
         if doubt is not None:
             log.warning(doubt)
+    algorithm, budget = bound(algorithm, schedule, task.clients, seed)
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -315,12 +322,19 @@ def simulate(
                 note_task(folder, task)
             else:
                 _same(folder, known, config)
-        return _go(setup, schedule, runner, options, folder)
+        return _go(setup, schedule, runner, options, folder, budget)
 
 
-def _go(setup: Setup, schedule: Schedule, runner: Engine, options: Options, folder: Folder | None) -> Result:
+def _go(
+    setup: Setup,
+    schedule: Schedule,
+    runner: Engine,
+    options: Options,
+    folder: Folder | None,
+    budget: Budget | None,
+) -> Result:
     state = State.first(setup.algorithm, setup.task.layout, setup.task.initial(setup.seed), setup.seed)
-    run = Run(setup, schedule, runner, options, state, folder)
+    run = Run(setup, schedule, runner, options, state, folder, budget=budget)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):
             return run.go()

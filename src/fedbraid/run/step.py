@@ -46,8 +46,9 @@ def advance(
     source.closes(tick)
     N = int(np.count_nonzero(sizes)) if state.gone or source.real else task.clients
     if tally.count or algorithm.gather.alone:
+        lr = tally.mean("lr") if tally.count else setup.work.rate(state.t)
         info = Info(
-            state.t, tally.count, N, float(sizes.sum()), tally.mean("lr"), tally.mean("K"), tally.mean("a"),
+            state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, tally.mean("K"), tally.mean("a"),
             tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
         )  # fmt: skip
         u, gather = algorithm.gather.close(acc, state.gather, info)

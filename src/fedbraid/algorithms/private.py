@@ -241,7 +241,8 @@ def _uniform(part: T) -> T:
     names = {f.name for f in fields(new)}
     if "links" in names:
         new = replace(new, links=tuple(_uniform(link) for link in new.links))
-    return replace(new, weights="uniform") if getattr(new, "weights", None) == "samples" else new
+    made: T = replace(new, weights="uniform") if getattr(new, "weights", None) == "samples" else new
+    return made
 
 
 @lru_cache

@@ -95,7 +95,7 @@ def same(a, b):
 def test_every_builder_and_wrapper_is_here():
     from fedbraid.algorithms import BUILDERS, WRAPPERS
 
-    assert {*BUILDERS, *WRAPPERS} <= set(ALGORITHMS)
+    assert {*BUILDERS, *WRAPPERS} - {"private"} <= set(ALGORITHMS)  # which test_private holds
 
 
 @pytest.mark.parametrize("work", ["equal", "unequal"])

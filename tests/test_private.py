@@ -260,3 +260,9 @@ def test_a_large_delta_is_warned_of(blobs, caplog):
     with caplog.at_level(logging.WARNING, "fedbraid"):
         fb.simulate(blobs, fb.private(fb.fedavg(), noise=2.0, delta=0.5), WORK, fb.buffered(1, buffer=2))
     assert "no less than 1/6" in caplog.text
+
+
+def test_clients_that_remember_are_not_private_where_they_may_come_twice(blobs):
+    for a in (fb.feddyn(mu=0.1), fb.fedvarp(held="client"), fb.fedef(fb.codecs.topk(0.5))):
+        with pytest.raises(fb.errors.ConfigError, match="may hand in twice within one step"):
+            fb.simulate(blobs, fb.private(a, noise=1.0), fb.Work(), fb.buffered(2, buffer=2, concurrency=3))

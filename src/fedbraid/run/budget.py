@@ -10,6 +10,7 @@ from typing import Any
 
 from fedbraid.algorithms.private import Clipped, Noised
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
@@ -93,6 +94,11 @@ def bound(algorithm: Algorithm, schedule: Schedule, N: int, seed: int) -> tuple[
         return algorithm, None
     if not (isinstance(up, Clipped) and up.clip == gather.clip):
         raise ConfigError("this algorithm adds noise but does not clip; let private be the outermost call")
+    if schedule.asynchronous and algorithm.stateful(Layout.from_shapes([("w", (2, 2))])):
+        raise ConfigError(
+            "a client may hand in twice within one step here, which privacy counts once, so that what it remembers would"
+            " no longer be what the server counted; use rounds(…) with an algorithm whose clients remember something"
+        )
     how, planned = Mechanism.of(schedule, N)
     if gather.delta >= 1 / N:
         log.warning(f"delta={gather.delta} is no less than 1/{N}, one client among all; use a smaller one")

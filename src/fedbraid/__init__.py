@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.algorithms.scallion import scallion
+    from fedbraid.core import rates
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec
     from fedbraid.core.declare import Download, Upload
@@ -58,8 +59,8 @@ _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
     "cost": "study.cost",
     "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
-    "models": "models",
-    "partition": "data.partition", "sweep": "study.sweep", "tasks": "data.tasks",
+    "models": "models", "partition": "data.partition", "rates": "core.rates", "sweep": "study.sweep",
+    "tasks": "data.tasks",
 }  # fmt: skip
 _HOMES = {
     "core.algorithm": "Algorithm",

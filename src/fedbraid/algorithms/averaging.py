@@ -55,6 +55,9 @@ class EffectiveSteps(Rule):
     def uploads(self) -> tuple[Upload, ...]:
         return DELTA, Upload("a", width=1, signed=False)
 
+    def plain_steps(self) -> bool:
+        return True
+
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
         return {"a": loc.a}
 
@@ -62,6 +65,9 @@ class EffectiveSteps(Rule):
 @dataclass(frozen=True)
 class Normalised(Transform):
     """FedNova's server half: d_i = Δ_i/(η a_i) is gathered in Δ_i's place, x ← x − η (Σ p_i a_i) Σ p_i d_i."""
+
+    def plain_steps(self) -> bool:
+        return True
 
     def accounts(self) -> tuple[Upload, ...]:
         return (replace(DELTA, update=False),)

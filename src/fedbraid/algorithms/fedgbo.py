@@ -87,6 +87,9 @@ class Inverted(Statistics):
     I is affine in the move, so the sums of I(Δ_i/η) and of I(0) are all that the cohort's mean a need be known for.
     """
 
+    def plain_steps(self) -> bool:
+        return True
+
     def accounts(self) -> tuple[Upload, ...]:
         return Upload("inverse"), Upload("inverse_of_0")
 

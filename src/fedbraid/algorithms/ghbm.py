@@ -28,6 +28,9 @@ class HeavyBall(Rule):
         if not 0 <= self.beta < 1:
             raise ConfigError(f"beta={self.beta} never forgets; use 0 <= beta < 1")
 
+    def plain_steps(self) -> bool:
+        return True
+
     def start(self, loc: Local) -> Vectors:
         return {"push": self.beta / (loc.a * loc.lr) * loc.down["M"]}
 

@@ -42,6 +42,9 @@ class ControlVariates(Rule):
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         return {"c_i": loc.memory["c_i"] + got["dc"]}
 
+    def plain_steps(self) -> bool:
+        return True
+
     def leave(self, memory: Vectors) -> Vectors:
         return {"dc": -memory["c_i"]}
 
@@ -95,6 +98,9 @@ class LocalEstimate(Rule):
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         return {"h_i": got["delta"] / (loc.a * loc.lr) - s["correction"]}
 
+    def plain_steps(self) -> bool:
+        return True
+
     def leave(self, memory: Vectors) -> Vectors:
         return {"h": -memory["h_i"]}
 
@@ -121,6 +127,9 @@ class GlobalEstimate(Transform):
     def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
         fresh = u["h_moved"] / (info.a * info.lr) - u["h_sent"]
         return u, Total(s.total + info.cohort * fresh)
+
+    def plain_steps(self) -> bool:
+        return True
 
     def leave(self, s: Total, share: Vectors) -> Total:
         return Total(s.total + share.get("h", 0))

@@ -45,6 +45,9 @@ class ScaledVariates(Rule):
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         return {"c_i": loc.memory["c_i"] + got["dc"]}
 
+    def plain_steps(self) -> bool:
+        return True
+
     def leave(self, memory: Vectors) -> Vectors:
         return {"dc": -memory["c_i"]}
 
@@ -52,6 +55,9 @@ class ScaledVariates(Rule):
 @dataclass(frozen=True)
 class AddBack(Transform):
     """The update behind an upload: a η (c + δ_i), c as its sender was sent it."""
+
+    def plain_steps(self) -> bool:
+        return True
 
     def accounts(self) -> tuple[Upload, ...]:
         return (Upload("delta", aged=True),)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Section = dict[str, Any]
 Config = dict[str, Section]
 
-WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last")
+WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
 SCHEDULE = (
     "rounds", "per_round", "over", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
 )  # fmt: skip
@@ -39,6 +39,7 @@ ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
 
 DEFAULT_WORK: Section = {"lr": 0.01, "momentum": 0.9, "batch": 20}
 TASK_WORK: Config = {"digits": {"lr": 0.05, "batch": 5}}  # small clients need more and larger steps
+ADAPTIVE_LR = 0.001
 DEFAULT_ROUNDS, DEFAULT_PER_ROUND = 100, 10
 
 
@@ -105,6 +106,8 @@ def merge(file: Config, options: Config) -> Config:
         for one, other in (("epochs", "steps"), ("steps", "epochs")):
             if name == "work" and one in section and other not in section:
                 merged[name].pop(other, None)
+        if name == "work" and not _plain(section) and "momentum" not in section:
+            merged[name].pop("momentum", None)
         merged[name] |= section
     return merged
 
@@ -119,7 +122,7 @@ def plan(config: Config) -> Plan:
     algorithm = algorithm_of(config["algorithm"])
     schedule = schedule_of(config["schedule"])
     name, settings = task_call(config["task"])
-    work = work_of(start_of_work(name, algorithm) | config["work"])
+    work = work_of(on_top(start_of_work(name, algorithm), config["work"]))
     return Plan(_load(name, settings), algorithm, work, schedule, run, target)
 
 
@@ -263,13 +266,27 @@ def keywords(pairs: list[str]) -> Section:
 
 
 def work_of(section: Section) -> Work:
-    from fedbraid.core.work import Work
+    from fedbraid.core.work import RATES, Work
+    from fedbraid.parse import evaluate
 
-    settings = {**DEFAULT_WORK, **section}
+    settings = on_top(DEFAULT_WORK, section)
     if isinstance(settings["batch"], str):
         settings["batch"] = _batch(settings["batch"])
-    _numbers(settings, [key for key in WORK if key != "last"], "work")
+    if isinstance(settings["lr"], str):
+        settings["lr"] = evaluate(settings["lr"], RATES, "lr")
+    _numbers(settings, [key for key in WORK if key not in ("lr", "last", "optimizer")], "work")
     return Work(**settings)
+
+
+def on_top(start: Section, given: Section) -> Section:
+    """A start of work with what was given on top; another optimizer than sgd has no momentum and a rate of its own."""
+    if not _plain(given):
+        start = {key: value for key, value in start.items() if key != "momentum"} | {"lr": ADAPTIVE_LR}
+    return start | given
+
+
+def _plain(work: Section) -> bool:
+    return bool(work.get("optimizer", "sgd") == "sgd")
 
 
 def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:
@@ -279,7 +296,7 @@ def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:
 
 def own_work(algorithm: Algorithm, given: Section) -> str | None:
     """What of the work comes from the algorithm's paper, as a sentence."""
-    taken = {key: value for key, value in algorithm.work.items() if key not in given}
+    taken = {key: value for key, value in algorithm.work.items() if key not in given and _plain(given)}
     if not taken:
         return None
     said = ", ".join(f"{key} {value:g}" for key, value in taken.items())

@@ -45,6 +45,7 @@ def cost(
     epochs: o.Epochs = None,
     steps: o.Steps = None,
     batch: o.Batch = None,
+    optimizer: o.Optimizer = None,
     momentum: o.Momentum = None,
     weight_decay: o.WeightDecay = None,
     paper: Annotated[
@@ -76,7 +77,14 @@ def cost(
     from fedbraid.study.cost import estimate
 
     work = cfg.work_of(
-        cfg.given(epochs=epochs, steps=steps, batch=batch, momentum=momentum, weight_decay=weight_decay)
+        cfg.given(
+            optimizer=optimizer,
+            epochs=epochs,
+            steps=steps,
+            batch=batch,
+            momentum=momentum,
+            weight_decay=weight_decay,
+        )
     )
     made = cfg.algorithm_of({"name": algorithm} | cfg.keywords(set_ or []))
     shortcuts = cfg.given(clients=clients, partition=partition, model=model)

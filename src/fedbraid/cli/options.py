@@ -23,14 +23,26 @@ Set = Annotated[
         help="Algorithm: set a keyword, e.g. -a optimizer=lamb -a lr=0.01.",
     ),
 ]
-Lr = Annotated[float | None, typer.Option(help="Work: the clients' learning rate (0.01; on digits 0.05).")]
+Lr = Annotated[
+    str | None,
+    typer.Option(
+        help="Work: the clients' learning rate (0.01; on digits 0.05; 0.001 with another optimizer than sgd),"
+        " or e.g. 'cosine(0.1, 100, warmup=5)', 'warmup(0.1, 5)', '[0.1, 0.05, 0.01]', by version."
+    ),
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        help="Work: clients step with 'sgd', 'adam', 'adamw', 'rmsprop', 'adagrad' or 'lion' (sgd)."
+    ),
+]
 Epochs = Annotated[int | None, typer.Option(help="Work: passes over the local data (1).")]
 Steps = Annotated[int | None, typer.Option(help="Work: local steps, instead of epochs.")]
 Batch = Annotated[
     str | None, typer.Option(help="Work: batch size, or 'full' for the whole local set (20; on digits 5).")
 ]
 Momentum = Annotated[
-    float | None, typer.Option(help="Work: local momentum (0.9, or as the algorithm's paper has it).")
+    float | None, typer.Option(help="Work: sgd's local momentum (0.9, or as the algorithm's paper has it).")
 ]
 WeightDecay = Annotated[float | None, typer.Option(help="Work: weight decay (0).")]
 Clip = Annotated[float | None, typer.Option(help="Work: the largest norm of a gradient (none).")]

@@ -40,6 +40,7 @@ def run(
     partition: o.Partition = None,
     model: o.Model = None,
     set_: o.Set = None,
+    optimizer: o.Optimizer = None,
     lr: o.Lr = None,
     epochs: o.Epochs = None,
     steps: o.Steps = None,
@@ -101,8 +102,8 @@ def run(
         "task": cfg.given(clients=clients, partition=partition, model=model),
         "algorithm": cfg.keywords(set_ or []),
         "work": cfg.given(
-            lr=lr, epochs=epochs, steps=steps, batch=batch, momentum=momentum, weight_decay=weight_decay, clip=clip,
-            lr_decay=lr_decay, last=last,
+            optimizer=optimizer, lr=lr, epochs=epochs, steps=steps, batch=batch, momentum=momentum,
+            weight_decay=weight_decay, clip=clip, lr_decay=lr_decay, last=last,
         ),
         "schedule": cfg.given(
             rounds=rounds, per_round=per_round, over=over, timeout=timeout, buffer=buffer, concurrency=concurrency,

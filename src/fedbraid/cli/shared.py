@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OPTIONS: dict[str, dict[str, Any]] = {
     "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model},
     "work": {
-        "lr": o.Lr, "epochs": o.Epochs, "steps": o.Steps, "batch": o.Batch, "momentum": o.Momentum,
+        "optimizer": o.Optimizer, "lr": o.Lr, "epochs": o.Epochs, "steps": o.Steps, "batch": o.Batch, "momentum": o.Momentum,
         "weight_decay": o.WeightDecay, "clip": o.Clip, "lr_decay": o.LrDecay, "last": o.Last,
     },
     "schedule": {
@@ -65,7 +65,7 @@ def base(task: str, sections: cfg.Config) -> cfg.Config:
 def work_of(config: cfg.Config, algorithm: Algorithm, own: bool) -> cfg.Section:
     """The whole work of one of several: the same for all, or its own paper's, with what was given on top."""
     name, _ = cfg.task_call(config["task"])
-    return cfg.start_of_work(name, algorithm if own else None) | config["work"]
+    return cfg.on_top(cfg.start_of_work(name, algorithm if own else None), config["work"])
 
 
 def override(config: cfg.Config, key: str, value: Any) -> cfg.Config:

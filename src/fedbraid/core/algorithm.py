@@ -18,6 +18,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.link import Direct, Down, Plain, Up
 from fedbraid.core.rule import Local, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
+from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, FedbraidError
 
 
@@ -47,6 +48,14 @@ class Algorithm:
                 raise ConfigError(f"{name}={part!r} is a {type(part).__name__}; give a {wanted} there")
         self.up.fits(self.uploads)
         rehearse(self)
+
+    def fits(self, work: Work) -> None:
+        """Refuse work whose visits its parts would misread."""
+        if work.optimizer != "sgd" and (self.rule.plain_steps() or self.server.plain_steps()):
+            raise ConfigError(
+                f"{self.name or 'this algorithm'} reads gradients off the length of a client's visit, which only plain"
+                f" steps tell and optimizer={work.optimizer!r} does not; use optimizer='sgd' or another algorithm"
+            )
 
     @cached_property
     def uploads(self) -> dict[str, Upload]:

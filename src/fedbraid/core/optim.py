@@ -8,7 +8,10 @@ point downhill against x, without the learning rate: the caller does x ← x −
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -196,6 +199,26 @@ class Adagrad(Adam):
 
 
 @dataclass(frozen=True)
+class Lion(Optimiser):
+    """The direction is sgn(β₁m + (1−β₁)g); then m ← β₂m + (1−β₂)g."""
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"m": torch.zeros_like(x)}
+
+    def apply(self, g: Tensor, s: Vectors) -> Tensor:
+        return torch.sign(g.lerp(s["m"], self.beta1))
+
+    def track(self, g: Tensor, s: Vectors) -> Vectors:
+        return {"m": g.lerp(s["m"], self.beta2)}
+
+    def follow(self, g: Tensor, s: Vectors, T: int) -> tuple[Tensor, Vectors]:
+        return self.apply(g, s), self.track(g, s)
+
+
+@dataclass(frozen=True)
 class Tracked:
     """An optimiser's statistics after T steps."""
 
@@ -246,8 +269,15 @@ SERVER: dict[str, type[Optimiser]] = {
     "sgd": Optimiser, "adagrad": Adagrad, "adam": Adam, "adabelief": AdaBelief, "yogi": Yogi, "lamb": Adam,
 }  # fmt: skip
 
+LOCAL: dict[str, Callable[[], Optimiser]] = {  # on clients, with the defaults of torch.optim
+    "sgd": Optimiser, "adam": Adam, "adamw": Adam, "rmsprop": partial(RMSProp, 0.99, 1e-8, 0.0),
+    "adagrad": partial(Adagrad, eps=1e-10), "lion": Lion,
+}  # fmt: skip
 
-def named(name: str, table: dict[str, type[Optimiser]]) -> type[Optimiser]:
+O = TypeVar("O")
+
+
+def named(name: str, table: dict[str, O]) -> O:
     if name not in table:
         raise unknown("optimizer", name, table)
     return table[name]

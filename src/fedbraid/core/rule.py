@@ -89,6 +89,10 @@ class Rule:
         """The client's new memory, made of what the server received of its uploads."""
         return {}
 
+    def plain_steps(self) -> bool:
+        """Whether it takes a visit for a steps of length η along the gradient, which only optimizer="sgd" makes."""
+        return False
+
     def leave(self, memory: Vectors) -> Vectors:
         """What a client that goes for good sends: the negative of its share, by the upload's name."""
         return {}
@@ -122,6 +126,9 @@ class Chain(Rule):
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         return _merge([r.remember(got, s, loc) for r in self.links], "remembers")
 
+    def plain_steps(self) -> bool:
+        return any(r.plain_steps() for r in self.links)
+
     def leave(self, memory: Vectors) -> Vectors:
         return _merge([r.leave(memory) for r in self.links], "uploads")
 
@@ -142,6 +149,8 @@ def train(
     s, steps = rule.start(loc), int(plan.K.max())
     even = int(plan.K.min()) == steps
     b = torch.zeros_like(y) if work.momentum else None
+    optimiser = work.local
+    moments: Vectors = {} if optimiser is None else optimiser.init(y)
     loss = torch.zeros(m, device=y.device)
     for k in range(steps):
         g, losses = grad(y, plan.batch(k))
@@ -149,9 +158,13 @@ def train(
         stats = None if buffers is None else y[:, buffers].clone()
         if work.clip is not None:
             g = g * (work.clip / g.norm(dim=1, keepdim=True).clamp_min(work.clip))
-        if work.weight_decay:
-            g = g + work.weight_decay * y
+        if work.penalty:
+            g = g + work.penalty * y
         v, s_new = rule.step(g, y, s, loc)
+        if optimiser is not None:
+            v, moments = optimiser.follow(v, moments, k + 1)
+        if work.decoupled:
+            v = v + work.decoupled * y
         if b is not None:
             v = torch.add(v, b, alpha=work.momentum, out=b)
         if even:

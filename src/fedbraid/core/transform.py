@@ -55,6 +55,10 @@ class Transform:
         """(what x̄ is sent out without, the new state); `move` is x − x̄ before any adjustment."""
         return None, s
 
+    def plain_steps(self) -> bool:
+        """Whether it takes a visit for a steps of length η along the gradient, which only optimizer="sgd" makes."""
+        return False
+
     def leave(self, s: Tree, share: Vectors) -> Tree:
         """The state after a client has gone for good, whose rule sent this share."""
         return s
@@ -100,6 +104,9 @@ class Pipeline(Transform):
         done = [link.settle(move, mine, info) for link, mine in zip(self.links, s)]
         without = [h for h, _ in done if h is not None]
         return (sum(without[1:], without[0]) if without else None), tuple(state for _, state in done)
+
+    def plain_steps(self) -> bool:
+        return any(link.plain_steps() for link in self.links)
 
     def leave(self, s: Tree, share: Vectors) -> Tree:
         return tuple(link.leave(mine, share) for link, mine in zip(self.links, s))

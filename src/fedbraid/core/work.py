@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fedbraid.core.check import plain_numbers, whole
+from fedbraid.core.optim import LOCAL, Optimiser, named
+from fedbraid.core.rates import Rate, cosine, downhill, warmup
 from fedbraid.errors import ConfigError
 
 
@@ -17,9 +22,11 @@ class Work:
 
     `batch=None` is the full local set. A `last` batch that is short is kept, dropped, or filled with
     the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement.
+    `lr` is a number, a list by version whose last entry holds from there on, or a function of the version, such
+    as those of `fb.rates`. The `optimizer` starts anew at each visit and follows what the rule made of the gradient.
     """
 
-    lr: float = 0.01
+    lr: float | Sequence[float] | Callable[[int], float] = 0.01
     epochs: int | None = None
     steps: int | None = None
     batch: int | None = 20
@@ -29,6 +36,7 @@ class Work:
     lr_decay: float = 1.0  # per round
     last: str = "keep"
     replace: bool = False
+    optimizer: str = "sgd"
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -41,12 +49,14 @@ class Work:
         whole("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
         if self.batch is not None:
             whole("batch", self.batch)
-        for name in ("lr", "lr_decay", "clip", "momentum", "weight_decay"):
+        object.__setattr__(self, "lr", _checked(self.lr))
+        for name in ("lr_decay", "clip"):
+            if name == "lr_decay" or self.clip is not None:
+                downhill(name, getattr(self, name))
+        for name in ("momentum", "weight_decay"):
             value = getattr(self, name)
-            if (value is None and name != "clip") or isinstance(value, str | bool):
+            if value is None or isinstance(value, str | bool):
                 raise ConfigError(f"{name}={value!r} is not a number; give one")
-            if name in ("lr", "lr_decay", "clip") and value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value} does not train; use {name} > 0")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum} never forgets; use 0 <= momentum < 1")
         if not 0 <= self.weight_decay < math.inf:
@@ -55,12 +65,69 @@ class Work:
             raise ConfigError("replace=True draws batches, and batch=None is the full local set; give batch=")
         if self.last not in ("keep", "drop", "fill"):
             raise ConfigError(f"last={self.last!r} is not known; use 'keep', 'drop' or 'fill'")
+        if self.local is not None and self.momentum:
+            raise ConfigError(
+                f"momentum={self.momentum} is for optimizer='sgd', and {self.optimizer!r} has its own; leave it out"
+            )
+
+    @property
+    def local(self) -> Optimiser | None:
+        """The local optimiser, None for plain steps with or without momentum."""
+        return None if self.optimizer == "sgd" else named(self.optimizer, LOCAL)()
+
+    @property
+    def decoupled(self) -> float:
+        """The weight decay that acts beside the optimiser."""
+        return self.weight_decay if self.optimizer == "adamw" else 0.0
+
+    @property
+    def penalty(self) -> float:
+        """The weight decay that is part of the gradient."""
+        return self.weight_decay - self.decoupled
 
     def rate(self, version: int) -> float:
         """η_c of a client that trains from this version."""
-        return self.lr * self.lr_decay**version
+        return self._base(version) * self.lr_decay**version
+
+    def _base(self, version: int) -> float:
+        if isinstance(self.lr, int | float):
+            return self.lr
+        return self.lr(version) if callable(self.lr) else self.lr[min(version, len(self.lr) - 1)]
+
+    def tabled(self, steps: int) -> Work:
+        """The same with a function of the user's own as the list of its values, which prints and can be read again."""
+        if not callable(self.lr) or isinstance(self.lr, Rate):
+            return self
+        values = [_number(self.lr(version)) for version in range(max(steps, 1))]
+        for version, value in enumerate(values):
+            downhill(f"lr({version})", value)
+        return replace(self, lr=tuple(values))
 
     def effective(self, K: Tensor) -> Tensor:
-        """a: how many plain steps go as far as K steps with this momentum."""
+        """a: how many plain steps go as far as K steps with this momentum; K itself where steps are not plain."""
         rho = self.momentum
         return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)
+
+
+RATES: dict[str, Callable[..., Any]] = {"cosine": cosine, "warmup": warmup}
+WORK: dict[str, Callable[..., Any]] = {"Work": Work, **RATES}  # what a work's text may name
+
+
+def _number(value: Any) -> Any:
+    """NumPy's and torch's single numbers as Python's."""
+    return value.item() if isinstance(value, np.generic | Tensor) else value
+
+
+def _checked(lr: Any) -> Any:
+    """A rate as it is kept: lists as tuples of numbers."""
+    if callable(lr):
+        return lr
+    if not isinstance(lr, list | tuple | np.ndarray):
+        downhill("lr", lr)
+        return lr
+    values = tuple(_number(value) for value in lr)
+    if not values:
+        raise ConfigError("lr=[] has no rate; list one for each version, the last of which stays")
+    for version, value in enumerate(values):
+        downhill(f"lr[{version}]", value)
+    return values

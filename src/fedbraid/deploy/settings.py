@@ -81,17 +81,18 @@ class Settings:
     def what(self) -> tuple[Algorithm, Work]:
         """What nodes and server must agree on."""
         from fedbraid.core.algorithm import Algorithm
-        from fedbraid.core.work import Work
+        from fedbraid.core.work import WORK, Work
         from fedbraid.parse import evaluate
         from fedbraid.run.simulate import algorithm_from
 
         algorithm = algorithm_from(self.algorithm) if isinstance(self.algorithm, str) else self.algorithm
-        work = evaluate(self.work, {"Work": Work}, "work") if isinstance(self.work, str) else self.work
+        work = evaluate(self.work, WORK, "work") if isinstance(self.work, str) else self.work
         if not isinstance(algorithm, Algorithm):
             raise ConfigError(f"algorithm={algorithm!r} is no algorithm; use one such as fb.fedavg()")
         if not isinstance(work, Work):
             raise ConfigError(f"work={self.work!r} is no work; use Work(...)")
-        return algorithm, work
+        algorithm.fits(work)
+        return algorithm, work.tabled(self.when().steps)
 
     def when(self) -> Schedule:
         """Rounds, or steps whenever enough uploads are there."""

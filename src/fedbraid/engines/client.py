@@ -133,7 +133,7 @@ def full_gradient(
     setup: Setup, grad: Gradient, clients: NDArray[np.int64], version: int, chunk: int = 256
 ) -> Callable[[Tensor], Tensor]:
     """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory."""
-    task, seed, decay = setup.task, setup.seed, setup.work.weight_decay
+    task, seed, decay = setup.task, setup.seed, setup.work.penalty
     n = task.sizes[clients]
 
     def at(y: Tensor) -> Tensor:

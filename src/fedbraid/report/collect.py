@@ -84,7 +84,7 @@ class Collection:
 
     def _flops(self, group: Group) -> list[list[float] | None]:
         """FLOPs by step, where the task is known and the algorithm can be built again."""
-        from fedbraid.core.work import Work
+        from fedbraid.core.work import WORK
         from fedbraid.parse import evaluate
         from fedbraid.run.simulate import algorithm_from
         from fedbraid.study import flops
@@ -93,9 +93,7 @@ class Collection:
         name = group.config["algorithm"]
         if self.known is not None and name is not None and not files.names_file(name):
             algorithm = algorithm_from(name)
-            visit = flops.of_known(
-                self.known, algorithm, evaluate(group.config["work"], {"Work": Work}, "work")
-            )
+            visit = flops.of_known(self.known, algorithm, evaluate(group.config["work"], WORK, "work"))
         return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
 
 

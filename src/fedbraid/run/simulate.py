@@ -25,7 +25,7 @@ from fedbraid.core.gather import Mean
 from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Rule
 from fedbraid.core.transform import Pipeline, Scale
-from fedbraid.core.work import Work
+from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
 from fedbraid.engines.client import Engine, Setup
@@ -281,6 +281,8 @@ def simulate(
     often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
+    algorithm.fits(work)
+    work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
         raise ConfigError(
@@ -354,7 +356,7 @@ def resume(
         return simulate(
             task or task_of(folder, config),
             algorithm or _algorithm_of(folder, config),
-            evaluate(config["work"], {"Work": Work}, "work"),
+            evaluate(config["work"], WORK, "work"),
             evaluate(config["schedule"], SCHEDULES, "schedule"),
             seed=config["seed"],
             engine=config["engine"],

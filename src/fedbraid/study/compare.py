@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
-from fedbraid.core.work import Work
+from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, EngineError, RunError, unknown
@@ -44,6 +44,10 @@ class Contestant:
     algorithm: Algorithm
     work: Work
     schedule: Schedule
+
+    def __post_init__(self) -> None:
+        self.algorithm.fits(self.work)
+        object.__setattr__(self, "work", self.work.tabled(self.schedule.steps))
 
     @property
     def folder(self) -> str:
@@ -315,7 +319,7 @@ class Grid:
                 Contestant(
                     c["name"],
                     algorithm_of(c["algorithm"]),
-                    evaluate(c["work"], {"Work": Work}, "work"),
+                    evaluate(c["work"], WORK, "work"),
                     evaluate(c["schedule"], SCHEDULES, "schedule"),
                 )
                 for c in known["contestants"]

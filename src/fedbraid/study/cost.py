@@ -217,7 +217,16 @@ def operations(a: Algorithm, work: Work) -> Operations:
     full = full[: len(full) // 2]  # it was finished twice
     with visit:
         a.rule.remember(got, s, loc)
-    extra = 2 * bool(work.momentum) + 2 * bool(work.weight_decay) + 3 * (work.clip is not None)
+    local = _Elements()
+    if (optimiser := work.local) is not None:
+        with local:
+            optimiser.follow(g, optimiser.init(y), 1)
+    extra = (
+        round(local.count / d)
+        + 2 * bool(work.momentum)
+        + 2 * bool(work.weight_decay)
+        + 3 * (work.clip is not None)
+    )
     known = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
     per_step = round(step.count / d) + 2 if known is None else known
     return Operations(per_step + extra, round(visit.count / d), len(full))

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import fedbraid.files as files
-from fedbraid.core.work import Work
+from fedbraid.core.work import WORK, Work
 from fedbraid.parse import evaluate
 from fedbraid.run.metrics import Record
 from fedbraid.run.simulate import SCHEDULES
@@ -30,7 +30,7 @@ def sections(config: Record, target: float | None = None) -> Sections | None:
     return {
         "task": {"name": _task(task)},
         "algorithm": {"name": algorithm},
-        "work": _work(evaluate(config["work"], {"Work": Work}, "work")),
+        "work": _work(evaluate(config["work"], WORK, "work")),
         "schedule": schedule,
         "run": {k: v for k, v in run.items() if v not in (None, "cpu")}
         | {k: v for k, v in options.items() if k in ("evaluate_every",) and v not in (None, 1)},
@@ -50,10 +50,12 @@ def _task(spec: str) -> str:
 def _work(work: Work) -> dict[str, Any]:
     """What differs from the defaults of Work, and what those of the command line would change."""
     said: dict[str, Any] = {
-        "lr": work.lr,
+        "lr": work.lr if isinstance(work.lr, int | float) else repr(work.lr),
         "momentum": work.momentum,
         "batch": "full" if work.batch is None else work.batch,
     }
+    if work.optimizer != "sgd":
+        del said["momentum"]
     said |= {"steps": work.steps} if work.steps is not None else {"epochs": work.epochs}
     for f in fields(Work):
         value = getattr(work, f.name)

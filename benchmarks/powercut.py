@@ -182,7 +182,18 @@ class Log:
 def watch(out: Path) -> Log:
     """The log of the child's calls."""
     with tempfile.NamedTemporaryFile("r", suffix=".strace") as log:
-        command = ["strace", "-f", "--seccomp-bpf", "-xx", "-s", "100000000", "-e", f"trace={CALLS}", "-o", log.name]
+        command = [
+            "strace",
+            "-f",
+            "--seccomp-bpf",
+            "-xx",
+            "-s",
+            "100000000",
+            "-e",
+            f"trace={CALLS}",
+            "-o",
+            log.name,
+        ]
         subprocess.run([*command, sys.executable, __file__, "--child", str(out)], check=True)
         return Log(str(out)).read(log.read())
 

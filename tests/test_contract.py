@@ -397,3 +397,37 @@ def newcomers(build, name):
 def test_estimates_are_the_mean_over_todays_clients_after_newcomers():
     newcomers(fb.scaffold, "c_i")
     newcomers(fb.scaffold_m, "h_i")
+
+
+def test_clusters_shares_follow_the_number_of_clients():
+    from fedbraid.algorithms.memory import ClusterVarp
+    from fedbraid.core.gather import Info
+
+    def shares(sizes, weights="samples"):
+        sizes = np.array(sizes)
+        info = Info(0, 2, len(sizes), float(sizes.sum()), 0.1, 1.0, 1.0, 0.0, Trial().p.layout, sizes)
+        return ClusterVarp(weights, clusters=2).shares(info).tolist()
+
+    assert shares([1, 3]) == [0.25, 0.75]
+    assert shares([1, 3, 4, 0]) == [5 / 8, 3 / 8]  # one joins, another has left
+    assert shares([1, 3, 4, 0], "uniform") == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_run_starts_from_the_work_of_the_algorithms_paper_and_compare_does_when_told(
+    tmp_path, monkeypatch, capsys
+):
+    from fedbraid.cli import config as cfg
+    from fedbraid.cli import main
+    from fedbraid.cli.compare import contestant
+
+    monkeypatch.chdir(tmp_path)
+    base = {"task": {"name": "digits"}, "work": {}, "schedule": {}, "run": {}}
+    momentum = {
+        name: cfg.plan({**base, "algorithm": {"name": name}}).work.momentum
+        for name in ("fedavg", "fedgbo", "scaffold")
+    }
+    assert momentum == {"fedavg": 0.9, "fedgbo": 0.0, "scaffold": 0.0}
+    assert cfg.plan({**base, "algorithm": {"name": "fedgbo"}, "work": {"momentum": 0.5}}).work.momentum == 0.5
+    assert [contestant(base, "fedgbo", own).work.momentum for own in (False, True)] == [0.9, 0.0]
+    assert main(["run", "digits", "fedgbo", "--rounds", "2", "--clients", "10", "--per-round", "2"]) == 0
+    assert "clients work as in fedgbo's paper: momentum 0 (--momentum changes it)" in capsys.readouterr().out

@@ -585,7 +585,7 @@ def test_cut_tables_say_so(browser, report):
     cut = looked.locator(".cut:has(#results)")
     assert cut.get_attribute("data-more") == "true"
     looked.evaluate("document.querySelector('.scroll:has(#results)').scrollLeft = 10000")
-    looked.wait_for_function("document.querySelector('.cut:has(#results)').dataset.more === 'false'")
+    looked.wait_for_selector(".cut[data-more='false']:has(#results)", state="attached")
     wide = Seen(browser, report, viewport={"width": 1400, "height": 800}).page
     assert wide.locator(".cut:has(#results)").get_attribute("data-more") == "false"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+PERSONAL = "personal"  # under which a client remembers the parts of the model that never travel
+
 TAKEN = frozenset(  # what records hold besides the task's own metrics
     [
         "step",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.link import Sender, Sizes
+from fedbraid.core.names import PERSONAL
 from fedbraid.core.rule import Gradient, Local, Vectors, finished, train
 from fedbraid.data.batches import Batch, Plan
 
@@ -117,27 +118,41 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         n=torch.from_numpy(plan.n).to(x)[:, None],
         t=order.version,
         layout=task.layout,
-        full_grad=full_gradient(setup, grad, order.clients, order.version),
+        full_grad=full_gradient(setup, grad, order),
+        whole=task.whole,
     )
     with torch.random.fork_rng(devices=[], enabled=task.stochastic):
         y, s, loss = train(a.rule, grad, loc, plan, work)
+        own: Vectors = {}
+        if PERSONAL in order.memory:
+            own, y = {PERSONAL: y[:, task.layout.size :]}, y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, loc)
     who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames)
     sent = a.up.send(vectors, order.memory, who)
-    memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory}
+    memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory, **own}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)
     return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
 
 
-def full_gradient(
-    setup: Setup, grad: Gradient, clients: NDArray[np.int64], version: int, chunk: int = 256
-) -> Callable[[Tensor], Tensor]:
-    """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory."""
+def first_memory(setup: Setup) -> Vectors:
+    """A client's row before its first visit."""
+    task, seed = setup.task, setup.seed
+    return {**setup.algorithm.remembers(task.initial(seed), task.layout), **task.own(seed)}
+
+
+def full_gradient(setup: Setup, grad: Gradient, order: Order, chunk: int = 256) -> Callable[[Tensor], Tensor]:
+    """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory.
+
+    Personal parts are as they were when the visit began.
+    """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
+    clients, version, own = order.clients, order.version, order.memory.get(PERSONAL)
     n = task.sizes[clients]
 
     def at(y: Tensor) -> Tensor:
-        y = y.expand(len(clients), -1).contiguous()
+        y, d = y.expand(len(clients), -1).contiguous(), y.shape[1]
+        if own is not None:
+            y = torch.cat([y, own], 1)
         total = torch.zeros_like(y)
         for lo in range(0, int(n.max()), chunk):
             column = np.arange(lo, min(lo + chunk, int(n.max())))
@@ -148,6 +163,6 @@ def full_gradient(
             some = Batch(task.inputs, task.targets, rows, None if inside.all() else weight, noise=noise)
             g, _ = grad(y, some)
             total += g * torch.from_numpy(inside.sum(1) / n).to(y)[:, None]
-        return total + decay * y if decay else total
+        return (total + decay * y if decay else total)[:, :d]
 
     return at

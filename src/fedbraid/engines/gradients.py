@@ -26,7 +26,7 @@ class Torch:
     """What both share: a module and a batched forward pass to judge a model with."""
 
     def __init__(self, task: Task) -> None:
-        self.layout, self.loss, self.run = task.layout, task.per_example, task.run
+        self.layout, self.loss, self.run = task.whole, task.per_example, task.run
         self.module = task.module().to(task.device)
         self.guess = task.guess
         self.judge = task.module().to(task.device).eval()
@@ -147,7 +147,7 @@ class Vmap(Torch):
         leaves = [m for m in task.module().modules() if not list(m.children())]
         if not all(isinstance(m, plain) for m in leaves) or task.stochastic:
             return False
-        rows, y = task.rows[[0, -1]].view(2, 1), task.layout.flatten(task.module()).to(task.device)
+        rows, y = task.rows[[0, -1]].view(2, 1), task.whole.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow
             Vmap(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
         except Exception:

@@ -43,10 +43,12 @@ class Jobs:
     real = False
     BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
 
-    def __init__(self, algorithm: Algorithm, layout: Layout, engine: Engine, concurrency: int) -> None:
+    def __init__(
+        self, algorithm: Algorithm, layout: Layout, engine: Engine, concurrency: int, personal: bool = False
+    ) -> None:
         width = sum(algorithm.widths(layout).values()) * 4
         self.engine, self.ahead = engine, 0 < concurrency * width <= self.BUDGET
-        self.stateful = algorithm.stateful(layout)
+        self.stateful = algorithm.stateful(layout) or personal
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
 

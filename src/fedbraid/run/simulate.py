@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedbraid.files as files
@@ -22,6 +24,7 @@ from fedbraid import algorithms
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
+from fedbraid.core.names import PERSONAL
 from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Rule
 from fedbraid.core.transform import Pipeline, Scale
@@ -37,7 +40,7 @@ from fedbraid.run.budget import Budget, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
-from fedbraid.run.judge import judge
+from fedbraid.run.judge import Models, judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
@@ -82,9 +85,25 @@ class Result:
     out: Path | None = None
     work: Work | None = field(default=None, repr=False)
 
-    def model(self) -> nn.Module:
-        """The torch module with the final weights."""
-        return self.task.layout.load(self.task.module(), self.x)
+    def model(self, client: int | None = None) -> nn.Module:
+        """The torch module with the final weights; a client's has its own parts, or is the model of its own."""
+        with self._rows(client):
+            return load_model_of(self.task, self.algorithm, self.state, client)
+
+    @contextmanager
+    def _rows(self, client: int | None) -> Iterator[None]:
+        """What clients remember, which the end of a run closed."""
+        if client is None or not self.state.clients.stored:
+            yield
+            return
+        if self.out is None:
+            raise RunError("what clients hold went to a file that ended with the run; give out= to keep it")
+        db = Database(self.out / "state.db")
+        try:
+            self.state.clients.attach(db, "clients", None)
+            yield
+        finally:
+            db.close()
 
     @property
     def bytes_up(self) -> int:
@@ -178,7 +197,9 @@ class Run:
         """Run to the end, or from where the state stands."""
         setup, task = self.setup, self.setup.task
         concurrency = self.schedule.concurrency if isinstance(self.schedule, Buffered) else 0
-        jobs = Jobs(setup.algorithm, task.layout, self.engine, concurrency)
+        jobs = Jobs(
+            setup.algorithm, task.layout, self.engine, concurrency, PERSONAL in self.state.clients.default
+        )
         self._tell("start", self)
         pending: list[Record] = []
         for tick in self.schedule.ticks(task.clients, setup.seed, self._message()):
@@ -209,9 +230,29 @@ class Run:
                 pending = []
         return self._result()
 
-    def model(self) -> nn.Module:
-        """The torch module with the weights of this step, as they are evaluated."""
-        return self.setup.task.layout.load(self.setup.task.module(), self.state.average)
+    def model(self, client: int | None = None) -> nn.Module:
+        """The torch module with the weights of this step, as they are evaluated, or as a client uses them."""
+        return load_model_of(self.setup.task, self.setup.algorithm, self.state, client)
+
+    def judged(self) -> Record:
+        """What this step's model is worth; where clients have models of their own, theirs under names that end in _own."""
+        task, on, state, rule = (
+            self.setup.task,
+            self.options.evaluate_on,
+            self.state,
+            self.setup.algorithm.rule,
+        )
+        kept = state.clients.default
+        shared: Models = state.average
+        if task.whole.size > task.layout.size:
+            if PERSONAL not in kept:  # real clients keep them for themselves
+                return {}
+            shared = partial(models_of, Rule(), state)
+        record = judge(self.engine, task, shared, on, state.t)
+        if kept and rule.own(kept) is not None:
+            own = judge(self.engine, task, partial(models_of, rule, state), on, state.t)
+            record |= {OWN.format(name): value for name, value in own.items()}
+        return record
 
     def _due(self) -> bool:
         """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
@@ -225,7 +266,7 @@ class Run:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
-            record |= judge(self.engine, task, self.state.average, self.options.evaluate_on, t)
+            record |= self.judged()
         return record
 
     def _result(self) -> Result:
@@ -259,6 +300,29 @@ class Run:
             hook(subject)
 
 
+OWN = "{}_own"  # what is said of clients' own models, by the name of what is said of the server's
+
+
+def models_of(rule: Rule, state: State, clients: NDArray[np.int64]) -> Tensor:
+    """The whole models `[m, D]` that clients use: the server's or their own, with their personal parts."""
+    memory = {name: v.to(state.x.device) for name, v in state.clients.get(clients).items()}
+    own = rule.own(memory)
+    shared = state.average.expand(len(clients), -1) if own is None else own
+    return torch.cat([shared, memory[PERSONAL]], 1) if PERSONAL in memory else shared
+
+
+def load_model_of(task: Task, algorithm: Algorithm, state: State, client: int | None) -> nn.Module:
+    """A module with the averaged weights, and the personal parts that clients start with, or with a client's own."""
+    if client is None:
+        own = state.clients.default.get(PERSONAL)
+        x = state.average if own is None else torch.cat([state.average, own.to(state.average)])
+    elif not 0 <= client < task.clients:
+        raise ConfigError(f"there is no client {client}; there are {task.clients} from 0 on")
+    else:
+        x = models_of(algorithm.rule, state, np.array([client]))[0]
+    return task.whole.load(task.module(), x)
+
+
 def simulate(
     task: Task,
     algorithm: Algorithm,
@@ -287,7 +351,7 @@ def simulate(
     often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
-    algorithm.fits(work)
+    algorithm.fits(work, task.whole.size > task.layout.size)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
@@ -333,7 +397,8 @@ def _go(
     folder: Folder | None,
     budget: Budget | None,
 ) -> Result:
-    state = State.first(setup.algorithm, setup.task.layout, setup.task.initial(setup.seed), setup.seed)
+    task, seed = setup.task, setup.seed
+    state = State.first(setup.algorithm, task.layout, task.initial(seed), seed, own=task.own(seed))
     run = Run(setup, schedule, runner, options, state, folder, budget=budget)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):

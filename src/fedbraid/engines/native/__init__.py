@@ -55,7 +55,7 @@ class Native:
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
-        self.size, self.classifies = task.layout.size, task.loss != "mse"
+        self.size, self.classifies = task.whole.size, task.loss != "mse"
         self.source = generate(graph, str(task.loss), lanes())
         lib = library(self.source, flags)
         self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
@@ -135,7 +135,7 @@ class Native:
         module = task.module().eval()
         with torch.no_grad():
             want = task.per_example(module(x if x.is_floating_point() else x.long()), y)
-        got, _ = self.evaluate(task.layout.flatten(module), x, y)
+        got, _ = self.evaluate(task.whole.flatten(module), x, y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
@@ -171,7 +171,7 @@ def _graph(task: Task) -> Graph:
     if task.inputs.device.type != "cpu":
         raise Unsupported(f"the data are on {task.inputs.device}, not on the CPU")
     whole = not task.inputs.is_floating_point()
-    graph = trace(task.module(), task.layout, task.inputs[:1].long() if whole else task.inputs[:1])
+    graph = trace(task.module(), task.whole, task.inputs[:1].long() if whole else task.inputs[:1])
     if whole and int(task.inputs.max()) >= 2**24:
         raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
     outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()

@@ -1,0 +1,114 @@
+"""Clients with models of their own: FedRep (Collins et al. 2021), Ditto (Li et al. 2021), pFedMe (Dinh et al. 2020).
+
+FedPer and LG-FedAvg are FedAvg over a task with `personal=` layers, FedBN over one with `buffers="personal"`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedbraid.algorithms._build import builder, not_negative
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.gather import Mean
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, pipeline
+from fedbraid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeadFirst(Rule):
+    """The first share of a visit's steps moves the personal parts only, the rest the shared ones only (Algorithm 1)."""
+
+    head: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.head < 1:
+            raise ConfigError(f"head={self.head} leaves one of the two phases out; use 0 < head < 1")
+
+    def alone(self, K: Tensor) -> Tensor:
+        if float(K.min()) < 2:
+            raise ConfigError(
+                "a client takes one step a visit, and two phases need two; use more steps or epochs"
+            )
+        return (self.head * K).round().clamp_min(1).minimum(K - 1)
+
+
+@builder
+def fedrep(head: float = 0.5, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """FedRep: in each visit the task's personal parts are trained first, then the shared ones alone."""
+    return Algorithm(HeadFirst(head), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
+class Regularised(Rule):
+    """Ditto: beside y, v_i ← v_i − η(∇f_i(v_i) + λ(v_i − x)) on the same batches, for the client's own use."""
+
+    lam: float
+
+    def __post_init__(self) -> None:
+        not_negative("lam", self.lam, "pushes a client's own model away from the common one")
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"v_i": x.clone()}
+
+    def start(self, loc: Local) -> Vectors:
+        return {"v": loc.memory["v_i"]}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        v = s["v"]
+        return g, {**s, "v": v - loc.lr * (loc.grad(v) + self.lam * (v - loc.x))}  # Algorithm 1, line 6
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"v_i": s["v"]}
+
+    def own(self, memory: Vectors) -> Tensor:
+        return memory["v_i"]
+
+
+@builder
+def ditto(lam: float = 0.1, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """Ditto: FedAvg, and a model of each client's own that is held near the common one with strength `lam`."""
+    return Algorithm(Regularised(lam), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
+class MoreauEnvelope(Rule):
+    """pFedMe: y follows λ(y − θ), where θ ← θ − rate·(∇f_i(θ) + λ(θ − y)), `steps` times from y, is the client's own."""
+
+    lam: float
+    steps: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        not_negative("lam", self.lam, "pushes a client's own model away from the common one")
+        not_negative("rate", self.rate, "steps uphill")
+        whole("steps", self.steps)
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"theta_i": x.clone()}
+
+    def start(self, loc: Local) -> Vectors:
+        return {"theta": loc.memory["theta_i"]}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        theta = y - self.rate * g
+        for _ in range(self.steps - 1):
+            theta = theta - self.rate * (loc.grad(theta) + self.lam * (theta - y))  # line 7
+        return self.lam * (y - theta), {**s, "theta": theta}  # line 8
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"theta_i": s["theta"]}
+
+    def own(self, memory: Vectors) -> Tensor:
+        return memory["theta_i"]
+
+
+@builder
+def pfedme(
+    lam: float = 15.0, steps: int = 5, rate: float = 0.01, lr: float = 1.0, weights: str = "samples"
+) -> Algorithm:
+    """pFedMe: clients' own models are `steps` steps of length `rate` from the common one, which follows them (`lr` is β)."""
+    return Algorithm(MoreauEnvelope(lam, steps, rate), Mean(weights), pipeline(Scale(lr)))

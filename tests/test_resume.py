@@ -48,6 +48,8 @@ class StopAt:
 
 def algorithms():
     for name, build in BUILDERS.items():
+        if name == "fedrep":  # for tasks with personal parts: see test_personal
+            continue
         yield build(**ARGUMENTS.get(name, {}))
     yield fb.fedshift(fb.fedpaq(fb.codecs.mixed(fb.codecs.uniform(4), share=0.5)))
     yield fb.hidden_state(fb.with_codecs(fb.scaffold(), down=fb.codecs.qsgd(4)))

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from fedbraid.run import callbacks, export
     from fedbraid.run.simulate import Result, resume, simulate
     from fedbraid.run.state import State
-    from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, rounds
+    from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, oort, power_of_choice, rounds
     from fedbraid.study import compare, sweep
 
 _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
@@ -79,7 +79,7 @@ _HOMES = {
     "core.codec": "Codec",
     "run.simulate": "Result resume simulate",
     "run.state": "State",
-    "schedule": "Schedule Tick buffered immediate rounds",
+    "schedule": "Schedule Tick buffered immediate oort power_of_choice rounds",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -77,6 +77,12 @@ Durations = Annotated[
 Bandwidth = Annotated[
     str | None, typer.Option(help="Schedule: bytes per unit of time, e.g. 'bandwidth(up=1e6, down=1e7)'.")
 ]
+Choose = Annotated[
+    str | None,
+    typer.Option(
+        help="Schedule: who is asked, by last losses: 'power_of_choice(20)', 'oort()' or FILE.py:NAME."
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Run: seed of everything random (0).")]
 Engine = Annotated[
     str | None, typer.Option(help="Run: 'auto', 'in_process', 'pool' or e.g. 'pool(workers=2)'.")

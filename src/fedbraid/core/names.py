@@ -21,6 +21,8 @@ TAKEN = frozenset(  # what records hold besides the task's own metrics
         "norm",
         "norm_h",
         "moved",
+        "asked",
+        "losses",
         "versions_kept",
         "loss",
         "accuracy",

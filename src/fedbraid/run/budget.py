@@ -40,6 +40,10 @@ class Mechanism:
         if schedule.sampling == "poisson":
             rate = schedule.rate(N)
             return Mechanism("poisson", rate), rate * N
+        if schedule.choose is not None:
+            raise ConfigError(
+                "choose= looks at clients' losses, which privacy would have to pay for; leave it out of private runs"
+            )
         cohort = schedule.cohort(N)
         return Mechanism("fixed", N=N, cohort=cohort), float(cohort)
 

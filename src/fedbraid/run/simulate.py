@@ -45,6 +45,7 @@ from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
+from fedbraid.schedule.choice import CHOICES, Seen
 
 log = logging.getLogger("fedbraid")
 
@@ -202,7 +203,8 @@ class Run:
         )
         self._tell("start", self)
         pending: list[Record] = []
-        for tick in self.schedule.ticks(task.clients, setup.seed, self._message()):
+        seen = self._seen()
+        for tick in self.schedule.ticks(task.clients, setup.seed, self._message(), seen):
             if tick.step < self.state.t:
                 jobs.opens(tick)
                 jobs.closes(tick)
@@ -211,6 +213,8 @@ class Run:
                 break
             before, tick = self.state.x, tick.without(self.state.gone)
             self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
+            if seen is not None:
+                seen.take(record)
             record |= {
                 **self._measure(before),
                 **self._left,
@@ -229,6 +233,16 @@ class Run:
                 self.checkpoint.commit(self.state, pending, self.note)
                 pending = []
         return self._result()
+
+    def _seen(self) -> Seen | None:
+        """What a schedule that chooses has seen so far, read from the records."""
+        if getattr(self.schedule, "choose", None) is None:
+            return None
+        seen = Seen(self.setup.task.sizes, self.setup.seed)
+        for record in self.history if self.folder is None else self.folder.records():
+            if record["step"] <= self.state.t:
+                seen.take(record)
+        return seen
 
     def model(self, client: int | None = None) -> nn.Module:
         """The torch module with the weights of this step, as they are evaluated, or as a client uses them."""
@@ -418,6 +432,7 @@ def resume(
     *,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
+    schedule: Schedule | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
     keep_going: bool | None = None,
@@ -425,7 +440,7 @@ def resume(
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
-    A task or algorithm of your own making must be given again; those that fedbraid can build from
+    A task or algorithm of your own making, or a schedule that chooses by one, must be given again; those that fedbraid can build from
     `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
     says which, and goes on with `accept_other_bits=True`.
     """
@@ -436,7 +451,7 @@ def resume(
             task or task_of(folder, config),
             algorithm or _algorithm_of(folder, config),
             evaluate(config["work"], WORK, "work"),
-            evaluate(config["schedule"], SCHEDULES, "schedule"),
+            schedule or evaluate(config["schedule"], SCHEDULES, "schedule"),
             seed=config["seed"],
             engine=config["engine"],
             out=out,
@@ -471,6 +486,7 @@ SCHEDULES: dict[str, Any] = {
     "Rounds": Rounds,
     "Buffered": Buffered,
     "bandwidth": clock.bandwidth,
+    **CHOICES,
     **_DURATIONS,
 }
 

@@ -20,6 +20,7 @@ from fedbraid.core import rng
 from fedbraid.core.check import plain_numbers, whole
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
+from fedbraid.schedule.choice import Choose, Seen, checked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -38,6 +39,7 @@ class Tick:
     dropped: int = 0  # clients that were asked but came too late
     together: bool = False  # all of them started from this version, and nobody twice
     spans: Floats | None = None  # [senders, 2]: when each began and ended, where a clock says so
+    asked: list[list[int]] | None = None  # who was asked, attempt by attempt, where that was chosen
 
     def without(self, gone: Collection[int]) -> Tick:
         """The tick without clients that have left."""
@@ -73,8 +75,10 @@ class Schedule:
         if link is not None and not isinstance(link, clock.bandwidth):
             raise ConfigError(f"bandwidth={link!r} says no rates; use fb.clock.bandwidth(down, up)")
 
-    def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
-        """One tick per server step; `message` is the bytes down and up, for transfer times."""
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+    ) -> Iterator[Tick]:
+        """One tick per server step; `message` is the bytes down and up, for transfer times, `seen` for choices."""
         raise NotImplementedError
 
     @property
@@ -92,7 +96,8 @@ class Rounds(Schedule):
 
     With `over` > 1 more are asked than needed and the first `clients` count; with a `timeout` those
     that take longer are dropped. A round in which nobody is in time is asked anew. With `sampling="poisson"` each
-    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty.
+    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty. With `choose`
+    a function says who is asked.
     """
 
     clients: int | float | tuple[tuple[int, ...], ...] = 10
@@ -101,9 +106,15 @@ class Rounds(Schedule):
     durations: clock.Durations = field(default_factory=clock.constant)
     bandwidth: clock.bandwidth | None = None
     sampling: str = "fixed"
+    choose: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "choose", checked(self.choose))
+        if self.choose is not None and (isinstance(self.clients, tuple) or self.sampling != "fixed"):
+            raise ConfigError(
+                "choose= says who is asked, and so do given cohorts or Poisson rounds; leave out one of the two"
+            )
         if self.sampling not in ("fixed", "poisson"):
             raise unknown("sampling", str(self.sampling), ["fixed", "poisson"])
         if self.sampling == "poisson" and (
@@ -150,17 +161,22 @@ class Rounds(Schedule):
             return None
         return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
 
-    def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+    ) -> Iterator[Tick]:
         now = 0.0
+        seen = seen or Seen(np.ones(N, np.int64), seed)
         for step in range(self.steps):
-            clients, took, dropped, spans = self._round(N, seed, step, message)
+            clients, took, dropped, spans = self._round(N, seed, step, message, seen)
             versions = np.full(len(clients), step, np.int64)
             spans = None if spans is None else spans + now
             now += took
-            yield Tick(step, now, clients, versions, clients, frozenset(), dropped, True, spans)
+            yield Tick(
+                step, now, clients, versions, clients, frozenset(), dropped, True, spans, seen.asked.get(step)
+            )
 
     def _round(
-        self, N: int, seed: int, step: int, message: tuple[float, float]
+        self, N: int, seed: int, step: int, message: tuple[float, float], seen: Seen
     ) -> tuple[Ints, float, int, Floats | None]:
         """Who hands in, how long the round takes, how many come too late, and each one's span."""
         if isinstance(self.clients, tuple):
@@ -174,9 +190,12 @@ class Rounds(Schedule):
             return self._drawn(N, seed, step, message)
         wanted, waited = self.cohort(N), 0.0
         for attempt in range(1000):
-            asked = rng.generator(seed, "cohort", step, attempt).choice(
-                N, min(N, math.ceil(wanted * self.over)), replace=False
-            )
+            count = min(N, math.ceil(wanted * self.over))
+            if self.choose is None:
+                asked = rng.generator(seed, "cohort", step, attempt).choice(N, count, replace=False)
+            else:
+                asked = seen.choose(self.choose, step, attempt, np.arange(N), count)
+                wanted = min(wanted, len(asked)) if self.over > 1 else len(asked)
             limit = math.inf if self.timeout is None else self.timeout
             steady = isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1
             if steady and self.durations.mean <= limit:  # all at once, and in time
@@ -258,7 +277,9 @@ class Buffered(Schedule):
     def asynchronous(self) -> bool:
         return True
 
-    def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+    ) -> Iterator[Tick]:
         queue = _Queue(self, N, seed, message)
         for step in range(self.steps):
             yield queue.tick(step)
@@ -381,10 +402,13 @@ def rounds(
     durations: clock.Durations | None = None,
     bandwidth: clock.bandwidth | None = None,
     sampling: str = "fixed",
+    choose: Choose | None = None,
 ) -> Rounds:
     """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
 
-    With sampling="poisson" that many take part on average, each by its own draw.
+    With sampling="poisson" that many take part on average, each by its own draw. `choose(step, available, losses)`
+    gives the clients to ask, of those `available`, by each one's last loss, NaN before its first visit; arguments called
+    `wanted` (how many), `sizes`, `visits` (the step of each one's last) and `random` (a counted generator) are given, too.
     """
     if isinstance(clients, Sequence) and not isinstance(clients, str):
         try:
@@ -393,7 +417,9 @@ def rounds(
             raise ConfigError(
                 f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
             ) from error
-    return Rounds(steps, clients, over, timeout, durations or clock.constant(), bandwidth, sampling)
+    return Rounds(
+        steps, clients, over, timeout, durations or clock.constant(), bandwidth, sampling, choose=choose
+    )
 
 
 def buffered(

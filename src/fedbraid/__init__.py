@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedbraid.core.declare import Download, Upload
     from fedbraid.core.gather import Gather, Info, Mean, Staleness, Uploads
     from fedbraid.core.layout import Layout
-    from fedbraid.core.rule import Chain, Local, Rule, chain
+    from fedbraid.core.rule import Chain, Local, Rule, chain, local
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
@@ -69,7 +69,7 @@ _HOMES = {
     "core.declare": "Download Upload",
     "core.gather": "Gather Info Mean Staleness Uploads",
     "core.layout": "Layout",
-    "core.rule": "Chain Local Rule chain",
+    "core.rule": "Chain Local Rule chain local",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
     "data.arrays": "pad",

@@ -47,6 +47,7 @@ class Algorithm:
                 wanted = "Codec" if name in ("up", "down") else kind.__name__
                 raise ConfigError(f"{name}={part!r} is a {type(part).__name__}; give a {wanted} there")
         self.up.fits(self.uploads)
+        self.rule.loop()
         rehearse(self)
 
     def fits(self, work: Work, personal: bool = True) -> None:

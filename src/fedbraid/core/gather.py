@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,26 @@ class Uploads:
         return replace(self, vectors=vectors, declared=declared or self.declared)
 
 
+class Served(Protocol):
+    """What the server itself holds: its data, and the model to try on them."""
+
+    seed: int  # of the run
+
+    @property
+    def public(self) -> Any:
+        """(inputs, targets) of the task's public share."""
+
+    @property
+    def test(self) -> Any:
+        """(inputs, targets) of its test set."""
+
+    def module(self, x: Tensor) -> Any:
+        """A module with these weights; the next call may give the same one."""
+
+    def outputs(self, module: Any, rows: Any) -> Any:
+        """What a module gives for these rows of the public share."""
+
+
 @dataclass(frozen=True)
 class Info:
     """The facts of a server step."""
@@ -56,6 +76,7 @@ class Info:
     layout: Layout
     sizes: NDArray[np.int64]  # n_j by client number, 0 for numbers that nobody has
     stalest: int = 0  # the age of the oldest upload
+    data: Served | None = None  # what the server itself holds, in a run
 
 
 # Staleness ------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedbraid.core.work import Work
 
 Vectors = dict[str, Tensor]
+LocalLoop = Callable[[Any, Any, "Local"], Any]  # (module, batches, loc) -> the visit's mean loss
 
 
 def _nowhere(y: Tensor) -> Tensor:
@@ -106,6 +107,10 @@ class Rule:
         """Whether it takes a visit for a steps of length η along the gradient, which only optimizer="sgd" makes."""
         return False
 
+    def loop(self) -> LocalLoop | None:
+        """A function that trains one client's module in place of the steps, where there is one (`fb.local`)."""
+        return None
+
     def alone(self, K: Tensor) -> Tensor | None:
         """How many of its K steps each client gives to its personal parts, the rest being the shared ones'; None: all to both."""
         return None
@@ -149,6 +154,14 @@ class Chain(Rule):
 
     def plain_steps(self) -> bool:
         return any(r.plain_steps() for r in self.links)
+
+    def loop(self) -> LocalLoop | None:
+        found = [r for r in self.links if r.loop() is not None]
+        if found and (others := [r for r in self.links if type(r).step is not Rule.step]):
+            raise ConfigError(
+                f"{found[0]!r} takes the whole visit, so that {others[0]!r} would never bend a gradient; use one of the two"
+            )
+        return found[0].loop() if found else None
 
     def alone(self, K: Tensor) -> Tensor | None:
         return next((n for r in self.links if (n := r.alone(K)) is not None), None)
@@ -256,6 +269,36 @@ def _turn(first: Tensor, d: int, y: Tensor) -> Tensor:
     """Whose turn it is, `[m, D]`: that of the personal columns, from d on, where `first`, else that of the others."""
     personal = torch.arange(y.shape[1], device=y.device) >= d
     return (personal == first).to(y)
+
+
+@dataclass(frozen=True)
+class ByHand(Rule):
+    """A local loop of the user's own; it prints by its name."""
+
+    name: str
+    fn: LocalLoop = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"local({self.name!r})"
+
+    def loop(self) -> LocalLoop:
+        return self.fn
+
+
+def local(fn: LocalLoop) -> Rule:
+    """A rule from a function (module, batches, loc) that trains a client's module in place and returns its mean loss.
+
+    `batches` gives the visit's (inputs, targets), as often as it is asked; `loc` is what any rule sees, with one client.
+    It runs on the loop backend, in every engine and schedule. What it draws from torch is counted.
+
+    >>> def mine(module, batches, loc):  # doctest: +SKIP
+    ...     optimiser = torch.optim.Adam(module.parameters(), loc.lr)
+    ...     ...
+    >>> fb.Algorithm(rule=fb.local(mine))  # doctest: +SKIP
+    """
+    if not callable(fn):
+        raise ConfigError(f"fb.local got {fn!r}; give it a function (module, batches, loc) -> mean loss")
+    return ByHand(getattr(fn, "__qualname__", type(fn).__name__), fn)
 
 
 def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:

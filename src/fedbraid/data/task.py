@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedbraid.core import rng
 from fedbraid.core.layout import Layout
-from fedbraid.core.names import PERSONAL, TAKEN
+from fedbraid.core.names import PERSONAL, PREVIOUS, TAKEN
 from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment
@@ -70,6 +70,7 @@ class Task:
     personal: tuple[str, ...] = ()  # globs on the names of parameters that stay with each client
     augment: Augment | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, (outputs, targets) -> number
+    public: tuple[Tree, Tree] | None = None  # what the server holds to train or distil on
     forward: Forward | None = None  # (module, inputs) -> outputs, where calling the model is not enough
     name: str = "custom"
     spec: str | None = None  # the call that loads it again, for run.json
@@ -220,6 +221,10 @@ class Task:
         """The task of a model and data that are as they should be, once it was tried."""
         start, given = None, _given(model)
         options["personal"] = _globs(options.get("personal", ()))
+        if options.get("public") is not None:
+            seen, labels = options["public"]
+            loss = None if labels is None else options.get("loss", "cross_entropy")
+            options["public"] = arrays.pair((seen, labels), "the public share", loss)
         if given is not None:
             module = copy.deepcopy(given)
             start = Layout.of(module, options.get("buffers", "refuse"), options["personal"]).flatten(module)
@@ -261,6 +266,11 @@ class Task:
     def per_example(self) -> Loss:
         """The loss as a function (outputs, targets, inputs) -> one number per example."""
         return by_signature(self.loss) if callable(self.loss) else LOSSES[self.loss]
+
+    @cached_property
+    def compares(self) -> bool:
+        """Whether the loss looks at what the server's model, or a client's last one, gives for the same inputs."""
+        return callable(self.loss) and by_signature(self.loss).compares
 
     def run(self, module: nn.Module, inputs: Tree) -> Any:
         """The outputs that losses and metrics see."""
@@ -348,9 +358,12 @@ class Task:
 
     def own(self, seed: int) -> dict[str, Tensor]:
         """What a client holds of the model before its first visit, by the name it is remembered under."""
-        if self.whole.size == self.layout.size:
-            return {}
-        return {PERSONAL: self.vector(seed)[self.layout.size :]}
+        own = {}
+        if self.whole.size > self.layout.size:
+            own[PERSONAL] = self.vector(seed)[self.layout.size :]
+        if self.compares:
+            own[PREVIOUS] = self.vector(seed)
+        return own
 
     def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
         """Rows of the table for the picked samples `[m, B]` of these clients."""
@@ -376,6 +389,7 @@ class Task:
             inputs=tree.to(self.inputs, device),
             targets=tree.to(self.targets, device),
             test=None if self.test is None else tuple(tree.to(t, device) for t in self.test),
+            public=None if self.public is None else tuple(tree.to(t, device) for t in self.public),
         )
         return moved
 
@@ -400,7 +414,7 @@ class Task:
 
     def _tensors(self) -> Iterator[Tensor]:
         """All that the run's numbers depend on, keys of trees apart."""
-        for some in (self.inputs, self.targets, self.rows, *(self.test or ())):
+        for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
             for leaf in tree.leaves(some.example if isinstance(some, Column) else some):
                 yield from (leaf.values, leaf.lengths) if isinstance(leaf, Padded) else (leaf,)
         if self.start is not None:

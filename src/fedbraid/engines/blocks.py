@@ -152,6 +152,11 @@ def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
     task = setup.task
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
+    if setup.algorithm.rule.loop() is not None or task.compares:
+        if backend in ("native", "vmap"):
+            what = "the loss looks at other models" if task.compares else "the local loop is the user's own"
+            raise ConfigError(f"{what}, which needs plain autograd; use backend='loop'")
+        return Loop(task)
     if backend == "auto" and expected_seconds(task, setup.work, setup.visits) < WORTH:
         backend = guess(task)
     if backend in ("auto", "native"):

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.link import Sender, Sizes
-from fedbraid.core.names import PERSONAL
-from fedbraid.core.rule import Gradient, Local, Vectors, finished, train
+from fedbraid.core.names import PERSONAL, PREVIOUS
+from fedbraid.core.rule import Gradient, Local, LocalLoop, Vectors, finished, train
 from fedbraid.data.batches import Batch, Plan
+from fedbraid.data.tree import Tree
+from fedbraid.engines.gradients import Loop
+from fedbraid.errors import FedbraidError, RunError
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -121,17 +124,70 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         full_grad=full_gradient(setup, grad, order),
         whole=task.whole,
     )
-    with torch.random.fork_rng(devices=[], enabled=task.stochastic):
-        y, s, loss = train(a.rule, grad, loc, plan, work)
-        own: Vectors = {}
+    loop, own = a.rule.loop(), dict[str, Tensor]()
+    if task.compares:
+        assert isinstance(grad, Loop)
+        grad.beside(x, order.memory[PREVIOUS])
+    with torch.random.fork_rng(devices=[], enabled=task.stochastic or loop is not None):
+        if loop is None:
+            y, s, loss = train(a.rule, grad, loc, plan, work)
+        else:
+            y, s, loss = by_hand(loop, setup, grad, loc, plan)
+        if task.compares:
+            own[PREVIOUS] = y.clone()
         if PERSONAL in order.memory:
-            own, y = {PERSONAL: y[:, task.layout.size :]}, y[:, : task.layout.size]
+            own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, loc)
     who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames)
     sent = a.up.send(vectors, order.memory, who)
     memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory, **own}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)
     return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A client's batches of one visit, as often as they are asked for."""
+
+    plan: Plan
+    i: int
+
+    def __len__(self) -> int:
+        return int(self.plan.K[self.i])
+
+    def __iter__(self) -> Iterator[tuple[Tree, Tree]]:
+        for k in range(len(self)):
+            yield self.plan.batch(k).client(self.i).alone()
+
+
+def by_hand(
+    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, plan: Plan
+) -> tuple[Tensor, Vectors, Tensor]:
+    """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
+    assert isinstance(grad, Loop)
+    task, rows, losses = setup.task, [], []
+    own = loc.memory.get(PERSONAL)
+    for i, client in enumerate(plan.clients):
+        y = loc.x[0] if own is None else torch.cat([loc.x[0], own[i]])
+        module = task.whole.load(grad.spare, y).train()
+        module.zero_grad(set_to_none=True)
+        one = replace(
+            loc, memory={k: v[i : i + 1] for k, v in loc.memory.items()}, K=loc.K[i : i + 1], a=loc.a[i : i + 1],
+            n=loc.n[i : i + 1],
+        )  # fmt: skip
+        torch.manual_seed(rng.key(setup.seed, "local", loc.t, int(client)))
+        try:
+            losses.append(float(loop(module, Mine(plan, i), one)))
+        except FedbraidError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RunError(
+                f"the local loop fails for client {client} ({why}); it must train the module and return its mean loss: mend"
+                " it, and resume, what ran before is kept"
+            ) from error
+        rows.append(task.whole.flatten(module))
+    return torch.stack(rows), setup.algorithm.rule.start(loc), torch.tensor(losses, device=loc.x.device)
 
 
 def first_memory(setup: Setup) -> Vectors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,27 @@ class Loop(Torch):
         self._out = torch.empty(0, 0)
         self._at = (0, 0)
         self.frozen = Frozen.of(task, self.module)
+        self.compares, self.make, self.device = task.compares, task.module, task.device
+        self.others: dict[str, Tensor] = {}
+
+    @cached_property
+    def spare(self) -> nn.Module:
+        """A module for whoever needs another one."""
+        return self.make().to(self.device)
+
+    def beside(self, x: Tensor, previous: Tensor) -> None:
+        """Which models the loss looks at besides the one that trains: the server's, and the clients' last."""
+        self.others = {"reference": x, "previous": previous}
+
+    @torch.no_grad()
+    def _beside(self, inputs: Tree, y: Tensor, i: int) -> dict[str, Any]:
+        """What the other models give for these inputs, the server's with the client's personal parts."""
+        found = {}
+        for name, rows in self.others.items():
+            row = rows[min(i, len(rows) - 1)]
+            module = self.layout.load(self.spare, torch.cat([row, y[len(row) :]])).eval()
+            found[name] = self.run(module, inputs)
+        return found
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._out.shape != y.shape:
@@ -83,18 +105,19 @@ class Loop(Torch):
         for i in range(len(y)):
             part = batch if alone else batch.client(i)
             if part.rows.shape[1]:
-                losses[i] = self._one(y[i], G[i], part)
+                losses[i] = self._one(y[i], G[i], part, i)
         return G, losses
 
-    def _one(self, y: Tensor, g: Tensor, batch: Batch) -> Tensor:
+    def _one(self, y: Tensor, g: Tensor, batch: Batch, i: int) -> Tensor:
         self._point(y, g)
         if batch.noise is not None:
             torch.manual_seed(int(batch.noise[0]))
         x, t = batch.alone()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
+        more = self._beside(x, y, i) if self.compares else {}
         with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext():
-            loss = self.loss(self.run(self.module, x), t, x).mean()
+            loss = self.loss(self.run(self.module, x), t, x, **more).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for slot, buffer in self.buffers:
             y[slot.offset : slot.end] = buffer.reshape(-1)
@@ -145,7 +168,7 @@ class Vmap(Torch):
         """Whether vmap is the faster of the two: a chain of linear maps, nothing random, no statistics."""
         plain = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Softmax, nn.LogSoftmax)
         leaves = [m for m in task.module().modules() if not list(m.children())]
-        if not all(isinstance(m, plain) for m in leaves) or task.stochastic:
+        if not all(isinstance(m, plain) for m in leaves) or task.stochastic or task.compares:
             return False
         rows, y = task.rows[[0, -1]].view(2, 1), task.whole.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow

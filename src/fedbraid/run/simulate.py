@@ -388,6 +388,8 @@ def simulate(
     known = folder.config() if folder is not None and folder.exists else None
     if known is not None and engine == "auto":
         engine = known.get("engine", "auto")
+    if engine == "auto" and (algorithm.rule.loop() is not None or task.compares):
+        engine = "in_process(backend='loop')"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)

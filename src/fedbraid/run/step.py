@@ -19,6 +19,7 @@ from fedbraid.core.rule import Vectors
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.errors import Diverged, WireError
 from fedbraid.run.jobs import Source
+from fedbraid.run.served import Held
 from fedbraid.run.state import State
 from fedbraid.run.tally import Tally
 from fedbraid.schedule import Tick
@@ -49,7 +50,7 @@ def advance(
         lr = tally.mean("lr") if tally.count else setup.work.rate(state.t)
         info = Info(
             state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, tally.mean("K"), tally.mean("a"),
-            tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
+            tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest, Held(task, setup.seed),
         )  # fmt: skip
         u, gather = algorithm.gather.close(acc, state.gather, info)
         new, average, server = two_strokes(algorithm, u, state.server, x, info)

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,11 @@ from fedbraid.parse import evaluate
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Choose = Callable[..., Sequence[int] | Ints]  # (step, available, losses, …) -> client ids
-MORE = ("wanted", "sizes", "visits", "random")  # what a function sees that has arguments of these names
+
+
+@runtime_checkable
+class Function(Protocol):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Own:
         if self.fn is not None:
             return self.fn
         if files.names_file(self.name):
-            made: Choose = files.load(self.name, Callable, "choice", CHOICES)  # type: ignore[type-abstract]
+            made: Choose = files.load(self.name, Function, "choice", CHOICES)
             return made
         raise ConfigError(
             f"the schedule chooses by a function of your own, {self.name}; pass it again: fb.resume(…, schedule=schedule)"

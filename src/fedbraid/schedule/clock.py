@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedbraid.core import rng
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.schedule.availability import availability
+from fedbraid.schedule.availability import availability as availability
 
 Floats = NDArray[np.float64]
 
@@ -288,12 +288,12 @@ def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     >>> fb.rounds(50, clients=3, **fb.clock.from_run("runs/fleet"))  # doctest: +SKIP
     """
     took: dict[int, list[float]] = {}
-    there: dict[int, list[list[float | None]]] = {}
+    there: dict[int, list[list[float]]] = {}
     for record in _records(folder):
         for client, began, ended in zip(record["clients"], record.get("began", ()), record.get("ended", ())):
             took.setdefault(client, []).append(ended - began)
         for client, at in record.get("came", ()):
-            there.setdefault(client, []).append([at, None])
+            there.setdefault(client, []).append([at, math.inf])
         for client, at in record.get("went", ()):
             there[client][-1][1] = at
     if not took:
@@ -301,11 +301,12 @@ def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{folder} says of no client how long it took; a deployment's folder does, and that of a run with durations"
         )
     made: dict[str, Any] = {"durations": measured(took)}
-    if any(len(spans) > 1 or spans[0][1] is not None for spans in there.values()):
-        first = min(spans[0][0] or 0.0 for spans in there.values())
-        for spans in there.values():
-            spans[:] = [[s - first, None if e is None else e - first] for s, e in spans if e is None or e > s]
-        made["availability"] = availability(there, away="delayed")
+    if any(len(spans) > 1 or spans[0][1] < math.inf for spans in there.values()):
+        first = min(spans[0][0] for spans in there.values())
+        made["availability"] = availability(
+            {c: [[s - first, e - first] for s, e in spans if s < e] for c, spans in there.items()},
+            away="delayed",
+        )
     return made
 
 

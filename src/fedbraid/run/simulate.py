@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fedbraid.files as files
 from fedbraid import algorithms
+from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
@@ -33,7 +34,7 @@ from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
 from fedbraid.run import bits
-from fedbraid.run.budget import Budget, bound
+from fedbraid.run.budget import Crowd, Spending, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs
@@ -41,7 +42,7 @@ from fedbraid.run.judge import judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
-from fedbraid.schedule import Buffered, Rounds, Schedule, clock
+from fedbraid.schedule import Buffered, Rounds, Schedule, Tick, clock
 
 log = logging.getLogger("fedbraid")
 
@@ -154,7 +155,7 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
-    budget: Budget | None = None  # what privacy may cost
+    budgets: tuple[Spending, ...] = ()  # what privacy costs
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
@@ -181,7 +182,8 @@ class Run:
         jobs = Jobs(setup.algorithm, task.layout, self.engine, concurrency)
         self._tell("start", self)
         pending: list[Record] = []
-        for tick in self.schedule.ticks(task.clients, setup.seed, self._message()):
+        ticks = self.schedule.ticks(task.clients, setup.seed, self._message())
+        for tick, coming in _ahead(ticks) if self.budgets else ((tick, []) for tick in ticks):
             if tick.step < self.state.t:
                 jobs.opens(tick)
                 jobs.closes(tick)
@@ -190,14 +192,13 @@ class Run:
                 break
             before, tick = self.state.x, tick.without(self.state.gone)
             self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
-            record |= {
-                **self._measure(before),
-                **self._left,
-                **(self.budget.spent(self.state.t) if self.budget else {}),
-            }
+            record |= {**self._measure(before), **self._left}
+            for budget in self.budgets:
+                record |= budget.spent(self.state.t, record["clients"])
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
-            stop = any(answers) or (self.budget is not None and self.budget.ends(self.state.t))
+            answers += [budget.ends(self.state.t, coming) for budget in self.budgets]
+            stop = any(answers)
             if stop:
                 self.note = {"stopped": self.state.t}
             pending.append(record)
@@ -304,7 +305,7 @@ def simulate(
     for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
         if doubt is not None:
             log.warning(doubt)
-    algorithm, budget = bound(algorithm, schedule, task.clients, seed)
+    algorithm, budgets = bound(algorithm, Crowd(schedule, task.clients, work, task.sizes, seed))
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -322,7 +323,7 @@ def simulate(
                 note_task(folder, task)
             else:
                 _same(folder, known, config)
-        return _go(setup, schedule, runner, options, folder, budget)
+        return _go(setup, schedule, runner, options, folder, budgets)
 
 
 def _go(
@@ -331,10 +332,10 @@ def _go(
     runner: Engine,
     options: Options,
     folder: Folder | None,
-    budget: Budget | None,
+    budgets: tuple[Spending, ...],
 ) -> Result:
     state = State.first(setup.algorithm, setup.task.layout, setup.task.initial(setup.seed), setup.seed)
-    run = Run(setup, schedule, runner, options, state, folder, budget=budget)
+    run = Run(setup, schedule, runner, options, state, folder, budgets=budgets)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):
             return run.go()
@@ -343,6 +344,8 @@ def _go(
         run.state, run.note = run.checkpoint.restore(state)
         if run.state.t < schedule.steps:
             bits.agree(folder, bits.describe(runner), run.state.t, options.accept_other_bits)
+        for budget in budgets:
+            budget.recall(record["clients"] for record in folder.records())
         return run.go()
     finally:
         run.checkpoint.close()
@@ -504,7 +507,7 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     if (algorithm.name.split("(")[0]) in ("ca2fl", "ace", "fadas"):
         return None
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
-    plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
+    plain = isinstance(algorithm.gather, Mean | Noised) and type(algorithm.rule) is Rule
     known = all(
         isinstance(s, Scale) or (isinstance(s, Optimise) and isinstance(s.optimiser, Momentum)) for s in steps
     )
@@ -543,6 +546,15 @@ def _device(device: str | torch.device) -> str:
         why = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"device={str(device)!r} cannot compute here ({why}); use device='cpu'") from error
     return str(device)
+
+
+def _ahead(ticks: Iterator[Tick]) -> Iterator[tuple[Tick, list[int]]]:
+    """Each tick with who comes to the next."""
+    tick = next(ticks, None)
+    while tick is not None:
+        following = next(ticks, None)
+        yield tick, [] if following is None else following.clients.tolist()
+        tick = following
 
 
 def _cohort(schedule: Schedule, task: Task) -> int:

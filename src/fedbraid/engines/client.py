@@ -122,7 +122,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     with torch.random.fork_rng(devices=[], enabled=task.stochastic):
         y, s, loss = train(a.rule, grad, loc, plan, work)
         vectors = finished(a.rule, y, s, loc)
-    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames)
+    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, loc.down)
     sent = a.up.send(vectors, order.memory, who)
     memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)

@@ -467,6 +467,7 @@ def test_a_broken_folder_is_refused_and_left_alone(
         (["deploy", "init", "/etc/passwd"], "/etc/passwd"),
         (["deploy", "keys", "secrets", "--nodes", "-1"], "'--nodes'"),
         (["watch", "x" * 300], "File name too long"),
+        (["data", "digits(partition=dirichlet('a'))"], "dirichlet needs alpha > 0, not 'a'"),
     ],
 )
 def test_paths_and_numbers_that_cannot_be(words: list[str], said: str, call: Call) -> None:

@@ -40,6 +40,8 @@ def call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 def _tree(text: str, kind: str) -> ast.expr:
+    if not isinstance(text, str):
+        raise ConfigError(f"{text!r} is no text that describes a {kind}")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -312,8 +312,8 @@ def parse(text: str) -> Partition:
 
 
 def _positive(kind: str, name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{kind} needs {name} > 0, not {value}; small is uneven, large is even")
+    if not isinstance(value, int | float | np.number) or not 0 < value < float("inf"):
+        raise ConfigError(f"{kind} needs {name} > 0, not {value!r}; small is uneven, large is even")
 
 
 def _numbered(labels: NDArray[Any]) -> tuple[NDArray[Any], Ints]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedbraid.core.check import whole
 from fedbraid.engines.client import Engine
 from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
@@ -52,9 +53,10 @@ def _native(engine: Engine) -> Record:
 def as_before(known: Record | None) -> Iterator[None]:
     """As many threads as the run in a folder had, where its numbers depend on them."""
     now, bits = torch.get_num_threads(), (known or {}).get("bits", {})
-    if "threads" in bits and "kernels" not in bits:  # compiled gradients give the same on any number
-        torch.set_num_threads(bits["threads"])
     try:
+        if "threads" in bits and "kernels" not in bits:  # compiled gradients give the same on any number
+            whole("threads", bits["threads"])
+            torch.set_num_threads(bits["threads"])
         yield
     finally:
         torch.set_num_threads(now)

@@ -21,7 +21,18 @@ import fedbraid as fb
 from fedbraid.data.augment import FlipCrop
 from fedbraid.run.simulate import Run, judge
 from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail, verdict
+from fedbraid.study.reproduce import (
+    Cell,
+    Claim,
+    Line,
+    Panel,
+    markdown,
+    picture,
+    pictured,
+    spread,
+    tail,
+    verdict,
+)
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
@@ -513,7 +524,8 @@ def report(done: Done) -> dict[str, str]:
     mixed = [(p, q, "FedPAQ") for q in ("uniform", "kmeans") for p in list(PARTITIONS)[1:]]
     return {
         "state": markdown(["part", "cells done"], state),
-        "effect": effect_table(done),
+        "effect": effect_table(done)
+        + pictured(HERE / "effect.png", "accuracy, the first dense layer's mean, its dead units"),
         "bits": bits_table(done),
         "errors": errors_table(),
         "after": after_table(done),

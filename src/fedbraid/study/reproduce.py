@@ -575,6 +575,11 @@ class Panel:
     limits: tuple[float, float] | None = None
 
 
+def pictured(path: Path, text: str) -> str:
+    """A picture below its table, once there is one."""
+    return f"\n\n![{text}]({path.name})" if path.exists() else ""
+
+
 def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
     """Panels side by side as a PNG, one legend for all; those without a curve are left out."""
     panels = [panel for panel in panels if panel.curves]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder, not_negative
+from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import number, whole
 from fedbraid.core.gather import Mean
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, pipeline
@@ -25,8 +25,7 @@ class HeadFirst(Rule):
     head: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.head < 1:
-            raise ConfigError(f"head={self.head} leaves one of the two phases out; use 0 < head < 1")
+        number("head", self.head, "(0, 1)", "leaves one of the two phases out")
 
     def alone(self, K: Tensor) -> Tensor:
         if float(K.min()) < 2:
@@ -49,7 +48,7 @@ class Regularised(Rule):
     lam: float
 
     def __post_init__(self) -> None:
-        not_negative("lam", self.lam, "pushes a client's own model away from the common one")
+        number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
 
     def init(self, x: Tensor) -> Vectors:
         return {"v_i": x.clone()}
@@ -83,8 +82,8 @@ class MoreauEnvelope(Rule):
     rate: float
 
     def __post_init__(self) -> None:
-        not_negative("lam", self.lam, "pushes a client's own model away from the common one")
-        not_negative("rate", self.rate, "steps uphill")
+        number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
+        number("rate", self.rate, "[0, inf)", "steps uphill")
         whole("steps", self.steps)
 
     def init(self, x: Tensor) -> Vectors:

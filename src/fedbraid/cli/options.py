@@ -83,6 +83,13 @@ Choose = Annotated[
         help="Schedule: who is asked, by last losses: 'power_of_choice(20)', 'oort()' or FILE.py:NAME."
     ),
 ]
+Availability = Annotated[
+    str | None,
+    typer.Option(
+        help="Schedule: who can be reached when: 'phones', or a JSON file of {client: [[start, end], ...]}."
+    ),
+]
+Clock = Annotated[str | None, typer.Option(help="Schedule: the clock of a run that was, by its folder.")]
 Seed = Annotated[int | None, typer.Option(help="Run: seed of everything random (0).")]
 Engine = Annotated[
     str | None, typer.Option(help="Run: 'auto', 'in_process', 'pool' or e.g. 'pool(workers=2)'.")

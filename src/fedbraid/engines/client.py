@@ -15,7 +15,7 @@ from fedbraid.core import rng
 from fedbraid.core.link import Sender, Sizes
 from fedbraid.core.names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import Gradient, Local, LocalLoop, Vectors, finished, train
-from fedbraid.data.batches import Batch, Plan
+from fedbraid.data.batches import Batch, Plan, augmenting
 from fedbraid.data.tree import Tree
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import FedbraidError, RunError
@@ -138,7 +138,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         if PERSONAL in order.memory:
             own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, loc)
-    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames)
+    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, loc.down)
     sent = a.up.send(vectors, order.memory, who)
     memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory, **own}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)
@@ -196,14 +196,15 @@ def first_memory(setup: Setup) -> Vectors:
     return {**setup.algorithm.remembers(task.initial(seed), task.layout), **task.own(seed)}
 
 
-def full_gradient(setup: Setup, grad: Gradient, order: Order, chunk: int = 256) -> Callable[[Tensor], Tensor]:
+def full_gradient(setup: Setup, grad: Gradient, order: Order) -> Callable[[Tensor], Tensor]:
     """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory.
 
-    Personal parts are as they were when the visit began.
+    Samples are augmented as they are in training, in batches of 128 as FedGBO's authors have it. Personal parts are
+    as they were when the visit began.
     """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
     clients, version, own = order.clients, order.version, order.memory.get(PERSONAL)
-    n = task.sizes[clients]
+    n, chunk = task.sizes[clients], 256 if task.augment is None else 128
 
     def at(y: Tensor) -> Tensor:
         y, d = y.expand(len(clients), -1).contiguous(), y.shape[1]
@@ -216,7 +217,10 @@ def full_gradient(setup: Setup, grad: Gradient, order: Order, chunk: int = 256) 
             rows = task.row_ids(clients, np.minimum(column, n[:, None] - 1))
             weight = torch.from_numpy(inside.astype(np.float32)).to(y.device)
             noise = rng.bits(seed, "full", version, clients, lo) >> np.uint64(1) if task.stochastic else None
-            some = Batch(task.inputs, task.targets, rows, None if inside.all() else weight, noise=noise)
+            draws = augmenting(task, seed, "augment the whole", version, clients, lo, len(column))
+            some = Batch(
+                task.inputs, task.targets, rows, None if inside.all() else weight, task.augment, draws, noise
+            )
             g, _ = grad(y, some)
             total += g * torch.from_numpy(inside.sum(1) / n).to(y)[:, None]
         return (total + decay * y if decay else total)[:, :d]

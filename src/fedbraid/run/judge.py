@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from fedbraid.data import tree
 from fedbraid.data.call import by_signature
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.client import Engine
 from fedbraid.engines.gradients import Torch
 from fedbraid.errors import DataError, RunError
 from fedbraid.run.checkpoint import Record
@@ -25,16 +24,18 @@ from fedbraid.run.checkpoint import Record
 _JUDGES: weakref.WeakKeyDictionary[Task, Torch] = weakref.WeakKeyDictionary()
 
 
-Models = (
-    Tensor | Callable[[NDArray[np.int64]], Tensor]
-)  # everybody's `[D]`, or those of these clients, `[m, D]`
-Scores = tuple[
-    Tensor, Tensor | None, list[Any]
-]  # a loss per example, the classes or None, the outputs in chunks
+class Evaluates(Protocol):
+    """Whoever can evaluate a model: an engine, or a gradient."""
+
+    def evaluate(self, x: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]: ...
+
+
+Models = Tensor | Callable[[NDArray[np.int64]], Tensor]  # everybody's `[D]`, or these clients', `[m, D]`
+Scores = tuple[Tensor, Tensor | None, list[Any]]  # a loss per example, classes or None, outputs in chunks
 TOGETHER = 64  # clients whose own models are held at a time
 
 
-def judge(engine: Engine, task: Task, x: Models, on: str = "test", step: int | None = None) -> Record:
+def judge(engine: Evaluates, task: Task, x: Models, on: str = "test", step: int | None = None) -> Record:
     """Loss, accuracy and metrics of a model on the pooled test set, or also by client.
 
     Where clients have models of their own, each judges its own test share, or as good a part of the common test set.
@@ -76,7 +77,7 @@ def _spread(name: str, shares: NDArray[np.float64]) -> Record:
 # The task's own metrics ---------------------------------------------------------------------------
 
 
-def _own_scores(engine: Engine, task: Task, models: Callable[[NDArray[np.int64]], Tensor]) -> Scores:
+def _own_scores(engine: Evaluates, task: Task, models: Callable[[NDArray[np.int64]], Tensor]) -> Scores:
     """Those of every client's own model on its share, in the order of the test set."""
     assert task.test is not None
     order, found = list(_shares(task)), []
@@ -103,7 +104,7 @@ def _shares(task: Task) -> Iterator[tuple[int, Tensor]]:
             yield client, torch.arange(lo, hi)
 
 
-def _scores(engine: Engine, task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
+def _scores(engine: Evaluates, task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
     return _outputs(task, x, inputs, targets) if task.metrics else (*engine.evaluate(x, inputs, targets), [])
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import fedbraid.files as files
 from fedbraid.core import rng
-from fedbraid.core.check import plain_numbers, whole
+from fedbraid.core.check import number, plain_numbers, whole
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
 
@@ -74,8 +74,7 @@ class oort:
     def __post_init__(self) -> None:
         plain_numbers(self)
         for name in ("explore", "decay", "least", "cutoff"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is no share; use 0 <= {name} <= 1")
+            number(name, getattr(self, name), "[0, 1]", "is no share")
 
     def __call__(
         self,
@@ -118,14 +117,15 @@ class Own:
         if self.fn is not None:
             return self.fn
         if files.names_file(self.name):
-            made: Choose = files.load(self.name, Function, "choice", CHOICES)
+            made: Choose = files.load(self.name, Function, "choice", CHOOSERS)
             return made
         raise ConfigError(
             f"the schedule chooses by a function of your own, {self.name}; pass it again: fb.resume(…, schedule=schedule)"
         )
 
 
-CHOICES: dict[str, Callable[..., Any]] = {"power_of_choice": power_of_choice, "oort": oort, "own": Own}
+CHOOSERS: dict[str, Callable[..., Any]] = {"power_of_choice": power_of_choice, "oort": oort}
+CHOICES = {**CHOOSERS, "own": Own}
 
 
 def named(text: str) -> Any:
@@ -134,7 +134,7 @@ def named(text: str) -> Any:
         own = Own(files.absolute(text))
         own.found  # noqa: B018 (says now what is wrong with the file)
         return own
-    return evaluate(text, {k: v for k, v in CHOICES.items() if k != "own"}, "choice")
+    return evaluate(text, CHOOSERS, "choice")
 
 
 def checked(choose: Any) -> Any:
@@ -167,8 +167,19 @@ class Seen:
         self.losses = np.full(len(self.sizes), np.nan)
         self.visits = np.full(len(self.sizes), -1, np.int64)
 
+    def grow(self, sizes: Ints) -> None:
+        """There are so many clients now, with so many samples."""
+        more = len(sizes) - len(self.losses)
+        self.sizes = sizes
+        if more > 0:
+            self.losses = np.concatenate([self.losses, np.full(more, np.nan)])
+            self.visits = np.concatenate([self.visits, np.full(more, -1, np.int64)])
+
     def take(self, record: dict[str, Any]) -> None:
         """What a step's record says of its clients."""
+        last = max(record["clients"], default=-1)
+        if last >= len(self.sizes):  # a run of real clients is read before they are here
+            self.grow(np.append(self.sizes, np.ones(last + 1 - len(self.sizes), np.int64)))
         self.losses[record["clients"]] = record["losses"]
         self.visits[record["clients"]] = record["step"]
         self.asked[record["step"] - 1] = record["asked"]

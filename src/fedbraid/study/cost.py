@@ -135,9 +135,8 @@ def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crow
     version = a.down.send(vectors, state.wire, Caster(a.downloads, 1, 0, layout)).version
     missed = math.ceil(crowd.clients / crowd.per_round) * sum(version.sizes.values())
     since = replace(version, upto=missed)
-    sizes, _ = a.down.charge(
-        [since], {name: torch.zeros_like(v)[None] for name, v in a.down.remembers().items()}
-    )
+    new = {name: torch.zeros_like(v)[None] for name, v in a.down.remembers().items()}
+    sizes, _ = a.down.charge({1: since}, np.ones(1, np.int64), new)
     return {name: int(size[0]) * crowd.per_round for name, size in sizes.items()}
 
 
@@ -177,7 +176,7 @@ class Operations:
     more_gradients: int = 0  # of a step's batch, besides the first
 
 
-class _Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the numbers that elementwise operations write, twice where they scale what they add."""
 
     FREE = re.compile(
@@ -213,7 +212,7 @@ def operations(a: Algorithm, work: Work) -> Operations:
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
     loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad, again)
     g, y = torch.ones(1, d), x[None].clone()
-    step, visit = _Elements(), _Elements()
+    step, visit = Elements(), Elements()
     with visit:
         s = a.rule.start(loc)
     with step:
@@ -224,7 +223,7 @@ def operations(a: Algorithm, work: Work) -> Operations:
     full = full[: len(full) // 2]  # it was finished twice
     with visit:
         a.rule.remember(got, s, loc)
-    local = _Elements()
+    local = Elements()
     if (optimiser := work.local) is not None:
         with local:
             optimiser.follow(g, optimiser.init(y), 1)

@@ -8,7 +8,6 @@ commands may share a grid, and a killed one leaves nothing behind.
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import hashlib
 import importlib.util
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
+from fedbraid.parse import written
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 if TYPE_CHECKING:
@@ -246,13 +246,12 @@ def terse(text: str) -> str:
     >>> terse("Work(lr=0.1, epochs=2, batch=20, last='keep')")
     'Work(lr=0.1, epochs=2)'
     """
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call)
-    kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[ast.unparse(call.func)]
+    name, _, given = written(text)
+    kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[name]
     plain = {
         f.name: repr(f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind)
     }
-    told = [f"{k.arg}={v}" for k in call.keywords if (v := ast.unparse(k.value)) != plain.get(str(k.arg))]
+    told = [f"{key}={v}" for key, v in given.items() if v != plain.get(key)]
     return f"{kind.__name__}({', '.join(told)})"
 
 
@@ -473,9 +472,47 @@ def go(
 def report(home: Path, paper: str) -> list[str]:
     """Make tables and pictures anew from the results alone; gives the names of the tables."""
     grid = load(home, paper)
-    tables = grid.report(Book(home / paper / "results").done(every(grid)))
+    done = Book(home / paper / "results").done(every(grid))
+    tables = {"claims": in_words(grid.claims(done)), **grid.report(done)}
     fill(home / paper / "README.md", tables)
     return list(tables)
+
+
+HEADS = {
+    "agrees": "What agrees", "in small": "What agrees, in a smaller size", "partly": "What agrees in part",
+    "differs": "What does not agree", "open": "What is open",
+}  # fmt: skip
+
+
+def in_words(claims: Sequence[Claim]) -> str:
+    """What agrees and what does not, claim by claim.
+
+    >>> print(in_words([Claim("Table 1", "it wins", "differs", "it loses", "–"), Claim("Theorem 1", "", "tested", "", "–")]))
+    **What does not agree**
+    <BLANKLINE>
+    - Table 1: it wins. *Here:* it loses.
+    <BLANKLINE>
+    **Held by tests:** Theorem 1.
+    """
+    blocks = []
+    for status, head in HEADS.items():
+        mine = [f"- {c.item}: {c.says}. *Here:* {c.close}." for c in claims if c.status == status]
+        if mine:
+            blocks.append("\n".join([f"**{head}**", "", *mine]))
+    if tested := list(dict.fromkeys(c.item for c in claims if c.status == "tested")):
+        blocks.append(f"**Held by tests:** {', '.join(tested)}.")
+    return "\n\n".join(blocks)
+
+
+def verdict(parts: Sequence[bool | None], small: bool = True) -> str:
+    """A status from the parts of what a paper says: all, some or none of them hold; None is not known yet.
+
+    >>> verdict([True, True]), verdict([True, False]), verdict([False]), verdict([True, None]), verdict([True], small=False)
+    ('in small', 'partly', 'differs', 'open', 'agrees')
+    """
+    if not parts or None in parts:
+        return "open"
+    return ("in small" if small else "agrees") if all(parts) else "partly" if any(parts) else "differs"
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
@@ -536,6 +573,11 @@ class Panel:
     y: str = "test accuracy"
     log: bool = False
     limits: tuple[float, float] | None = None
+
+
+def pictured(path: Path, text: str) -> str:
+    """A picture below its table, once there is one."""
+    return f"\n\n![{text}]({path.name})" if path.exists() else ""
 
 
 def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
     from fedbraid.algorithms.fedadavr import fedadavr
+    from fedbraid.algorithms.feddf import feddf
     from fedbraid.algorithms.feddyn import feddyn
     from fedbraid.algorithms.fedgbo import fedgbo, mfl, mimelite
     from fedbraid.algorithms.fedshift import fedshift

@@ -44,7 +44,9 @@ class Uploads:
 class Served(Protocol):
     """What the server itself holds: its data, and the model to try on them."""
 
-    seed: int  # of the run
+    @property
+    def seed(self) -> int:
+        """Of the run."""
 
     @property
     def public(self) -> Any:

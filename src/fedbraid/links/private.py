@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
@@ -36,8 +38,8 @@ class Around(Up):
     def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
         return self.link.remembers(declared, layout)
 
-    def quantises(self, client: int) -> bool:
-        return self.link.quantises(client)
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        return self.link.quantised(clients)
 
     def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
         return self.link.size(declared, layout)

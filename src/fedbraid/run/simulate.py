@@ -24,7 +24,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
 from fedbraid.core.optim import Momentum, Optimise
-from fedbraid.core.rule import Rule
+from fedbraid.core.rule import Rule, Vectors
 from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
@@ -37,12 +37,12 @@ from fedbraid.run import bits
 from fedbraid.run.budget import Crowd, Spending, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
-from fedbraid.run.jobs import Jobs
-from fedbraid.run.judge import judge
+from fedbraid.run.jobs import Jobs, Source
+from fedbraid.run.judge import Evaluates, judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
-from fedbraid.schedule import Buffered, Rounds, Schedule, Tick, clock
+from fedbraid.schedule import Buffered, Rounds, Schedule, clock
 
 log = logging.getLogger("fedbraid")
 
@@ -144,11 +144,12 @@ class Result:
 
 @dataclass
 class Run:
-    """One run while it goes on."""
+    """One run while it goes on, whatever its steps come from."""
 
     setup: Setup
     schedule: Schedule
-    engine: Engine
+    source: Source
+    engine: Evaluates
     options: Options
     state: State
     folder: Folder | None = None
@@ -164,43 +165,41 @@ class Run:
         What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
         sends. One that cannot be reached leaves its share behind, and the next record says so.
         """
-        if not 0 <= client < self.setup.task.clients or client in self.state.gone:
-            raise ConfigError(
-                f"client {client} is not there to leave; there are {self.setup.task.clients} from 0 on"
-            )
-        rule = self.setup.algorithm.rule
-        share = rule.leave(self.state.clients.get([client])) if reachable else None
+        self._check_here(client)
+        own = self.state.clients.get([client])
+        self.dismiss(client, self.setup.algorithm.rule.leave(own) if reachable else None)
+
+    def dismiss(self, client: int, share: Vectors | None) -> None:
+        """The same with the negative share that the client sent, None where it could not be asked."""
+        self._check_here(client)
         self.state, stays = self.state.without(self.setup.algorithm, client, share)
         self._left.setdefault("left", []).append(client)
         if stays:
             self._left.setdefault("left_share", []).append(client)
 
+    def _check_here(self, client: int) -> None:
+        if not 0 <= client < len(self.source.sizes) or client in self.state.gone:
+            raise ConfigError(
+                f"client {client} is not there to leave; there are {len(self.source.sizes)} from 0 on"
+            )
+
     def go(self) -> Result:
         """Run to the end, or from where the state stands."""
-        setup, task = self.setup, self.setup.task
-        concurrency = self.schedule.concurrency if isinstance(self.schedule, Buffered) else 0
-        jobs = Jobs(setup.algorithm, task.layout, self.engine, concurrency)
         self._tell("start", self)
         pending: list[Record] = []
-        ticks = self.schedule.ticks(task.clients, setup.seed, self._message())
-        for tick, coming in _ahead(ticks) if self.budgets else ((tick, []) for tick in ticks):
-            if tick.step < self.state.t:
-                jobs.opens(tick)
-                jobs.closes(tick)
-                continue
-            if self.note.get("stopped"):
+        for tick in () if self.note.get("stopped") else self.source.ticks(self):
+            if not all(budget.affords(tick.clients.tolist()) for budget in self.budgets):
+                self._stop(pending)
                 break
-            before, tick = self.state.x, tick.without(self.state.gone)
-            self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
-            record |= {**self._measure(before), **self._left}
+            before = self.state.x
+            self.state, record = advance(self.setup, self.source, self.state, tick, self.options.keep_going)
+            record |= {**self.source.taken(tick), **self._measure(before), **self._left}
             for budget in self.budgets:
                 record |= budget.spent(self.state.t, record["clients"])
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
-            answers += [budget.ends(self.state.t, coming) for budget in self.budgets]
-            stop = any(answers)
-            if stop:
-                self.note = {"stopped": self.state.t}
+            stop = any(answers) or any(budget.ends(self.state.t) for budget in self.budgets)
+            self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
                 self.history += pending
@@ -208,7 +207,15 @@ class Run:
             elif stop or self._due():
                 self.checkpoint.commit(self.state, pending, self.note)
                 pending = []
+            if stop:
+                break
         return self._result()
+
+    def _stop(self, pending: list[Record]) -> None:
+        """End the run where it stands, with what is not yet committed."""
+        self.note = {**self.source.note(), "stopped": self.state.t}
+        if self.checkpoint is not None:
+            self.checkpoint.commit(self.state, pending, self.note)
 
     def model(self) -> nn.Module:
         """The torch module with the weights of this step, as they are evaluated."""
@@ -217,7 +224,11 @@ class Run:
     def _due(self) -> bool:
         """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
         t, last = self.state.t, self.state.t == self.schedule.steps
-        return last or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
+        return (
+            last
+            or self.source.real
+            or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
+        )
 
     def _measure(self, before: Tensor) -> Record:
         t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
@@ -238,7 +249,7 @@ class Run:
             task,
             self.state,
             self.setup.algorithm,
-            self.engine.describe(),
+            self.source.describe(),
             self.folder.path if self.folder else None,
             self.setup.work,
         )
@@ -247,7 +258,7 @@ class Run:
         self._tell("end", result)
         return result
 
-    def _message(self) -> tuple[float, float]:
+    def message(self) -> tuple[float, float]:
         """Bytes down and up of one visit, for schedules that charge transfer time."""
         a, newest = self.setup.algorithm, self.state.sent[max(self.state.sent)]
         return float(sum(newest.sizes.values())), float(a.up.size(a.uploads, self.setup.task.layout))
@@ -322,28 +333,36 @@ def simulate(
                 folder.create(config)
                 note_task(folder, task)
             else:
-                _same(folder, known, config)
-        return _go(setup, schedule, runner, options, folder, budgets)
+                same(folder, known, config)
+        jobs = Jobs(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
+        return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
 
 
-def _go(
+def drive(
     setup: Setup,
     schedule: Schedule,
-    runner: Engine,
+    source: Source,
+    engine: Evaluates,
     options: Options,
     folder: Folder | None,
-    budgets: tuple[Spending, ...],
+    budgets: tuple[Spending, ...] = (),
+    here: Record | None = None,
 ) -> Result:
-    state = State.first(setup.algorithm, setup.task.layout, setup.task.initial(setup.seed), setup.seed)
-    run = Run(setup, schedule, runner, options, state, folder, budgets=budgets)
+    """Steps from any source to the end of the schedule, from where the folder stands if it holds some.
+
+    `here` is what the bits depend on, where they are promised to be the same.
+    """
+    x = setup.task.initial(setup.seed)
+    state = State.first(setup.algorithm, setup.task.layout, x, setup.seed, source.real)
+    run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):
             return run.go()
     run.checkpoint = Checkpoint(folder, state, options.store, setup.task.clients)
     try:
         run.state, run.note = run.checkpoint.restore(state)
-        if run.state.t < schedule.steps:
-            bits.agree(folder, bits.describe(runner), run.state.t, options.accept_other_bits)
+        if run.state.t < schedule.steps and here is not None:
+            bits.agree(folder, here, run.state.t, options.accept_other_bits)
         for budget in budgets:
             budget.recall(record["clients"] for record in folder.records())
         return run.go()
@@ -413,7 +432,9 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options, device: str) -> Record:
+def describe(
+    setup: Setup, schedule: Schedule, engine: bits.Described, options: Options, device: str
+) -> Record:
     """Everything that a run needs to be run again."""
     from fedbraid import __version__
 
@@ -447,7 +468,7 @@ def parts(algorithm: Algorithm) -> Record:
     return {name: repr(getattr(algorithm, name)) for name in ("rule", "gather", "server", "up", "down")}
 
 
-def _same(folder: Folder, known: Record, config: Record) -> None:
+def same(folder: Folder, known: Record, config: Record) -> None:
     """Refuse to mix two runs in one folder."""
     for key in ("data", "parts", "work", "schedule", "seed", "engine", "device"):
         if known.get(key) != config[key]:
@@ -546,15 +567,6 @@ def _device(device: str | torch.device) -> str:
         why = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"device={str(device)!r} cannot compute here ({why}); use device='cpu'") from error
     return str(device)
-
-
-def _ahead(ticks: Iterator[Tick]) -> Iterator[tuple[Tick, list[int]]]:
-    """Each tick with who comes to the next."""
-    tick = next(ticks, None)
-    while tick is not None:
-        following = next(ticks, None)
-        yield tick, [] if following is None else following.clients.tolist()
-        tick = following
 
 
 def _cohort(schedule: Schedule, task: Task) -> int:

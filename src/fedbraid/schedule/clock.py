@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
+from fedbraid.core.check import number
 from fedbraid.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
 
 def _positive(name: str, value: float, zero: bool = False) -> None:
-    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
-        raise ConfigError(f"{name}={value} is no duration; use {name} {'>=' if zero else '>'} 0")
+    number(name, value, "[0, inf)" if zero else "(0, inf)", "is no duration")
 
 
 def _normal(u: Floats) -> Floats:

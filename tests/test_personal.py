@@ -353,3 +353,123 @@ def test_a_client_that_is_not_there_has_no_model():
     result = fb.simulate(task_of(Problem(), personal="2.*"), fb.fedavg(), WORK, fb.rounds(1, clients=2))
     with pytest.raises(fb.FedbraidError, match="no client 8"):
         result.model(8)
+
+
+# Training alone ------------------------------------------------------------------------------------------
+
+
+@every_trial
+def test_alone_is_each_clients_own_training(trial):
+    result = simulate(trial, fb.alone(), trial.p.task)
+    own = {i: trial.p.x0.copy() for i in range(trial.p.N)}
+    for t, record in enumerate(result.history):
+        for i in record["clients"]:
+            own[i] = trial.local(own[i], i, t)
+        assert (record["bytes_up"], record["bytes_down"]) == (0, 0)
+    np.testing.assert_allclose(result.x, trial.p.x0, atol=1e-7)
+    for i, mine in own.items():
+        np.testing.assert_allclose(vector(result.model(i)), mine, atol=2e-6)
+
+
+def shared_out() -> fb.Task:
+    p = Problem()
+    shares = [(x[: 1 + i % 3], y[: 1 + i % 3]) for i, (x, y) in enumerate(p.data)]
+    return fb.Task.from_arrays(
+        p.task.module(),
+        p.data,
+        client_tests=shares,
+        metrics={"mae": lambda o, t: (o.argmax(1) - t).abs().float().mean()},
+    )
+
+
+def test_a_table_by_client():
+    task = shared_out()
+    for algorithm in (fb.fedavg(), fb.ditto(), fb.alone()):
+        result = fb.simulate(
+            task, algorithm, WORK, fb.rounds(3, clients=4), engine=VMAP, evaluate_on="clients"
+        )
+        rows = result.per_client()
+        assert [r["client"] for r in rows] == list(range(8))
+        assert [r["samples"] for r in rows] == task.sizes.tolist()
+        key = "accuracy_clients_own" if "ditto" in algorithm.name else "accuracy_clients"
+        assert np.mean([r["accuracy"] for r in rows]) == pytest.approx(result.last(key))
+        for row in rows:
+            x, y = (
+                t[task.test_offsets[row["client"]] : task.test_offsets[row["client"] + 1]] for t in task.test
+            )
+            outputs = result.model(row["client"])(x).detach()
+            assert row["loss"] == pytest.approx(float(nn.functional.cross_entropy(outputs, y)), abs=1e-5)
+            assert row["mae"] == pytest.approx(float((outputs.argmax(1) - y).abs().float().mean()))
+    with pytest.raises(fb.FedbraidError, match="needs a test share for each"):
+        fb.simulate(Problem().task, fb.fedavg(), WORK, fb.rounds(1, clients=2)).per_client()
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mae"])
+def test_what_clients_gain_over_training_alone(tmp_path, metric):
+    task, schedule = shared_out(), fb.rounds(4, clients=4)
+    found = fb.compare(
+        task,
+        {"ditto": fb.ditto()},
+        WORK,
+        schedule,
+        seeds=2,
+        out=tmp_path / "duel",
+        local=True,
+        jobs=1,
+        metric=metric,
+    )
+    tables = {
+        a.name: [
+            [
+                r[metric]
+                for r in fb.simulate(
+                    task, a, WORK, schedule, seed=s, engine="in_process(threads=1)"
+                ).per_client()
+            ]
+            for s in (0, 1)
+        ]
+        for a in (fb.ditto(), fb.alone())
+    }
+    mine, lone = (np.array(tables[name]) for name in ("ditto()", "alone()"))
+    gain = (lone - mine if metric == "mae" else mine - lone).ravel()
+    row, base = found.gains
+    assert (row["name"], base["name"]) == ("ditto", "alone")
+    assert row["mean"] == pytest.approx(mine.mean())
+    assert (row["gain"], row["gain_worst"]) == pytest.approx((gain.mean(), gain.min()))
+    assert row["better_off"] == pytest.approx((gain > 0).mean())
+    assert base["gain"] == 0
+    assert (base["worst_tenth"]) == pytest.approx((lone.max(1) if metric == "mae" else lone.min(1)).mean())
+    with pytest.raises(fb.FedbraidError, match="own test shares"):
+        fb.compare(Problem().task, {"a": fb.fedavg()}, WORK, schedule, out=tmp_path / "none", local=True)
+
+
+def test_gains_and_patience_from_the_shell(tmp_path, monkeypatch):
+    import json
+
+    from typer.testing import CliRunner
+
+    from fedbraid.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--clients", "6", "--partition", "label_chunks(2)", "--rounds", "3", "--per-round", "3"]
+    (tmp_path / "mine.py").write_text(
+        "import fedbraid as fb\n"
+        "import torch\n"
+        "digits = fb.tasks.load('digits', clients=6, partition='label_chunks(2)', test_shares=True)\n"
+        "f = lambda outputs, targets: 1.0\n"
+        "task = fb.Task.from_table(digits.build, digits.inputs, digits.targets, digits.rows, digits.offsets,\n"
+        "    test=digits.test, test_offsets=digits.test_offsets, metrics={'steady': f})\n"
+    )
+    done = CliRunner().invoke(
+        app,
+        ["compare", "mine.py:task", "fedavg", "--local", "--seeds", "1", "--jobs", "1", *words[4:], "--json"],
+    )
+    assert done.exit_code == 0, done.output
+    assert [g["name"] for g in json.loads(done.output)["gains"]] == ["fedavg", "alone"]
+    run = ["run", "mine.py:task", "fedavg", "--rounds", "9", "--per-round", "2", "--out", "it", "--json"]
+    done = CliRunner().invoke(app, [*run, "--patience", "2", "--metric", "steady"])
+    assert done.exit_code == 0, done.output
+    assert len((tmp_path / "it" / "metrics.jsonl").read_text().splitlines()) == 3  # it never gets better
+    assert json.loads((tmp_path / "it" / "watching.json").read_text())["metric"] == "steady"
+    done = CliRunner().invoke(app, ["run", "mine.py:task", "fedavg", "--patience", "2", "--metric", "stedy"])
+    assert "did you mean 'steady'" in str(done.exception)

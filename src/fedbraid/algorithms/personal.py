@@ -5,16 +5,22 @@ FedPer and LG-FedAvg are FedAvg over a task with `personal=` layers, FedBN over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
-from fedbraid.core.gather import Mean
+from fedbraid.core.declare import Upload
+from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.layout import Layout
+from fedbraid.core.link import Broadcast, Caster, Direct, Plain, Sender, Sent
 from fedbraid.core.rule import Local, Rule, Vectors
-from fedbraid.core.transform import Scale, pipeline
+from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
 
 
@@ -111,3 +117,57 @@ def pfedme(
 ) -> Algorithm:
     """pFedMe: clients' own models are `steps` steps of length `rate` from the common one, which follows them (`lr` is β)."""
     return Algorithm(MoreauEnvelope(lam, steps, rate), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
+class Alone(Rule):
+    """Every client goes on from where its own last visit ended."""
+
+    apart: ClassVar[bool] = True
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"y_i": x.clone()}
+
+    def begin(self, loc: Local) -> Tensor:
+        return loc.memory["y_i"]
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"y_i": loc.x - got["delta"]}
+
+    def own(self, memory: Vectors) -> Tensor:
+        return memory["y_i"]
+
+
+@dataclass(frozen=True)
+class Stay(Transform):
+    """The server's model stays what it was."""
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        return {**u, "delta": torch.zeros_like(x)}, s
+
+
+@dataclass(frozen=True)
+class NoUp(Plain):
+    """Nothing is sent up."""
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        sent = super().send(vectors, memory, who)
+        return replace(sent, sizes={name: 0 * size for name, size in sent.sizes.items()})
+
+    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class NoDown(Direct):
+    """Nothing is sent down."""
+
+    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
+        cast = super().send(vectors, s, who)
+        return replace(cast, version=replace(cast.version, sizes=dict.fromkeys(cast.version.sizes, 0)))
+
+
+@builder
+def alone() -> Algorithm:
+    """No federation: each client trains by itself, and nothing travels; what others gain, they gain over this."""
+    return Algorithm(Alone(), server=pipeline(Stay()), up=NoUp(), down=NoDown())

@@ -126,10 +126,13 @@ Track = Annotated[
     typer.Option(help="Run: also log to 'tensorboard', 'mlflow' or 'wandb' (offline), or several: a,b."),
 ]
 Patience = Annotated[
-    int | None, typer.Option(help="Run: stop when the accuracy has not risen for this many evaluations.")
+    int | None, typer.Option(help="Run: stop when --metric has not improved for this many evaluations.")
 ]
 KeepBest = Annotated[
-    bool, typer.Option("--keep-best", help="Run: also keep the most accurate model, as best.safetensors.")
+    bool,
+    typer.Option(
+        "--keep-best", help="Run: also keep the model that is best by --metric, as best.safetensors."
+    ),
 ]
 AcceptOtherBits = Annotated[
     bool,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class Local:
 class Rule:
     """One link of local training; every hook defaults to doing nothing."""
 
+    apart: ClassVar[bool] = False  # clients use models of their own only: the server's is nobody's
+
     def uploads(self) -> tuple[Upload, ...]:
         """What it sends up. `delta`, x − y, is there unless a rule leaves it out."""
         return (DELTA,)
@@ -90,6 +92,10 @@ class Rule:
     def start(self, loc: Local) -> Vectors:
         """State that lives for one visit."""
         return {}
+
+    def begin(self, loc: Local) -> Tensor:
+        """Where clients start, `[1, d]` or `[m, d]`: the model that they were sent."""
+        return loc.x
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
         """Bend the gradient taken at y; g must not be kept."""
@@ -141,6 +147,9 @@ class Chain(Rule):
     def start(self, loc: Local) -> Vectors:
         return _merge([r.start(loc) for r in self.links], "keeps for the round")
 
+    def begin(self, loc: Local) -> Tensor:
+        return next((r.begin(loc) for r in self.links if type(r).begin is not Rule.begin), loc.x)
+
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
         for r in self.links:
             g, s = r.step(g, y, s, loc)
@@ -189,7 +198,8 @@ def train(
     """
     m, own = len(plan.n), loc.memory.get(PERSONAL)
     buffers = (loc.whole or loc.layout).buffers
-    y = loc.x.repeat(m, 1) if own is None else torch.cat([loc.x.expand(m, -1), own], 1)
+    start = rule.begin(loc).expand(m, -1)
+    y = start.clone() if own is None else torch.cat([start, own], 1)
     d = loc.x.shape[1]
     s, steps = rule.start(loc), int(plan.K.max())
     alone = None if own is None else rule.alone(loc.K)

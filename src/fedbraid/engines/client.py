@@ -166,9 +166,10 @@ def by_hand(
     """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
     assert isinstance(grad, Loop)
     task, rows, losses = setup.task, [], []
-    own = loc.memory.get(PERSONAL)
+    rule, own = setup.algorithm.rule, loc.memory.get(PERSONAL)
     for i, client in enumerate(plan.clients):
-        y = loc.x[0] if own is None else torch.cat([loc.x[0], own[i]])
+        begin = rule.begin(loc).expand(len(plan.clients), -1)[i]
+        y = begin if own is None else torch.cat([begin, own[i]])
         module = task.whole.load(grad.spare, y).train()
         module.zero_grad(set_to_none=True)
         one = replace(
@@ -187,7 +188,7 @@ def by_hand(
                 " it, and resume, what ran before is kept"
             ) from error
         rows.append(task.whole.flatten(module))
-    return torch.stack(rows), setup.algorithm.rule.start(loc), torch.tensor(losses, device=loc.x.device)
+    return torch.stack(rows), rule.start(loc), torch.tensor(losses, device=loc.x.device)
 
 
 def first_memory(setup: Setup) -> Vectors:

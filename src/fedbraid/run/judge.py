@@ -93,6 +93,29 @@ def _own_scores(engine: Evaluates, task: Task, models: Callable[[NDArray[np.int6
     return losses, torch.cat(classes)[back] if classes else None, outputs
 
 
+@torch.no_grad()
+def per_client(task: Task, x: Models) -> list[Record]:
+    """A row for each client that has a test share: its samples, and what its model is worth there."""
+    if task.test is None or task.test_offsets is None:
+        raise DataError(
+            "a table by client needs a test share for each; give client_tests=, natural ids or load(…, test_shares=True)"
+        )
+    table = []
+    for client, rows in _shares(task):
+        vector = x if isinstance(x, Tensor) else x(np.array([client]))[0]
+        inputs, targets = (tree.take(t, rows) for t in task.test)
+        losses, classes, outputs = _outputs(task, vector, inputs, targets)
+        row: Record = {"client": client, "samples": int(task.sizes[client]), "test": len(rows)}
+        row["loss"] = float(losses.double().mean())
+        if classes is not None:
+            row["accuracy"] = float((classes == targets).double().mean())
+        whole = outputs[0] if len(outputs) == 1 else tree.cat(outputs)
+        for name, metric in task.metrics.items():
+            row[name] = _value(metric, name, whole, targets, inputs, f"for client {client}")
+        table.append(row)
+    return table
+
+
 def _shares(task: Task) -> Iterator[tuple[int, Tensor]]:
     """Each client's rows of the test set; one that is everybody's is dealt, a row after the other."""
     assert task.test is not None

@@ -41,7 +41,7 @@ from fedbraid.run.budget import Crowd, Spending, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs, Source
-from fedbraid.run.judge import Evaluates, Models, judge
+from fedbraid.run.judge import Evaluates, Models, judge, per_client
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
@@ -91,6 +91,12 @@ class Result:
         """The torch module with the final weights; a client's has its own parts, or is the model of its own."""
         with self._rows(client):
             return load_model_of(self.task, self.algorithm, self.state, client)
+
+    def per_client(self) -> list[Record]:
+        """A row a client that has a test share: its samples, and what the model that it uses is worth there."""
+        with self._rows(0):
+            own = partial(models_of, self.algorithm.rule, self.state)
+            return per_client(self.task, own if self.state.clients.default else self.x)
 
     @contextmanager
     def _rows(self, client: int | None) -> Iterator[None]:
@@ -269,6 +275,8 @@ class Run:
             if PERSONAL not in kept:  # real clients keep them for themselves
                 return {}
             shared = partial(models_of, Rule(), state)
+        if rule.apart and kept:
+            return judge(self.engine, task, partial(models_of, rule, state), on, state.t)
         record = judge(self.engine, task, shared, on, state.t)
         if kept and rule.own(kept) is not None:
             own = judge(self.engine, task, partial(models_of, rule, state), on, state.t)

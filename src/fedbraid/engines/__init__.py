@@ -64,8 +64,9 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
             raise ConfigError(f"engine {engine!r}: {error}") from error
     from fedbraid.engines import auto
 
-    if auto.expected_seconds(task, work, cohort * steps) < auto.WORTH:
+    seconds = auto.expected_seconds(task, work, cohort * steps)
+    if seconds < auto.WORTH:
         return in_process(backend=auto.guess(task))
-    chosen = auto.best(task, work, cohort)
+    chosen = auto.best(task, work, cohort, seconds)
     fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
     return auto.Watched(fastest, chosen)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedbraid.core.check import whole
 from fedbraid.core.gather import WIDE
 from fedbraid.core.rule import Gradient
-from fedbraid.engines.auto import WORTH, expected_seconds, guess
+from fedbraid.engines.auto import WORTH, expected_seconds, guess, too_short
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
@@ -152,8 +152,10 @@ def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
     task = setup.task
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
-    if backend == "auto" and expected_seconds(task, setup.work, setup.visits) < WORTH:
-        backend = guess(task)
+    if backend == "auto":
+        seconds = expected_seconds(task, setup.work, setup.visits)
+        if seconds < WORTH or too_short(task, seconds):
+            backend = guess(task)
     if backend in ("auto", "native"):
         native = _native(task, threads, required=backend == "native")
         if native is not None:

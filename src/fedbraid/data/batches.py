@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.core.device import placed
 from fedbraid.data import tree
 from fedbraid.data.augment import Augment
 from fedbraid.data.tree import Tree
@@ -141,14 +141,14 @@ class Plan:
         rows = task.row_ids(self.clients, picked)
         weight = None
         if inside is not None and not inside.all():
-            weight = torch.from_numpy(inside.astype(np.float32)).to(task.device)
+            weight = placed(inside.astype(np.float32), task.device)
         draws = None
         if (augment := task.augment) is not None:
             column = (
                 np.arange(picked.shape[1]) if augment.per == "sample" else np.zeros(picked.shape[1], np.int64)
             )
             axes = (self.clients[:, None, None], k, column[:, None], np.arange(augment.draws))
-            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.device)
+            draws = placed(rng.uniform(self.seed, "augment", self.version, *axes), task.device)
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
             if task.stochastic

@@ -16,11 +16,19 @@ if TYPE_CHECKING:
     from fedbraid.engines.processes import Pool
 
 
-def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:
-    """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop"."""
+def in_process(
+    block: int | None = None,
+    backend: str = "auto",
+    threads: int | None = None,
+    precision: str = "float32",
+) -> InProcess:
+    """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop".
+
+    With `precision="bfloat16"` or `"float16"`, PyTorch's autocast computes gradients; weights stay float32.
+    """
     from fedbraid.engines.blocks import InProcess
 
-    return InProcess(block, backend, threads)
+    return InProcess(block, backend, threads, precision)
 
 
 def pool(workers: int | None = None, backend: str = "auto", block: int | None = None) -> Pool:

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import os
 import sys
+import threading
 
 import numpy as np
 import torch
@@ -176,12 +177,21 @@ _FAULTS: dict[int, EngineError | DataError] = {
 
 
 def use_large_pages(table: Tensor, page: int = 2**21, collapse: int = 25) -> None:
-    """Ask Linux to keep a table of small rows in large pages: clients' rows lie anywhere, and each costs a look-up."""
+    """Ask Linux to keep a table of small rows in large pages: clients' rows lie anywhere, and each costs a look-up.
+
+    It copies the table for that, on a thread, so that nobody waits.
+    """
     if not sys.platform.startswith("linux") or table.nbytes < 2 * page or table[0].nbytes > 1024:
         return
     start = -(-table.data_ptr() // page) * page
-    length = (table.data_ptr() + table.nbytes - start) // page * page
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), collapse)  # a no is no harm
+    pages = (table.data_ptr() + table.nbytes - start) // page
+    madvise = ctypes.CDLL(None).madvise
+
+    def ask(alive: Tensor) -> None:
+        for k in range(pages):  # a no is no harm
+            madvise(ctypes.c_void_p(start + k * page), ctypes.c_size_t(page), collapse)
+
+    threading.Thread(target=ask, args=(table,), daemon=True).start()
 
 
 def _raise(status: int) -> None:
@@ -202,7 +212,11 @@ def _graph(task: Task) -> Graph:
     leaves = tree.leaves(task.inputs)
     if task.forward is not None:
         raise Unsupported("the model is called by a function of the user's")
-    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves) or not isinstance(task.targets, Tensor):
+    if (
+        not leaves
+        or not all(isinstance(leaf, Tensor) for leaf in leaves)
+        or not isinstance(task.targets, Tensor)
+    ):
         raise Unsupported("the data are on disk, or samples have lengths of their own")
     if task.device.type != "cpu":
         raise Unsupported(f"the data are on {task.device}, not on the CPU")

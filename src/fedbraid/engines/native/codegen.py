@@ -11,7 +11,8 @@ from fedbraid.engines.native.ops import Linear, Op
 from fedbraid.engines.native.trace import Graph
 
 _CHUNK = 64  # samples that go through the layers together,
-_ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this
+_ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
+_MODELS = 4  # or than so many models
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
 _PARTS = ("kernels.hpp", "images.hpp", "sequence.hpp", "runtime.hpp")
@@ -24,9 +25,10 @@ def generate(graph: Graph, loss: str, lanes: int, batch: int) -> str:
     """
     here = Path(__file__).parent
     *kernels, runtime = ((here / f).read_text(encoding="utf-8") for f in _PARTS)
+    room = max(_ROOM, 4 * _MODELS * graph.layout.size)
     blocks = -(-batch // lanes) if graph.mixes else _CHUNK // lanes
     writer = _Writer(graph, loss, lanes, blocks)
-    while blocks > 1 and not graph.mixes and writer.workspace * lanes * 4 > _ROOM:
+    while blocks > 1 and not graph.mixes and writer.workspace * lanes * 4 > room:
         writer = _Writer(graph, loss, lanes, blocks := blocks // 2)
     return "\n".join([f"#define LANES {lanes}", *kernels, writer.model(), runtime])
 

@@ -63,9 +63,9 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
     """The value if it is of the kind that the parameter's annotation names; numbers as plain floats."""
     kind, _, optional = str(parameter.annotation).partition(" | ")
+    value = value.item() if isinstance(value, np.generic) else value
     if kind not in _KINDS or (value is None and optional):
         return value
-    value = value.item() if isinstance(value, np.generic) else value
     wanted, said = _KINDS[kind]
     fits = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
     if fits and kind == "float":
@@ -74,9 +74,3 @@ def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
     if not fits:
         raise ConfigError(f"{call} got {parameter.name}={value!r}; give it {said}")
     return value
-
-
-def not_negative(name: str, value: float, why: str) -> None:
-    """Refuse a setting below zero."""
-    if not value >= 0:
-        raise ConfigError(f"{name}={value} {why}; use {name} >= 0")

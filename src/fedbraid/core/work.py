@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedbraid.core.check import plain_numbers, whole
+from fedbraid.core.check import number, plain_numbers, whole
 from fedbraid.core.optim import LOCAL, Optimiser, named
 from fedbraid.core.rates import Rate, cosine, downhill, warmup
 from fedbraid.errors import ConfigError
@@ -21,7 +20,8 @@ class Work:
     """What a client does in one visit: `epochs` over its data, or a number of `steps`.
 
     `batch=None` is the full local set. A `last` batch that is short is kept, dropped, or filled with
-    the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement.
+    the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement, and
+    with `shuffle=False` every epoch goes through the samples as they lie.
     `lr` is a number, a list by version whose last entry holds from there on, or a function of the version, such
     as those of `fb.rates`. The `optimizer` starts anew at each visit and follows what the rule made of the gradient.
     """
@@ -36,6 +36,7 @@ class Work:
     lr_decay: float = 1.0  # per round
     last: str = "keep"
     replace: bool = False
+    shuffle: bool = True
     optimizer: str = "sgd"
 
     def __post_init__(self) -> None:
@@ -53,16 +54,14 @@ class Work:
         for name in ("lr_decay", "clip"):
             if name == "lr_decay" or self.clip is not None:
                 downhill(name, getattr(self, name))
-        for name in ("momentum", "weight_decay"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, str | bool):
-                raise ConfigError(f"{name}={value!r} is not a number; give one")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum} never forgets; use 0 <= momentum < 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
+        number("momentum", self.momentum, "[0, 1)", "never forgets")
+        number("weight_decay", self.weight_decay, "[0, inf)", "makes weights grow")
         if self.replace and self.batch is None:
             raise ConfigError("replace=True draws batches, and batch=None is the full local set; give batch=")
+        if self.replace and not self.shuffle:
+            raise ConfigError(
+                "replace=True draws samples, and shuffle=False takes them as they lie; give one"
+            )
         if self.last not in ("keep", "drop", "fill"):
             raise ConfigError(f"last={self.last!r} is not known; use 'keep', 'drop' or 'fill'")
         if self.local is not None and self.momentum:
@@ -106,6 +105,8 @@ class Work:
     def effective(self, K: Tensor) -> Tensor:
         """a: how many plain steps go as far as K steps with this momentum; K itself where steps are not plain."""
         rho = self.momentum
+        if not rho:
+            return K
         return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)
 
 

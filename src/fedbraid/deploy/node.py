@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedbraid.core.link import Caster, bundle
+from fedbraid.core.layout import Layout
+from fedbraid.core.link import Caster, as_message, bundle
 from fedbraid.core.rule import Vectors
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
@@ -37,6 +39,9 @@ def client_app(project: Project) -> ClientApp:
     """Flower's ClientApp around the one client function."""
 
     def hello(message: Message, context: Context) -> Message:
+        if "leave" in (order := _config(message)):
+            place = _place(context, order["run"])
+            return _answer(part(project, order, project.settings(context.run_config), place), message)
         x, _ = project.load(dict(context.node_config))
         memory = Memory.read(_place(context, _config(message)["run"]))
         about = {"name": _name(context), "samples": len(x), "held": memory.held, "client": _claim(context)}
@@ -87,6 +92,18 @@ def obey(
         "loss": float(reply.loss),
         "blob": bundle(frames),
     }
+
+
+def part(project: Project, order: Mapping[str, Any], settings: Settings, place: Path) -> dict[str, Any]:
+    """What a client that goes for good sends: the negative of what the server mirrors of its memory."""
+    algorithm, _ = settings.what()
+    layout = Layout.of(project.model(), project.buffers)
+    taken, memory = str(order["leave"]), Memory.read(place)
+    if taken != "none" and taken not in memory.after:
+        return {"lost": True, "blob": b""}
+    fresh = algorithm.rule.init(torch.zeros(layout.size))
+    rows = memory.after.get(taken) or {name: v.reshape(1, -1) for name, v in fresh.items()}
+    return {"lost": False, "blob": as_message(algorithm.rule.leave(rows), layout)}
 
 
 @dataclass

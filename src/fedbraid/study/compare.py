@@ -168,7 +168,10 @@ class Comparison:
 
     def gained(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the table of gains, as text."""
-        say = lambda v: shown(stats.Interval(v, None, 1), self.metric.replace("_clients", ""))  # noqa: E731
+
+        def say(v: float) -> str:
+            return shown(stats.Interval(v, None, 1), self.metric)
+
         head = ["", "mean client", "worst tenth", "gain over alone", "least gain", "better off"]
         return head, [
             [g["name"], say(g["mean"]), say(g["worst_tenth"]), say(g["gain"]), say(g["gain_worst"]), f"{g['better_off']:.0%}"]

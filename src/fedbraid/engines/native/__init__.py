@@ -170,6 +170,13 @@ def _graph(task: Task) -> Graph:
         raise Unsupported("the model is called with more than one tensor, or on data from disk")
     if task.inputs.device.type != "cpu":
         raise Unsupported(f"the data are on {task.inputs.device}, not on the CPU")
+    if task.augment is not None:
+        one = task.inputs[:1]
+        made = task.augment(one, torch.zeros(1, task.augment.draws)).shape
+        if made != one.shape:
+            raise Unsupported(
+                f"augmentation turns inputs of shape {tuple(one.shape)[1:]} into {tuple(made)[1:]}"
+            )
     whole = not task.inputs.is_floating_point()
     graph = trace(task.module(), task.layout, task.inputs[:1].long() if whole else task.inputs[:1])
     if whole and int(task.inputs.max()) >= 2**24:

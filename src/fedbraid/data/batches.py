@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.core.device import placed
 from fedbraid.data import tree
 from fedbraid.data.augment import Augment
 from fedbraid.data.tree import Tree
@@ -141,7 +141,7 @@ class Plan:
         rows = task.row_ids(self.clients, picked)
         weight = None
         if inside is not None and not inside.all():
-            weight = torch.from_numpy(inside.astype(np.float32)).to(task.device)
+            weight = placed(inside.astype(np.float32), task.device)
         draws = augmenting(task, self.seed, "augment", self.version, self.clients, k, picked.shape[1])
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
@@ -159,7 +159,7 @@ def augmenting(
         return None
     column = np.arange(count) if augment.per == "sample" else np.zeros(count, np.int64)
     axes = (clients[:, None, None], k, column[:, None], np.arange(augment.draws))
-    return torch.from_numpy(rng.uniform(seed, purpose, version, *axes)).to(task.device)
+    return placed(rng.uniform(seed, purpose, version, *axes), task.device)
 
 
 def batch_sizes(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:

@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import json
 import math
-import multiprocessing as mp
 import os
 import shutil
 import statistics
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fedbraid.core.work import Work
+from fedbraid.engines.workers import Crew, Failure
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
 from fedbraid.parse import written
 from fedbraid.schedule import Buffered, Rounds, Schedule
@@ -358,7 +358,7 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 
 def work(
-    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None,
+    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None = None,
     after: Callable[[], None] = lambda: None, again: bool = False,
 ) -> None:  # fmt: skip
     """Run those of the named cells that nobody has run or is running."""
@@ -369,28 +369,27 @@ def work(
     by_name = {cell.name: cell for cell in every(load(home, paper))}
     book = Book(home / paper / "results", again)
     waiting = list(names)
+    while waiting:  # what another process holds is looked at again: it may be killed
+        taken = []
+        for name in waiting:
+            cell = by_name[name]
+            out = runs / paper / f"{slug(name)}-{cell.key}"
+            with _claimed(runs / paper / f"{out.name}.lock") as mine:
+                if not mine:
+                    taken.append(name)
+                elif not book.done([cell]):
+                    book.append(cell.part, _ran(cell, out, parent))
+                    shutil.rmtree(out)
+                    after()
+        if waiting := taken:
+            time.sleep(0.5)
+
+
+def _ran(cell: Cell, out: Path, parent: int | None) -> Line:
     try:
-        while waiting:  # what another process holds is looked at again: it may be killed
-            taken = []
-            for name in waiting:
-                cell = by_name[name]
-                out = runs / paper / f"{slug(name)}-{cell.key}"
-                with _claimed(runs / paper / f"{out.name}.lock") as mine:
-                    if not mine:
-                        taken.append(name)
-                    elif not book.done([cell]):
-                        book.append(cell.part, run(cell, out, parent))
-                        shutil.rmtree(out)
-                        after()
-            if waiting := taken:
-                time.sleep(0.5)
+        return run(cell, out, parent)
     except FedbraidError as error:
-        if told is None:
-            raise
-        told.put(f"{name}: {error}")
-    except KeyboardInterrupt:
-        if told is None:
-            raise
+        raise EngineError(f"cell {cell.name!r} could not be run: {error}") from error
 
 
 def slug(name: str) -> str:
@@ -435,35 +434,16 @@ def go(
     if not left:
         return
     if workers == 1:
-        work(home, paper, left, runs, None, after=pace.look, again=again)
+        work(home, paper, left, runs, after=pace.look, again=again)
         return
-    context = mp.get_context("spawn")
-    told = context.Queue()
-    crew = [
-        context.Process(
-            target=work,
-            args=(home, paper, left, runs, os.getpid(), told),
-            kwargs={"again": again},
-            daemon=True,
-        )
-        for _ in range(min(workers, len(left)))
-    ]
-    for process in crew:
-        process.start()
-    try:
-        while any(process.is_alive() for process in crew) and told.empty():
-            time.sleep(0.5)
-            pace.look()
-        if not told.empty():
-            raise EngineError(f"a cell could not be run: {told.get()}")
-        if bad := [process.exitcode for process in crew if process.exitcode]:
-            raise EngineError(
-                f"a worker ended with code {bad[0]}; the same command continues where it stopped"
-            )
-    finally:
-        for process in crew:
-            process.terminate()
-            process.join()
+    share, parent = iter([left] * min(workers, len(left))), os.getpid()
+
+    def done(names: list[str], said: Failure | None) -> None:
+        if said is not None:
+            raise said.error()
+
+    with Crew(lambda names, ask: work(home, paper, names, runs, parent, again=again), workers) as crew:
+        crew.run(lambda: next(share, None), done, idle=pace.look)
 
 
 # Tables and pictures --------------------------------------------------------------------------------

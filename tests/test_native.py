@@ -24,7 +24,7 @@ from fedbraid.core import passes
 from fedbraid.core.declare import DELTA
 from fedbraid.core.gather import WIDE, Info, Uploads
 from fedbraid.core.rows import Slab
-from fedbraid.data.augment import Flip
+from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
@@ -735,6 +735,19 @@ def test_augmented_and_strided_inputs(small):
     strided = Batch(task.inputs.transpose(2, 3).contiguous().transpose(2, 3), task.targets, batch.rows)
     plain = grad(y, Batch(task.inputs, task.targets, batch.rows))[0].clone()
     assert torch.equal(grad(y, strided)[0], plain)
+
+
+def test_an_augmentation_that_changes_shapes_is_left_to_torch():
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
+    clients = [(np.random.default_rng(0).random((6, 3, 8, 8), np.float32), np.array([0, 1] * 3))]
+    task = fb.Task.from_arrays(model, clients, augment=CropJitter(6))
+    assert "shape (3, 8, 8) into (3, 6, 6)" in str(Native.supports(task))
+    work, once = fb.Work(lr=0.1, steps=3), fb.rounds(1, clients=1)
+    runs = [
+        fb.simulate(task, fb.fedavg(), work, once, engine=e).x
+        for e in ("in_process", "in_process(backend='loop')")
+    ]
+    assert torch.allclose(*runs, atol=1e-6)
 
 
 # The same bits --------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class SentClip(Transform):
     def sends(self) -> tuple[Download, ...]:
         return (Download("clip", width=1, signed=False),)
 
-    def send(self, s: Vectors, N: int) -> Vectors:
+    def send(self, s: Vectors, x: Tensor, N: int) -> Vectors:
         return s
 
     def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
@@ -310,7 +310,7 @@ def of_mean(server: Transform, uploads: Mapping[str, Upload], with_sent: bool) -
         return True
     layout = Layout.from_shapes([("w", (2, 1)), ("b", (2,))])
     x = torch.zeros(4)
-    sent = {"x": x[None], **{k: v[None] for k, v in server.send(server.init(x, layout), 2).items()}}
+    sent = {"x": x[None], **{k: v[None] for k, v in server.send(server.init(x, layout), x, 2).items()}}
     info = Info(
         0, 1, 1, 1.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(1, np.int64), sent=sent if with_sent else {}
     )

@@ -28,6 +28,7 @@ Config = dict[str, Section]
 WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
 SCHEDULE = (
     "rounds", "per_round", "over", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
+    "availability", "clock",
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
@@ -280,9 +281,11 @@ def schedule_of(section: Section) -> Schedule:
             kind = "synchronous rounds" if asynchronous else "asynchronous steps"
             raise ConfigError(f"{key}={settings[key]!r} belongs to {kind}; {use}")
     _numbers(settings, ["per_round", "over", "timeout", "buffer", "concurrency"], "schedule")
-    for key in ("durations", "bandwidth"):
+    for key in ("durations", "bandwidth", "availability"):
         if key in settings:
             settings[key] = _clock(key, settings[key])
+    if "clock" in settings:
+        settings = _of_run(settings)
     if asynchronous:
         return buffered(steps, **settings)
     return rounds(steps, _count(settings.pop("per_round", DEFAULT_PER_ROUND)), **settings)
@@ -296,9 +299,24 @@ def _count(value: float) -> int | float:
 def _clock(key: str, text: Any) -> Any:
     from fedbraid.parse import evaluate
     from fedbraid.run.simulate import SCHEDULES
-    from fedbraid.schedule.clock import Durations, bandwidth
+    from fedbraid.schedule.clock import Durations, Link, availability
 
     if not isinstance(text, str):
         raise ConfigError(f"{key}={text!r} is no model of time; write a call such as 'halfnormal(1)'")
-    wanted = bandwidth if key == "bandwidth" else Durations
+    if key == "availability" and not text.startswith("availability("):
+        return availability(text)
+    wanted = {"bandwidth": Link, "availability": availability}.get(key, Durations)
     return evaluate(text, {k: v for k, v in SCHEDULES.items() if issubclass(v, wanted)}, key)
+
+
+def _of_run(settings: Section) -> Section:
+    """The settings with the clock of a run that was."""
+    from fedbraid.schedule.clock import from_run
+
+    folder = settings.pop("clock")
+    if not isinstance(folder, str):
+        raise ConfigError(f"clock={folder!r} is no folder; give that of a run, such as a deployment's")
+    made = from_run(folder)
+    if twice := sorted(made.keys() & settings.keys()):
+        raise ConfigError(f"{twice[0]} is given, and {folder} has it too; leave out one of the two")
+    return settings | made

@@ -77,6 +77,13 @@ Durations = Annotated[
 Bandwidth = Annotated[
     str | None, typer.Option(help="Schedule: bytes per unit of time, e.g. 'bandwidth(up=1e6, down=1e7)'.")
 ]
+Availability = Annotated[
+    str | None,
+    typer.Option(
+        help="Schedule: who can be reached when: 'phones', or a JSON file of {client: [[start, end], ...]}."
+    ),
+]
+Clock = Annotated[str | None, typer.Option(help="Schedule: the clock of a run that was, by its folder.")]
 Seed = Annotated[int | None, typer.Option(help="Run: seed of everything random (0).")]
 Engine = Annotated[
     str | None, typer.Option(help="Run: 'auto', 'in_process', 'pool' or e.g. 'pool(workers=2)'.")

@@ -59,6 +59,8 @@ def run(
     arrivals: o.Arrivals = None,
     durations: o.Durations = None,
     bandwidth: o.Bandwidth = None,
+    availability: o.Availability = None,
+    clock: o.Clock = None,
     seed: o.Seed = None,
     engine: o.Engine = None,
     address: o.Address = None,
@@ -107,7 +109,8 @@ def run(
         ),
         "schedule": cfg.given(
             rounds=rounds, per_round=per_round, over=over, timeout=timeout, buffer=buffer, concurrency=concurrency,
-            arrivals=arrivals, durations=durations, bandwidth=bandwidth,
+            arrivals=arrivals, durations=durations, bandwidth=bandwidth, availability=availability,
+            clock=clock,
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, store=store, out=out,

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": {
         "rounds": o.Rounds, "per_round": o.PerRound, "over": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
         "concurrency": o.Concurrency, "arrivals": o.Arrivals, "durations": o.Durations, "bandwidth": o.Bandwidth,
+        "availability": o.Availability, "clock": o.Clock,
     },
     "run": {"evaluate_every": o.EvaluateEvery},
 }  # fmt: skip

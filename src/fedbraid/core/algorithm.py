@@ -75,7 +75,7 @@ class Algorithm:
 
     def send(self, x: Tensor, server: Any, N: int) -> Vectors:
         """What is broadcast when the server's model and state are these."""
-        return {"x": x, **{name: v.to(x.device) for name, v in self.server.send(server, N).items()}}
+        return {"x": x, **{name: v.to(x.device) for name, v in self.server.send(server, x, N).items()}}
 
     def widths(self, layout: Layout) -> dict[str, int]:
         """How many numbers a client uploads, by name."""

@@ -112,4 +112,6 @@ class Settings:
             )
         if isinstance(made, Rounds) and made.sampling == "poisson":
             raise ConfigError("Poisson rounds are drawn in simulation only; deploy with sampling='fixed'")
+        if getattr(made, "availability", None) is not None:
+            raise ConfigError("real nodes come and go by themselves; leave availability to the simulator")
         return made

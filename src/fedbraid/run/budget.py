@@ -57,6 +57,11 @@ class Mechanism:
         if schedule.sampling == "poisson":
             rate = schedule.rate(N)
             return Mechanism("poisson", rate), rate * N
+        if schedule.availability is not None:
+            raise ConfigError(
+                "an availability leaves some clients undrawn, which a fixed cohort's privacy does not count; use"
+                " sampling='poisson'"
+            )
         cohort = schedule.cohort(N)
         return Mechanism("fixed", N=N, cohort=cohort), float(cohort)
 

@@ -422,12 +422,15 @@ _DURATIONS = {
         clock.exponential,
         clock.trace,
         clock.classes,
+        clock.measured,
     )
 }
 SCHEDULES: dict[str, Any] = {
     "Rounds": Rounds,
     "Buffered": Buffered,
     "bandwidth": clock.bandwidth,
+    "devices": clock.devices,
+    "availability": clock.availability,
     **_DURATIONS,
 }
 

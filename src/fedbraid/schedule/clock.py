@@ -5,9 +5,13 @@ A model turns counted uniform draws into times, many at once; it keeps no state.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +19,8 @@ from numpy.typing import NDArray
 
 from fedbraid.core import rng
 from fedbraid.core.check import number
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.schedule.availability import availability as availability
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +50,10 @@ class Durations:
     def factor(self, client: int) -> float:
         """By what this client is slower than the rest."""
         return 1.0
+
+    def of(self, client: int, drawn: float) -> float:
+        """What a draw is for this client."""
+        return drawn * self.factor(client)
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,54 @@ class classes(Durations):
 
 
 @dataclass(frozen=True)
-class bandwidth:
+class measured(Durations):
+    """Each client's own measured durations, `{client: [seconds, …]}`, drawn at random with repetition.
+
+    A client that was never measured draws from all.
+    """
+
+    values: tuple[tuple[int, tuple[float, ...]], ...]
+
+    def __init__(self, values: Mapping[int, Sequence[float]] | Sequence[Any]) -> None:
+        rows = {int(c): tuple(float(v) for v in row) for c, row in dict(values).items()}
+        object.__setattr__(self, "values", tuple(sorted(rows.items())))
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_pooled", tuple(v for _, row in self.values for v in row))
+        if not all(rows.values()) or not rows:
+            raise ConfigError("measured durations need at least one client, and one value for each")
+        for v in self._pooled:
+            _positive("measured value", v, zero=True)
+
+    _rows: dict[int, tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    _pooled: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    @property
+    def mean(self) -> float:
+        """Of a client's mean, so that those who were asked often count no more than others."""
+        return float(np.mean([np.mean(row) for row in self._rows.values()]))
+
+    def draw(self, u: Floats) -> Floats:
+        return u
+
+    def of(self, client: int, drawn: float) -> float:
+        row = self._rows.get(client, self._pooled)
+        return row[int(drawn * len(row))]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a message is on its way."""
+
+    def seconds(self, client: int, bytes_down: float, bytes_up: float) -> float:
+        raise NotImplementedError
+
+    def mean(self, bytes_down: float, bytes_up: float) -> float:
+        """Of an average client."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class bandwidth(Link):
     """Bytes per unit of time on a client's link: transfer adds message size / rate to each job.
 
     `spread` is the sigma of a log-normal factor that each client draws once.
@@ -186,3 +242,79 @@ class bandwidth:
     def seconds(self, client: int, bytes_down: float, bytes_up: float) -> float:
         slow = math.exp(self.spread * float(_normal(rng.uniform(0, "bandwidth", client))[0]))
         return slow * (bytes_down / self.down + bytes_up / self.up)
+
+    def mean(self, bytes_down: float, bytes_up: float) -> float:
+        return bytes_down / self.down + bytes_up / self.up
+
+
+@dataclass(frozen=True)
+class devices(Link):
+    """Links as they were measured, `[[down, up], …]` in bytes per unit of time: each client has one of them by a draw.
+
+    `devices("phones")` are 19 phones, in bytes a second.
+    """
+
+    rates: tuple[tuple[float, float], ...] | str
+
+    def __init__(self, rates: Sequence[Sequence[float]] | str) -> None:
+        if isinstance(rates, str):
+            if rates != "phones":
+                raise unknown("devices", rates, ["phones"])
+            kept: Any = rates
+            table = json.loads(resources.files("fedbraid.schedule").joinpath("files/speeds.json").read_text())
+        else:
+            kept = table = tuple((float(down), float(up)) for down, up in rates)
+        if not table:
+            raise ConfigError("devices need at least one pair of rates, [[down, up], …]")
+        for down, up in table:
+            _positive("down", down)
+            _positive("up", up)
+        object.__setattr__(self, "rates", kept)
+        object.__setattr__(self, "_table", np.asarray(table, np.float64))
+
+    _table: Floats = field(init=False, repr=False, compare=False)
+
+    def seconds(self, client: int, bytes_down: float, bytes_up: float) -> float:
+        down, up = self._table[int(rng.uniform(0, "device", client)[0] * len(self._table))]
+        return float(bytes_down / down + bytes_up / up)
+
+    def mean(self, bytes_down: float, bytes_up: float) -> float:
+        return float((bytes_down / self._table[:, 0] + bytes_up / self._table[:, 1]).mean())
+
+
+def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The clock of a run that was: `durations`, and `availability` where clients were away, as a schedule takes them.
+
+    >>> fb.rounds(50, clients=3, **fb.clock.from_run("runs/fleet"))  # doctest: +SKIP
+    """
+    took: dict[int, list[float]] = {}
+    there: dict[int, list[list[float]]] = {}
+    for record in _records(folder):
+        for client, began, ended in zip(record["clients"], record.get("began", ()), record.get("ended", ())):
+            took.setdefault(client, []).append(ended - began)
+        for client, at in record.get("came", ()):
+            there.setdefault(client, []).append([at, math.inf])
+        for client, at in record.get("went", ()):
+            there[client][-1][1] = at
+    if not took:
+        raise ConfigError(
+            f"{folder} says of no client how long it took; a deployment's folder does, and that of a run with durations"
+        )
+    made: dict[str, Any] = {"durations": measured(took)}
+    if any(len(spans) > 1 or spans[0][1] < math.inf for spans in there.values()):
+        first = min(spans[0][0] for spans in there.values())
+        made["availability"] = availability(
+            {c: [[s - first, e - first] for s, e in spans if s < e] for c, spans in there.items()},
+            away="delayed",
+        )
+    return made
+
+
+def _records(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    path = os.path.join(folder, "metrics.jsonl")
+    try:
+        with open(path) as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give the folder of a run") from error

@@ -20,6 +20,7 @@ from fedbraid.core import rng
 from fedbraid.core.check import number, plain_numbers, whole
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
+from fedbraid.schedule.availability import Idle, Reachable
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -70,8 +71,13 @@ class Schedule:
         link, durations = getattr(self, "bandwidth", None), getattr(self, "durations", None)
         if durations is not None and not isinstance(durations, clock.Durations):
             raise ConfigError(f"durations={durations!r} says no times; use one such as fb.clock.constant(1)")
-        if link is not None and not isinstance(link, clock.bandwidth):
+        if link is not None and not isinstance(link, clock.Link):
             raise ConfigError(f"bandwidth={link!r} says no rates; use fb.clock.bandwidth(down, up)")
+        when = getattr(self, "availability", None)
+        if when is not None and not isinstance(when, clock.availability):
+            raise ConfigError(
+                f"availability={when!r} says no times; use fb.clock.availability(file or table)"
+            )
 
     def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
         """One tick per server step; `message` is the bytes down and up, for transfer times."""
@@ -83,7 +89,8 @@ class Schedule:
 
     def caution(self, N: int) -> str | None:
         """What was asked for and N clients cannot give, in a sentence."""
-        return None
+        when: clock.availability | None = getattr(self, "availability", None)
+        return None if when is None else when.caution(N)
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,17 @@ class Rounds(Schedule):
 
     With `over` > 1 more are asked than needed and the first `clients` count; with a `timeout` those
     that take longer are dropped. A round in which nobody is in time is asked anew. With `sampling="poisson"` each
-    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty.
+    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty. With an
+    `availability` those are asked who can be reached, fewer where there are fewer; who goes away is not waited for.
     """
 
     clients: int | float | tuple[tuple[int, ...], ...] = 10
     over: float = 1.0
     timeout: float | None = None
     durations: clock.Durations = field(default_factory=clock.constant)
-    bandwidth: clock.bandwidth | None = None
+    bandwidth: clock.Link | None = None
     sampling: str = "fixed"
+    availability: clock.availability | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,9 +136,10 @@ class Rounds(Schedule):
             raise ConfigError(
                 f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
             )
-        if isinstance(self.clients, tuple) and (self.over, self.timeout, self.bandwidth) != (1, None, None):
+        times = (self.over, self.timeout, self.bandwidth, self.availability)
+        if isinstance(self.clients, tuple) and times != (1, None, None, None):
             raise ConfigError(
-                "given cohorts are waited for as they are; leave out over, timeout and bandwidth"
+                "given cohorts are waited for as they are; leave out over, timeout, bandwidth and availability"
             )
         number("over", self.over, "[1, inf)", "asks fewer clients than are needed")
         if self.timeout is not None:
@@ -144,22 +154,22 @@ class Rounds(Schedule):
     def caution(self, N: int) -> str | None:
         if self.sampling == "poisson":
             self.rate(N)
-            return None
+            return super().caution(N)
         if not isinstance(self.clients, int) or self.clients <= N:
-            return None
+            return super().caution(N)
         return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
 
     def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
         now = 0.0
         for step in range(self.steps):
-            clients, took, dropped, spans = self._round(N, seed, step, message)
+            clients, took, dropped, spans = self._round(N, seed, step, message, now)
             versions = np.full(len(clients), step, np.int64)
             spans = None if spans is None else spans + now
             now += took
             yield Tick(step, now, clients, versions, clients, frozenset(), dropped, True, spans)
 
     def _round(
-        self, N: int, seed: int, step: int, message: tuple[float, float]
+        self, N: int, seed: int, step: int, message: tuple[float, float], now: float
     ) -> tuple[Ints, float, int, Floats | None]:
         """Who hands in, how long the round takes, how many come too late, and each one's span."""
         if isinstance(self.clients, tuple):
@@ -170,27 +180,51 @@ class Rounds(Schedule):
                 )
             return fixed, self.durations.mean, 0, None
         if self.sampling == "poisson":
-            return self._drawn(N, seed, step, message)
+            return self._drawn(N, seed, step, message, now)
         wanted, waited = self.cohort(N), 0.0
+        limit = math.inf if self.timeout is None else self.timeout
         for attempt in range(1000):
+            here, pause = self._here(N, now + waited)
+            waited += pause
+            there = N if here is None else len(here)
             asked = rng.generator(seed, "cohort", step, attempt).choice(
-                N, min(N, math.ceil(wanted * self.over)), replace=False
+                there, min(there, math.ceil(wanted * self.over)), replace=False
             )
-            limit = math.inf if self.timeout is None else self.timeout
-            steady = isinstance(self.durations, clock.constant) and self.bandwidth is None and self.over == 1
-            if steady and self.durations.mean <= limit:  # all at once, and in time
+            asked = asked if here is None else here[asked]
+            if self._steady and self.over == 1 and self.durations.mean <= limit:  # all at once, and in time
                 return asked, self.durations.mean, 0, None
-            took = self._took(asked, seed, step, attempt, message)
-            order = np.argsort(took, kind="stable")[:wanted]
-            kept = np.sort(order[took[order] <= limit])
+            took, arrives = self._took(asked, seed, step, attempt, message, now + waited)
+            order = np.argsort(np.where(arrives, took, np.inf), kind="stable")[:wanted]
+            kept = np.sort(order[arrives[order] & (took[order] <= limit)])
+            end = float(took[kept].max()) if len(kept) == wanted else min(limit, float(took.max()))
             if len(kept):
-                end = float(took[kept].max()) if len(kept) == wanted else limit
                 spans = waited + np.stack([np.zeros(len(kept)), took[kept]], 1)
                 return asked[kept], waited + end, len(asked) - len(kept), spans
-            waited += limit
+            waited += end
         raise ConfigError(
-            f"no client finished within timeout={self.timeout} in 1000 tries; raise the timeout or shorten the work"
+            f"no client finished round {step + 1} in 1000 tries (timeout={self.timeout}); raise the timeout, shorten"
+            " the work, or let clients be there for longer"
         )
+
+    @property
+    def _steady(self) -> bool:
+        """Whether every job takes the same time."""
+        return (
+            isinstance(self.durations, clock.constant)
+            and self.bandwidth is None
+            and self.availability is None
+        )
+
+    def _here(self, N: int, now: float) -> tuple[Ints | None, float]:
+        """(who can be asked, None for all; how long the server waits for somebody)."""
+        if self.availability is None:
+            return None, 0.0
+        at = now
+        while not len(here := self.availability.here(N, at)):
+            at = self.availability.coming(N, at)
+            if at == math.inf:
+                raise _nobody(now)
+        return here, at - now
 
     def rate(self, N: int) -> float:
         """With which probability a client takes part in a round."""
@@ -203,25 +237,36 @@ class Rounds(Schedule):
         return rate
 
     def _drawn(
-        self, N: int, seed: int, step: int, message: tuple[float, float]
+        self, N: int, seed: int, step: int, message: tuple[float, float], now: float
     ) -> tuple[Ints, float, int, Floats | None]:
         """A Poisson round: an empty one takes as long as one of average clients."""
         drawn = np.flatnonzero(rng.uniform(seed, "poisson", step, np.arange(N)) < self.rate(N)).astype(
             np.int64
         )
-        steady = isinstance(self.durations, clock.constant) and self.bandwidth is None
-        if steady or not len(drawn):
-            return drawn, self.durations.mean, 0, None if steady else np.zeros((0, 2))
-        took = self._took(drawn, seed, step, 0, message)
-        return drawn, float(took.max()), 0, np.stack([np.zeros(len(drawn)), took], 1)
+        here = drawn if self.availability is None else np.intersect1d(drawn, self.availability.here(N, now))
+        if self._steady or not len(here):
+            return (
+                here,
+                self.durations.mean,
+                len(drawn) - len(here),
+                None if self._steady else np.zeros((0, 2)),
+            )
+        took, arrives = self._took(here, seed, step, 0, message, now)
+        spans = np.stack([np.zeros(len(here)), took], 1)[arrives]
+        return here[arrives], float(took.max()), len(drawn) - len(spans), spans
 
-    def _took(self, asked: Ints, seed: int, step: int, attempt: int, message: tuple[float, float]) -> Floats:
-        """How long each of them takes."""
-        took = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
-        took = took * [self.durations.factor(int(c)) for c in asked]
+    def _took(
+        self, asked: Ints, seed: int, step: int, attempt: int, message: tuple[float, float], now: float
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """(how long each of them takes, or until it is lost; whether it hands in)."""
+        drawn = self.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
+        took = np.array([self.durations.of(int(c), v) for c, v in zip(asked, drawn.tolist())])
         if self.bandwidth is not None:
             took = took + [self.bandwidth.seconds(int(c), *message) for c in asked]
-        return took
+        if self.availability is None:
+            return took, np.ones(len(asked), bool)
+        ends = [self.availability.ends(int(c), now, float(v)) for c, v in zip(asked, took)]
+        return np.array([end for end, _ in ends]) - now, np.array([arrives for _, arrives in ends])
 
 
 @dataclass(frozen=True)
@@ -230,14 +275,15 @@ class Buffered(Schedule):
 
     `arrivals` is "constant" or "poisson", at the rate that keeps `concurrency` clients busy on
     average (concurrency / mean duration); "closed", which keeps exactly that many busy; or a
-    sequence of arrival times.
+    sequence of arrival times. With an `availability` only those start who can be reached.
     """
 
     buffer: int = 10
     concurrency: int = 100
     arrivals: str | tuple[float, ...] = "constant"
     durations: clock.Durations = field(default_factory=clock.halfnormal)
-    bandwidth: clock.bandwidth | None = None
+    bandwidth: clock.Link | None = None
+    availability: clock.availability | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,6 +298,10 @@ class Buffered(Schedule):
             raise ConfigError("a trace of arrivals needs at least one time, in order")
         if self.arrivals == "closed" and self.concurrency < self.buffer and self.durations.mean == 0:
             raise ConfigError("with no duration and a closed loop, concurrency must be at least the buffer")
+        if self.availability is not None and self.durations.mean == 0:
+            raise ConfigError(
+                "with no duration time stands still, whoever is there; give durations to an availability"
+            )
 
     @property
     def asynchronous(self) -> bool:
@@ -270,17 +320,23 @@ class _Queue:
 
     def __init__(self, plan: Buffered, N: int, seed: int, message: tuple[float, float]) -> None:
         self.plan, self.seed, self.message = plan, seed, message
-        self.idle = list(range(N))
-        self.running: list[tuple[float, int, int, int, float]] = []  # (end, job, client, version, start)
+        self.idle = Idle(N) if plan.availability is None else Reachable(N, plan.availability)
+        # (end, job, client, version, start, whether it hands in)
+        self.running: list[tuple[float, int, int, int, float, bool]] = []
+        self.lost = 0  # jobs in a row
         self.job = 0
         self.arrived = 0
         self.now = 0.0
         self.busy_versions: Counter[int] = Counter()
-        self.slow: dict[int, tuple[float, float]] = {}
-        self.plain = type(plan.durations).factor is clock.Durations.factor and plan.bandwidth is None
+        self.transfer: dict[int, float] = {}
+        kind = type(plan.durations)
+        own = (kind.factor, kind.of) != (clock.Durations.factor, clock.Durations.of)
+        self.plain = not own and plan.bandwidth is None
         self.draws: deque[tuple[float, float]] = deque()
         self.gaps: deque[float] = deque()
         self.cap = min(plan.concurrency, N)
+        transfer = 0.0 if plan.bandwidth is None else plan.bandwidth.mean(*message)
+        self.gap = (plan.durations.mean + transfer) / plan.concurrency
         self.next_arrival = math.inf if plan.arrivals == "closed" else self._arrival()
 
     def tick(self, step: int) -> Tick:
@@ -288,22 +344,32 @@ class _Queue:
         versions: list[int] = []
         started: list[int] = []
         spans: list[tuple[float, float]] = []
-        running, goal, closed = self.running, self.plan.buffer, self.plan.arrivals == "closed"
+        running, goal, closed, dropped = self.running, self.plan.buffer, self.plan.arrivals == "closed", 0
         while len(clients) < goal:
+            self.idle.move(self.now)
             if closed:
                 self._refill(step, started)
-            if running and running[0][0] <= self.next_arrival:
-                end, _, client, version, start = heapq.heappop(running)
+            wake = self._wake(closed)
+            if running and running[0][0] <= min(self.next_arrival, wake):
+                end, _, client, version, start, arrives = heapq.heappop(running)
                 self.now = end
+                self.idle.give(client)
+                if not arrives:
+                    dropped += 1
+                    self._lose(step)
+                    continue
+                self.lost = 0
                 self.busy_versions[version] -= 1
-                self.idle.append(client)
                 clients.append(client)
                 versions.append(version)
                 spans.append((start, end))
+            elif wake < self.next_arrival:
+                self.now = wake
             elif self.next_arrival < math.inf:
                 self.now = self.next_arrival
                 self.next_arrival = self._arrival()
-                if self.idle:  # with every client busy, an arrival passes by
+                self.idle.move(self.now)
+                if self.idle.free:  # with every client busy, an arrival passes by
                     self._start(step, started)
             else:
                 raise ConfigError(
@@ -312,30 +378,60 @@ class _Queue:
         self.busy_versions += Counter()  # drop the zeros
         return Tick(
             step, self.now, np.array(clients, np.int64), np.array(versions, np.int64),
-            np.array(started, np.int64), frozenset(self.busy_versions), spans=np.array(spans),
+            np.array(started, np.int64), frozenset(self.busy_versions), dropped, spans=np.array(spans),
         )  # fmt: skip
+
+    def _wake(self, closed: bool) -> float:
+        """When to look again for clients, where it is for them that work waits."""
+        if closed and len(self.running) < self.cap:
+            if not self.running and self.idle.change == math.inf:
+                raise _nobody(self.now)
+            return self.idle.change
+        if not closed and not self.running and not self.idle.free:
+            if self.idle.change == math.inf:
+                raise _nobody(self.now)
+            self._skip(self.idle.change)
+        return math.inf
+
+    def _skip(self, until: float) -> None:
+        """Let arrivals pass by while nobody is there."""
+        if self.plan.arrivals == "constant":
+            self.arrived = max(self.arrived, math.ceil(until / self.gap))
+        elif self.plan.arrivals == "poisson":
+            self.now = max(self.now, until)
+        while self.next_arrival < until:
+            self.next_arrival = self._arrival()
+
+    def _lose(self, step: int) -> None:
+        self.lost += 1
+        if self.lost > 10_000:
+            raise ConfigError(
+                f"before step {step + 1}, {self.lost:,} jobs in a row were lost because their clients went away; shorten the"
+                " work, let clients be there for longer, or use away='delayed'"
+            )
 
     def _refill(self, step: int, started: list[int]) -> None:
         """Keep exactly `concurrency` jobs in flight, but let all that end now hand in first."""
         if self.running and self.running[0][0] <= self.now:
             return
-        while len(self.running) < self.cap:
+        while len(self.running) < self.cap and self.idle.free:
             self._start(step, started)
 
     def _start(self, step: int, started: list[int]) -> None:
         if not self.draws:
             self._draw()
         duration, pick = self.draws.popleft()
-        at, idle = int(pick * len(self.idle)), self.idle
-        client = idle[at]
-        idle[at] = idle[-1]
-        idle.pop()
+        client = self.idle.take(pick)
         if not self.plain:
             duration = self._slowed(client, duration)
-        heapq.heappush(self.running, (self.now + duration, self.job, client, step, self.now))
+        end, arrives = self.now + duration, True
+        if self.plan.availability is not None:
+            end, arrives = self.plan.availability.ends(client, self.now, duration)
+        heapq.heappush(self.running, (end, self.job, client, step, self.now, arrives))
         self.job += 1
-        self.busy_versions[step] += 1
-        started.append(client)
+        if arrives:  # who is lost never ran
+            self.busy_versions[step] += 1
+            started.append(client)
 
     def _draw(self) -> None:
         jobs = np.arange(self.job, self.job + self.CHUNK)
@@ -344,12 +440,10 @@ class _Queue:
         self.draws.extend(zip(durations.tolist(), picks.tolist()))
 
     def _slowed(self, client: int, duration: float) -> float:
-        if client not in self.slow:
+        if client not in self.transfer:
             link = self.plan.bandwidth
-            transfer = 0.0 if link is None else link.seconds(client, *self.message)
-            self.slow[client] = (self.plan.durations.factor(client), transfer)
-        factor, transfer = self.slow[client]
-        return duration * factor + transfer
+            self.transfer[client] = 0.0 if link is None else link.seconds(client, *self.message)
+        return self.plan.durations.of(client, duration) + self.transfer[client]
 
     def _arrival(self) -> float:
         """The time of the next arrival."""
@@ -357,18 +451,19 @@ class _Queue:
         kind = self.plan.arrivals
         if not isinstance(kind, str):
             return kind[k] if k < len(kind) else math.inf
-        mean = self.plan.durations.mean
-        if self.plan.bandwidth is not None:
-            mean += sum(
-                m / r for m, r in zip(self.message, (self.plan.bandwidth.down, self.plan.bandwidth.up))
-            )
-        gap = mean / self.plan.concurrency
         if kind == "constant":
-            return k * gap
+            return k * self.gap
         if not self.gaps:
             u = rng.uniform(self.seed, "gap", np.arange(k, k + self.CHUNK))
-            self.gaps.extend((-gap * np.log1p(-u)).tolist())
+            self.gaps.extend((-self.gap * np.log1p(-u)).tolist())
         return (self.now if k else 0.0) + self.gaps.popleft()
+
+
+def _nobody(now: float) -> ConfigError:
+    return ConfigError(
+        f"nobody can be reached after time {now:g} by this availability; give it a period= after which it begins again,"
+        " or ask for fewer steps"
+    )
 
 
 def rounds(
@@ -378,8 +473,9 @@ def rounds(
     over: float = 1.0,
     timeout: float | None = None,
     durations: clock.Durations | None = None,
-    bandwidth: clock.bandwidth | None = None,
+    bandwidth: clock.Link | None = None,
     sampling: str = "fixed",
+    availability: clock.availability | None = None,
 ) -> Rounds:
     """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
 
@@ -392,7 +488,9 @@ def rounds(
             raise ConfigError(
                 f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
             ) from error
-    return Rounds(steps, clients, over, timeout, durations or clock.constant(), bandwidth, sampling)
+    return Rounds(
+        steps, clients, over, timeout, durations or clock.constant(), bandwidth, sampling, availability
+    )
 
 
 def buffered(
@@ -402,11 +500,14 @@ def buffered(
     *,
     arrivals: str | Sequence[float] = "constant",
     durations: clock.Durations | None = None,
-    bandwidth: clock.bandwidth | None = None,
+    bandwidth: clock.Link | None = None,
+    availability: clock.availability | None = None,
 ) -> Buffered:
     """Asynchronous training: a server step after every `buffer` uploads (FedBuff, QAFeL)."""
     kind = arrivals if isinstance(arrivals, str) else tuple(float(a) for a in arrivals)
-    return Buffered(steps, buffer, concurrency, kind, durations or clock.halfnormal(), bandwidth)
+    return Buffered(
+        steps, buffer, concurrency, kind, durations or clock.halfnormal(), bandwidth, availability
+    )
 
 
 def immediate(steps: int, concurrency: int = 100, **options: object) -> Buffered:

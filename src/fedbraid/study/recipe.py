@@ -89,6 +89,8 @@ def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
         said["durations"] = repr(schedule.durations)
     if schedule.bandwidth is not None:
         said["bandwidth"] = repr(schedule.bandwidth)
+    if schedule.availability is not None:
+        said["availability"] = repr(schedule.availability)
     return said
 
 

@@ -22,14 +22,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster, as_message, bundle
 from fedbraid.core.rule import Vectors
+from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Order, Setup, first_memory, visit
 from fedbraid.errors import RunError
+from fedbraid.links.private import OwnNoise
+from fedbraid.run.budget import Crowd, bound
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project
@@ -70,9 +74,10 @@ def obey(
     """Train as ordered: what to send back. What is to be remembered is on disk before this returns."""
     client, version = int(order["client"]), int(order["version"])
     algorithm, work = settings.what()
+    memory = Memory.read(place)
+    algorithm = _within_budget(algorithm, work, settings, memory.visits)
     task = _task(project, node_config, client)
     setup = Setup(algorithm, task, work, settings.seed)
-    memory = Memory.read(place)
     memory.forget_all_but({str(order["start"]), str(order["taken"])})
     if not memory.receive(order, setup):
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
@@ -83,14 +88,32 @@ def obey(
     frames: dict[str, bytes] = {}
     reply = visit(setup, gradient(setup, "auto"), Order(version, np.array([client]), down, rows), frames)
     memory.after[str(order["job"])] = reply.memory
+    memory.visits += 1
     memory.write(place, keep_down=algorithm.down.builds)
     return {
         "job": str(order["job"]),
         "lost": False,
         "held": memory.held,
-        "loss": float(reply.loss),
+        "loss": 0.0
+        if isinstance(algorithm.up, OwnNoise)
+        else float(reply.loss),  # which would tell of its data
         "blob": bundle(frames),
     }
+
+
+def _within_budget(algorithm: Algorithm, work: Work, settings: Settings, visits: int) -> Algorithm:
+    """The algorithm with the noise that this node adds itself, unless its own budget is spent."""
+    if not isinstance(algorithm.up, OwnNoise):
+        return algorithm
+    algorithm, budgets = bound(algorithm, Crowd(settings.when(), settings.nodes, work))
+    for budget in budgets:
+        budget.recall([[0]] * visits)
+        if not budget.affords([0]):
+            raise RunError(
+                f"this node has uploaded {visits} times, which is all that its privacy budget allows; it takes no part in"
+                " this run any more"
+            )
+    return algorithm
 
 
 def part(project: Project, order: Mapping[str, Any], settings: Settings, place: Path) -> dict[str, Any]:
@@ -112,6 +135,7 @@ class Memory:
     held: int = -1  # the version of `down`, where the server counts on it
     down: Vectors = field(default_factory=dict)
     after: dict[str, Vectors] = field(default_factory=dict)  # job -> rows [1, ·]
+    visits: int = 0  # how often it has uploaded, taken or not
 
     def forget_all_but(self, jobs: set[str]) -> None:
         self.after = {job: rows for job, rows in self.after.items() if job in jobs}
@@ -144,7 +168,7 @@ class Memory:
         for key, value in tensors.items():
             kind, job, name = key.split("/", 2)
             (down if kind == "down" else jobs[job])[name] = value
-        return cls(about["held"], down, jobs)
+        return cls(about["held"], down, jobs, int(about.get("visits", 0)))
 
     def write(self, place: Path, keep_down: bool) -> None:
         """To disk, whole or not at all."""
@@ -154,7 +178,7 @@ class Memory:
             tensors |= {f"down//{name}": v.contiguous().clone() for name, v in self.down.items()}
         for job, rows in self.after.items():
             tensors |= {f"after/{job}/{name}": v.contiguous().clone() for name, v in rows.items()}
-        about = {"held": self.held if keep_down else -1, "jobs": list(self.after)}
+        about = {"held": self.held if keep_down else -1, "jobs": list(self.after), "visits": self.visits}
         part = place / ".memory.part"
         save_file(tensors, part, {"fedbraid": json.dumps(about)})
         with open(part, "rb") as file:

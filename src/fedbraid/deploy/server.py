@@ -21,7 +21,6 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
-from fedbraid.algorithms.private import Noised
 from fedbraid.core import rng
 from fedbraid.core.link import Caster, Sender, add_overhead, from_message, unbundle
 from fedbraid.core.rule import Vectors
@@ -38,7 +37,8 @@ from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
-from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
+from fedbraid.errors import Diverged, InUseError, RunError, WireError
+from fedbraid.run.budget import Crowd, bound
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
 from fedbraid.run.state import State
@@ -71,10 +71,7 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
     A server outlives its SuperLink by some seconds; the next one waits for it to let go of the folder.
     """
     (algorithm, work), schedule, task = settings.what(), settings.when(), _task(project)
-    if isinstance(algorithm.gather, Noised):
-        raise ConfigError(
-            "private runs are simulated only: their noise repeats with the seed, which a real server's must not"
-        )
+    algorithm, budgets = bound(algorithm, Crowd(schedule, settings.nodes, work))
     setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
     callbacks = [*project.callbacks, *settings.callbacks(), Lines()]
     options = Options(evaluate_every=settings.evaluate_every or None, callbacks=callbacks)
@@ -84,7 +81,7 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
     with fleet:
         while True:
             try:
-                return drive(setup, schedule, fleet, Loop(task), options, folder)
+                return drive(setup, schedule, fleet, Loop(task), options, folder, budgets)
             except InUseError:
                 if time.monotonic() > end:
                     raise
@@ -577,8 +574,11 @@ class Fleet:
     def _open_upload(self, job: Job, member: Member, answer: dict[str, Any]) -> Arrival:
         if job.version not in self.state.sent:
             raise WireError(f"it trained from version {job.version}, which is no longer kept")
-        x, a, blob = self.state.sent[job.version].vectors["x"][None], self.algorithm, answer["blob"]
-        who = Sender(np.array([job.client]), job.version, self.settings.seed, x, a.uploads, self.layout)
+        sent = {name: v[None] for name, v in self.state.sent[job.version].vectors.items()}
+        x, a, blob = sent["x"], self.algorithm, answer["blob"]
+        who = Sender(
+            np.array([job.client]), job.version, self.settings.seed, x, a.uploads, self.layout, down=sent
+        )
         frames = unbundle(blob, a.uploads, self.layout)
         vectors = a.up.receive(frames, who)
         K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]

@@ -41,10 +41,15 @@ class Mechanism:
     cohort: int = 0
 
     @staticmethod
-    def of(schedule: Schedule, N: int) -> tuple[Mechanism, float]:
-        """(the mechanism, how many clients a step plans with)."""
+    def of(schedule: Schedule, N: int, real: bool = False) -> tuple[Mechanism, float]:
+        """(the mechanism, how many clients a step plans with).
+
+        Of `real` clients those take part that happen to be there, which is no draw that would amplify anything.
+        """
         if isinstance(schedule, Buffered):
             return Mechanism("all"), float(schedule.buffer)
+        if real and isinstance(schedule, Rounds) and not isinstance(schedule.clients, tuple):
+            return Mechanism("all"), float(schedule.cohort(N))
         if not isinstance(schedule, Rounds) or isinstance(schedule.clients, tuple):
             raise ConfigError("private accounts for cohorts that are drawn; use rounds(…, clients=a number)")
         if (schedule.over, schedule.timeout) != (1, None):
@@ -166,7 +171,7 @@ class OwnBudgets:
         return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
 
     def affords(self, coming: Sequence[int]) -> bool:
-        return self.cautious or all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
+        return all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
 
     def ends(self, step: int) -> bool:
         return self.cautious and self.largest >= self.most
@@ -210,7 +215,7 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
     if isinstance(up, OwnNoise):
         return _bound_own(algorithm, up, crowd)
     assert isinstance(gather, Noised)
-    how, planned = Mechanism.of(crowd.schedule, crowd.clients)
+    how, planned = Mechanism.of(crowd.schedule, crowd.clients, crowd.seed is None)
     z, last = _afford(gather.noise, gather.epsilon, gather.delta, how, crowd.schedule.steps)
     if last < crowd.schedule.steps:
         log.warning(

@@ -1,0 +1,103 @@
+"""Is a deployed run as private as a simulated one, and its noise nobody's to repeat?"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import fedbraid as fb
+
+pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
+import torch  # noqa: E402
+from fleets import driven, in_process, make_user, simulated  # noqa: E402
+
+pytestmark = [pytest.mark.engines, pytest.mark.quick]
+
+user = pytest.fixture(scope="module")(make_user)
+
+ROUNDS = "rounds(3, clients=3)"
+
+
+def deployed(user, tmp_path, algorithm, name="run", **config):
+    grid = in_process(user, tmp_path / name, 3)
+    return driven(
+        user,
+        grid,
+        tmp_path / name / "run",
+        algorithm=algorithm,
+        schedule=ROUNDS,
+        deadline=30.0,
+        too_few="stop",
+        **config,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "private(fedavg(), clip=0.05, noise=0.0)",
+        "private(fedavg(), clip='adaptive', noise=0.0)",
+        "private(feddyn(), clip=0.05, noise=0.0)",
+        "private(fedvarp(held='client'), clip=0.05, noise=0.0)",
+        "private(fedgbo(), clip=0.05, noise=0.0)",
+        "private(scaffold(), clip=0.05, noise=0.0, scales={'dc': 10.0})",
+        "private(fedpaq(int8()), clip=0.05, noise=0.0)",
+        "private(fedavg(), clip=0.05, noise=0.0, where='client')",
+        "private(fedadavr(optimizer='sgd', lr=1.0), clip=0.05, noise=0.0, where='client')",
+    ],
+)
+def test_a_fleet_ends_where_the_simulator_ends_when_noise_is_zero(user, tmp_path, text):
+    from fedbraid.run.simulate import algorithm_from
+
+    result = deployed(user, tmp_path, text)
+    expected, _ = simulated(user, algorithm_from(text), fb.rounds(3, clients=3))
+    plain, _ = simulated(user, fb.fedavg(weights="uniform"), fb.rounds(3, clients=3))
+    if "adaptive" not in text:  # whose count of norms has a noise of its own
+        torch.testing.assert_close(result.x, expected.x, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(result.x, plain.x, atol=1e-4)  # the clip was felt
+    assert "epsilon" not in result.history[-1]
+
+
+def test_a_servers_noise_is_not_its_seeds(user, tmp_path):
+    text = "private(fedavg(), clip=0.05, noise=2.0)"
+    first, second = (deployed(user, tmp_path, text, name) for name in ("first", "second"))
+    assert not torch.allclose(first.x, second.x, atol=1e-3)
+    for run in (first, second):  # nobody draws who is there, so nothing is amplified
+        assert [r["epsilon"] for r in run.history] == [
+            dp.get_epsilon_gaussian(2 / math.sqrt(t), 1e-5) for t in (1, 2, 3)
+        ]
+
+
+def test_nodes_noise_for_themselves_and_count_their_own_visits(user, tmp_path):
+    text = "private(fedavg(), clip=0.05, noise=6.0, where='client')"
+    first, second = (deployed(user, tmp_path, text, name) for name in ("first", "second"))
+    assert not torch.allclose(first.x, second.x, atol=1e-3)
+    assert [r["epsilon"] for r in first.history] == [
+        dp.get_epsilon_gaussian(3 / math.sqrt(t), 1e-5) for t in (1, 2, 3)
+    ]
+    assert {r["train_loss"] for r in first.history} == {0.0}  # a loss would tell of a node's data
+
+
+def test_a_fleet_ends_when_its_budget_is_spent(user, tmp_path):
+    two = dp.get_epsilon_gaussian(2 / math.sqrt(2), 1e-5) + 0.01
+    result = deployed(user, tmp_path, f"private(fedavg(), clip=0.05, noise=2.0, epsilon={two})")
+    assert len(result.history) == 2
+    own = deployed(user, tmp_path, f"private(fedavg(), noise=4.0, epsilon={two}, where='client')", "own")
+    assert len(own.history) == 2
+
+
+def test_a_node_uploads_no_more_than_its_budget_allows(user, tmp_path):
+    from fedbraid.deploy import Project
+    from fedbraid.deploy.node import Memory, obey
+
+    five = dp.get_epsilon_gaussian(3 / math.sqrt(5), 1e-5) + 0.01
+    config = {
+        "algorithm": f"private(fedavg(), noise=6.0, epsilon={five}, where='client')", "schedule": "rounds(9, clients=3)",
+        "work": "Work(lr=0.1, steps=3, batch=4)",
+    }  # fmt: skip
+    project = Project(user["model"], "cross_entropy", user["load"], user["test"])
+    Memory(visits=5).write(tmp_path, keep_down=False)
+    with pytest.raises(fb.FedbraidError, match="uploaded 5 times, which is all"):
+        obey(project, {"client": 0, "version": 0}, project.settings(config), {"share": 0}, tmp_path)

@@ -40,6 +40,8 @@ ALGORITHMS = {
     "ace": fb.ace(limit=2),
     "fadas": fb.fadas(lr=0.05, limit=1),
     "scallion": fb.scallion(alpha=0.5),
+    "ditto": fb.ditto(lam=0.5),
+    "pfedme": fb.pfedme(lam=3.0, rate=0.1, steps=2),
     "fedpaq": fb.fedpaq(q.uniform(8)),
     "fedef": fb.fedef(q.topk(0.3)),
     "fedbuff": fb.fedbuff(momentum=0.3),
@@ -95,7 +97,9 @@ def same(a, b):
 def test_every_builder_and_wrapper_is_here():
     from fedbraid.algorithms import BUILDERS, WRAPPERS
 
-    assert {*BUILDERS, *WRAPPERS} - {"private"} <= set(ALGORITHMS)  # which test_private holds
+    assert {*BUILDERS, *WRAPPERS} - {"private", "fedrep", "feddf", "alone"} <= set(
+        ALGORITHMS
+    )  # which have tests of their own
 
 
 @pytest.mark.parametrize("work", ["equal", "unequal"])

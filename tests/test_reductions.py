@@ -40,6 +40,8 @@ class Row:
 
 ROWS = [
     Row("fedprox mu=0", fb.fedprox(mu=0), fb.fedavg(), fb.fedprox(mu=0.5)),
+    Row("ditto: the common model", fb.ditto(lam=0.5), fb.fedavg(), fb.ditto(lr=0.5), exact=True),
+    Row("pfedme, one inner step", fb.pfedme(lam=10.0, steps=1, rate=0.1), fb.fedavg(), fb.pfedme(lam=10.0, steps=3, rate=0.1)),
     Row("fedavgm momentum=0", fb.fedavgm(momentum=0), fb.fedavg(), fb.fedavgm(momentum=0.5), exact=True),
     Row("fednova, equal K", fb.fednova(), fb.fedavg(), works=(PLAIN, replace(PLAIN, momentum=0.7))),
     Row("fednova with unequal K is not fedavg", fb.fednova(weights="uniform"), fb.fednova(weights="uniform"), fb.fedavg(weights="uniform"), works=(MOMENTUM,), exact=True),
@@ -137,6 +139,9 @@ def test_every_builder_has_a_row_here_or_is_the_base():
         "fedadagrad",
         "scaffold_m",
         "private",  # test_private holds it
+        "fedrep",  # test_personal
+        "feddf",  # test_way_out
+        "alone",
     }
     assert not missing
 

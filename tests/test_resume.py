@@ -48,6 +48,8 @@ class StopAt:
 
 def algorithms():
     for name, build in BUILDERS.items():
+        if name in ("fedrep", "feddf"):  # for tasks with more: see test_personal, test_way_out
+            continue
         yield build(**ARGUMENTS.get(name, {}))
     yield fb.fedshift(fb.fedpaq(fb.codecs.mixed(fb.codecs.uniform(4), share=0.5)))
     yield fb.hidden_state(fb.with_codecs(fb.scaffold(), down=fb.codecs.qsgd(4)))

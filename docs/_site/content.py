@@ -158,7 +158,7 @@ def estimated(call: str) -> Any:
     from fedbraid.cli.cost import _subject
     from fedbraid.study.cost import estimate
 
-    module, sample, crowd, _ = _subject(MODEL, {"clients": CLIENTS}, SAMPLES, PER_ROUND)
+    module, sample, crowd, _, _ = _subject(MODEL, {"clients": CLIENTS}, SAMPLES, PER_ROUND)
     return estimate(module, sample, cfg.algorithm_of({"name": call}), cfg.work_of({}), crowd)
 
 

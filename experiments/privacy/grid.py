@@ -229,7 +229,11 @@ def held_table(done: Done) -> str:
         for codec in CODECS:
             both = [lines(done, "held", name, codec, h) for h in HELD]
             bytes_up = {line["bytes_up"] for some in both for line in some}
-            up = " to ".join(f"{b / 1e6:.1f}" for b in sorted({min(bytes_up), max(bytes_up)})) if bytes_up else "–"
+            up = (
+                " to ".join(f"{b / 1e6:.1f}" for b in sorted({min(bytes_up), max(bytes_up)}))
+                if bytes_up
+                else "–"
+            )
             rows.append([f"{name}, {codec}", up, *(spread([final(x) for x in some]) for some in both)])
     return markdown(["", "MB up", "held by the server", "held by clients"], rows)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
     from fedbraid.algorithms.fedadavr import fedadavr
+    from fedbraid.algorithms.feddf import feddf
     from fedbraid.algorithms.feddyn import feddyn
     from fedbraid.algorithms.fedgbo import fedgbo, mfl, mimelite
     from fedbraid.algorithms.fedshift import fedshift
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.late import ace, ca2fl, fadas
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
+    from fedbraid.algorithms.personal import alone, ditto, fedrep, pfedme
     from fedbraid.algorithms.private import private
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from fedbraid.core.declare import Download, Upload
     from fedbraid.core.gather import Gather, Info, Mean, Staleness, Uploads
     from fedbraid.core.layout import Layout
-    from fedbraid.core.rule import Chain, Local, Rule, chain
+    from fedbraid.core.rule import Chain, Local, Rule, chain, local
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from fedbraid.run import callbacks, export
     from fedbraid.run.simulate import Result, resume, simulate
     from fedbraid.run.state import State
-    from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, rounds
+    from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, oort, power_of_choice, rounds
     from fedbraid.study import compare, sweep
 
 _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
@@ -68,7 +70,7 @@ _HOMES = {
     "core.declare": "Download Upload",
     "core.gather": "Gather Info Mean Staleness Uploads",
     "core.layout": "Layout",
-    "core.rule": "Chain Local Rule chain",
+    "core.rule": "Chain Local Rule chain local",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
     "data.arrays": "pad",
@@ -78,7 +80,7 @@ _HOMES = {
     "core.codec": "Codec",
     "run.simulate": "Result resume simulate",
     "run.state": "State",
-    "schedule": "Schedule Tick buffered immediate rounds",
+    "schedule": "Schedule Tick buffered immediate oort power_of_choice rounds",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

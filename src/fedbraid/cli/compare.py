@@ -27,6 +27,9 @@ Jobs = Annotated[int | None, typer.Option(help="Run: cells at a time (one for ea
 Folder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-compare-n, a new one).")
 ]
+Local = Annotated[
+    bool, typer.Option("--local", help="Also train every client alone, and show what each gains over that.")
+]
 Goal = Annotated[
     float | None, typer.Option(help="Also show what it took to reach this test accuracy, e.g. 0.95.")
 ]
@@ -52,6 +55,7 @@ def compare(
     jobs: Jobs = None,
     out: Folder = None,
     own_work: o.OwnWork = False,
+    local: Local = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -93,7 +97,7 @@ def compare(
         with Stoppable(place, watcher):
             result = comparing.compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
-                watcher=watcher, options=options, metric=metric,
+                watcher=watcher, options=options, metric=metric, local=local,
             )  # fmt: skip
         if not json and not quiet:
             print("\n".join(f"{w}: {', '.join(names)}" for w, names in _works(who).items()))
@@ -118,6 +122,8 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     goal = [h for h in head if h not in said]  # what it took to reach the target
     order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]
     table(f"{result.task} ({format_seconds(seconds)})", head, rows, order=[head.index(h) for h in order])
+    if result.gains:
+        table("what clients gain", *result.gained())
     print(result.verdict)
     print(f"next: fedbraid report {result.out}")
 

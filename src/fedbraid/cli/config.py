@@ -28,14 +28,14 @@ Config = dict[str, Section]
 WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
 SCHEDULE = (
     "rounds", "per_round", "over", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
-    "availability", "clock",
+    "availability", "clock", "choose",
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
     "keep_going",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
-ONLY_ROUNDS = ("per_round", "over", "timeout")
+ONLY_ROUNDS = ("per_round", "over", "timeout", "choose")
 ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
 
 DEFAULT_WORK: Section = {"lr": 0.01, "momentum": 0.9, "batch": 20}
@@ -271,6 +271,7 @@ def _numbers(section: Section, keys: list[str], where: str) -> None:
 def schedule_of(section: Section) -> Schedule:
     """Rounds, or with a buffer or a concurrency, asynchronous steps."""
     from fedbraid.schedule import buffered, rounds
+    from fedbraid.schedule.choice import named
 
     settings = dict(section)
     steps = settings.pop("rounds", DEFAULT_ROUNDS)
@@ -284,6 +285,8 @@ def schedule_of(section: Section) -> Schedule:
     for key in ("durations", "bandwidth", "availability"):
         if key in settings:
             settings[key] = _clock(key, settings[key])
+    if "choose" in settings:
+        settings["choose"] = named(str(settings["choose"]))
     if "clock" in settings:
         settings = _of_run(settings)
     if asynchronous:

@@ -20,6 +20,7 @@ from fedbraid.run.metrics import format_bytes, format_count
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fedbraid.core.layout import Layout
     from fedbraid.data.call import Forward
     from fedbraid.data.tree import Tree
     from fedbraid.study.cost import Cost, Crowd
@@ -101,8 +102,8 @@ def cost(
     )
     made = cfg.algorithm_of({"name": algorithm} | cfg.keywords(set_ or []))
     shortcuts = cfg.given(clients=clients, partition=partition, model=model)
-    module, sample, crowd, run = _subject(what, shortcuts, samples, per_round)
-    found = estimate(module, sample, made, work, crowd, run=run)
+    module, sample, crowd, run, layout = _subject(what, shortcuts, samples, per_round)
+    found = estimate(module, sample, made, work, crowd, run, layout)
     private = None
     if epsilon is not None or noise is not None:
         from fedbraid.study.privacy import foresee
@@ -131,8 +132,8 @@ def cost(
 
 def _subject(
     what: str, shortcuts: cfg.Section, samples: float | None, per_round: float | None
-) -> tuple[nn.Module, Tree, Crowd, Forward]:
-    """The model, one sample for it, who trains it, and how it is called."""
+) -> tuple[nn.Module, Tree, Crowd, Forward, Layout | None]:
+    """The model, one sample for it, who trains it, how it is called, and its layout where that is not the plain one."""
     from fedbraid import models
     from fedbraid.data import call as calling
     from fedbraid.data import tree
@@ -155,6 +156,7 @@ def _subject(
             tree.take(task.sample, slice(1)),
             Crowd(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
             task.run,
+            task.whole,
         )
     if args:
         raise ConfigError(f"{what!r} has values without names; write {name}(classes=10)")
@@ -169,7 +171,7 @@ def _subject(
         number("samples", samples, "(0, inf)", "leaves nothing to train on")
     module, sample = _model(name, settings)
     crowd = Crowd(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
-    return module, sample, crowd, calling.call
+    return module, sample, crowd, calling.call, None
 
 
 def _known(name: str) -> None:

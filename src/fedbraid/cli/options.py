@@ -77,6 +77,12 @@ Durations = Annotated[
 Bandwidth = Annotated[
     str | None, typer.Option(help="Schedule: bytes per unit of time, e.g. 'bandwidth(up=1e6, down=1e7)'.")
 ]
+Choose = Annotated[
+    str | None,
+    typer.Option(
+        help="Schedule: who is asked, by last losses: 'power_of_choice(20)', 'oort()' or FILE.py:NAME."
+    ),
+]
 Availability = Annotated[
     str | None,
     typer.Option(
@@ -120,10 +126,13 @@ Track = Annotated[
     typer.Option(help="Run: also log to 'tensorboard', 'mlflow' or 'wandb' (offline), or several: a,b."),
 ]
 Patience = Annotated[
-    int | None, typer.Option(help="Run: stop when the accuracy has not risen for this many evaluations.")
+    int | None, typer.Option(help="Run: stop when --metric has not improved for this many evaluations.")
 ]
 KeepBest = Annotated[
-    bool, typer.Option("--keep-best", help="Run: also keep the most accurate model, as best.safetensors.")
+    bool,
+    typer.Option(
+        "--keep-best", help="Run: also keep the model that is best by --metric, as best.safetensors."
+    ),
 ]
 AcceptOtherBits = Annotated[
     bool,

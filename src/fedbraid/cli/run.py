@@ -16,12 +16,13 @@ import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
-from fedbraid.errors import ConfigError, RunError
+from fedbraid.errors import ConfigError, RunError, unknown
 from fedbraid.run.metrics import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fedbraid.data.task import Task
     from fedbraid.run.checkpoint import Record
     from fedbraid.run.simulate import Result, Run
 
@@ -59,6 +60,7 @@ def run(
     arrivals: o.Arrivals = None,
     durations: o.Durations = None,
     bandwidth: o.Bandwidth = None,
+    choose: o.Choose = None,
     availability: o.Availability = None,
     clock: o.Clock = None,
     seed: o.Seed = None,
@@ -71,6 +73,7 @@ def run(
     target: o.Target = None,
     track: o.Track = None,
     patience: o.Patience = None,
+    metric: o.Metric = None,
     keep_best: o.KeepBest = False,
     keep_going: o.KeepGoing = False,
     accept_other_bits: o.AcceptOtherBits = False,
@@ -110,7 +113,7 @@ def run(
         "schedule": cfg.given(
             rounds=rounds, per_round=per_round, over=over, timeout=timeout, buffer=buffer, concurrency=concurrency,
             arrivals=arrivals, durations=durations, bandwidth=bandwidth, availability=availability,
-            clock=clock,
+            clock=clock, choose=choose,
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, store=store, out=out,
@@ -121,11 +124,20 @@ def run(
     plan = cfg.plan(whole)
     if not json and not quiet and (said := cfg.own_work(plan.algorithm, whole["work"])) is not None:
         print(said)
-    asked = Asked(track, patience, keep_best, plan.target)
+    asked = Asked(track, patience, keep_best, plan.target, _metric(plan.task, metric))
     watching = asked.callbacks()
     with _folder(whole) as place:
         plan.options["accept_other_bits"] = accept_other_bits
         keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
+
+
+def _metric(task: Task, name: str | None) -> str:
+    """What a run goes by: the accuracy, the loss, a metric of the task, or one of these by client or of own models."""
+    known = ["accuracy", "loss", "train_loss", *task.metrics]
+    whole = (name or "accuracy").removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_own")
+    if whole not in known:
+        raise unknown("metric", str(name), known)
+    return name or "accuracy"
 
 
 def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Config:
@@ -206,12 +218,15 @@ class Asked:
     patience: int | None = None
     keep_best: bool = False
     target: float | None = None
+    metric: str = "accuracy"  # what patience and the best model go by
 
     @classmethod
     def of(cls, place: Path) -> Asked:
         """What a run's folder says."""
         said = _noted(
-            place / cls.WATCHING, "remove it to resume unwatched", ("track", "patience", "keep_best")
+            place / cls.WATCHING,
+            "remove it to resume unwatched",
+            ("track", "patience", "keep_best", "metric"),
         )
         goal = _noted(place / cls.TARGET, "remove it to run to the last step", ("accuracy",))
         return cls(**said, target=goal.get("accuracy"))
@@ -222,17 +237,18 @@ class Asked:
             return found
         from fedbraid.run.callbacks import watching
 
-        return found + watching(self.track, self.patience, self.keep_best)
+        return found + watching(self.track, self.patience, self.keep_best, self.metric)
 
     def start(self, run: Run) -> None:
         assert run.folder is not None
         before = Asked.of(run.folder.path)
-        if (before.patience, before.target) != (self.patience, self.target):
+        if (before.patience, before.metric, before.target) != (self.patience, self.metric, self.target):
             run.note.pop("stopped", None)  # it had ended early for a reason that holds no longer
         said = {"track": self.track, "patience": self.patience, "keep_best": self.keep_best}
-        for name, facts_ in ((self.WATCHING, said), (self.TARGET, {"accuracy": self.target})):
+        goal = {"accuracy": self.target}
+        for name, facts_, more in ((self.WATCHING, said, {"metric": self.metric}), (self.TARGET, goal, {})):
             if any(facts_.values()):
-                run.folder.write_json(name, facts_)
+                run.folder.write_json(name, facts_ | more)
             else:
                 (run.folder.path / name).unlink(missing_ok=True)
 

@@ -47,10 +47,22 @@ class Algorithm:
                 wanted = "Codec" if name in ("up", "down") else kind.__name__
                 raise ConfigError(f"{name}={part!r} is a {type(part).__name__}; give a {wanted} there")
         self.up.fits(self.uploads)
+        self.rule.loop()
         rehearse(self)
 
-    def fits(self, work: Work) -> None:
-        """Refuse work whose visits its parts would misread."""
+    def fits(self, work: Work, personal: bool = True) -> None:
+        """Refuse work whose visits its parts would misread, and a task without the personal parts that it trains."""
+        if self.rule.alone(torch.full((1, 1), 2.0)) is not None:
+            if not personal:
+                raise ConfigError(
+                    f"{self.name or 'this algorithm'} trains personal parts first, and the task has none; name them with"
+                    " personal=('head.*',), say"
+                )
+            if work.optimizer != "sgd":
+                raise ConfigError(
+                    f"{self.name or 'this algorithm'} trains in two phases, of which optimizer={work.optimizer!r} would make"
+                    " one; use optimizer='sgd'"
+                )
         if work.optimizer != "sgd" and (self.rule.plain_steps() or self.server.plain_steps()):
             raise ConfigError(
                 f"{self.name or 'this algorithm'} reads gradients off the length of a client's visit, which only plain"
@@ -105,7 +117,8 @@ def rehearse(a: Algorithm) -> None:
         _as_declared("the server sends", sent, a.downloads, layout)
         memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in a.rule.init(x).items()}
         down = {k: v for k, v in sent.items() if k != "x"}
-        loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, lambda y: torch.ones(2, 4))
+        ones = lambda y: torch.ones(2, 4)  # noqa: E731
+        loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, ones, ones)
         stage = "rule"
         up, new = _rehearse_visit(a.rule, loc, layout)
         _as_declared("the rule uploads", up, a.uploads, layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,28 @@ class Uploads:
         return replace(self, vectors=vectors, declared=declared or self.declared)
 
 
+class Served(Protocol):
+    """What the server itself holds: its data, and the model to try on them."""
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+
+    @property
+    def public(self) -> Any:
+        """(inputs, targets) of the task's public share."""
+
+    @property
+    def test(self) -> Any:
+        """(inputs, targets) of its test set."""
+
+    def module(self, x: Tensor) -> Any:
+        """A module with these weights; the next call may give the same one."""
+
+    def outputs(self, module: Any, rows: Any) -> Any:
+        """What a module gives for these rows of the public share."""
+
+
 @dataclass(frozen=True)
 class Info:
     """The facts of a server step."""
@@ -59,6 +81,7 @@ class Info:
     sent: Vectors = field(
         default_factory=dict
     )  # [1, ·] each: this version's model and what else is sent with it
+    data: Served | None = None  # what the server itself holds, in a run
 
 
 # Staleness ------------------------------------------------------------------------------------------

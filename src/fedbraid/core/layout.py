@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
@@ -24,6 +25,7 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     buffer: bool = False  # a running statistic: averaged, never stepped by a gradient
+    personal: bool = False  # stays with its client
 
     @property
     def size(self) -> int:
@@ -48,11 +50,16 @@ class Layout:
     slots: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, buffers: str = "refuse") -> Layout:
-        """The layout of a module; `buffers="average"` makes running statistics part of the vector."""
-        if buffers not in ("refuse", "average"):
-            raise ConfigError(f"buffers={buffers!r} is not known; use 'refuse' or 'average'")
+    def of(cls, module: nn.Module, buffers: str = "refuse", personal: Sequence[str] = ()) -> Layout:
+        """The layout of a module; `buffers="average"` makes running statistics part of the vector.
+
+        Tensors whose names match a glob in `personal` come last, and with `buffers="personal"` all that belongs to
+        layers with running statistics.
+        """
+        if buffers not in ("refuse", "average", "personal"):
+            raise ConfigError(f"buffers={buffers!r} is not known; use 'refuse', 'average' or 'personal'")
         named = [(n, p, False) for n, p in module.named_parameters() if p.requires_grad]
+        own = {n for n, _, _ in named if any(fnmatchcase(n, glob) for glob in personal)}
         for path, owner in module.named_modules():
             for name, b in owner.named_buffers(recurse=False):
                 if not b.is_floating_point() or not _moves(owner, name):
@@ -62,12 +69,20 @@ class Layout:
                         f"{type(owner).__name__} at {path!r} has momentum=None and counts its batches, which cannot be"
                         " averaged; give it a momentum such as 0.1"
                     )
-                if buffers == "refuse":
+                full = f"{path}.{name}".lstrip(".")
+                if any(fnmatchcase(full, glob) for glob in personal):
+                    own.add(full)
+                elif buffers == "personal":
+                    own |= {
+                        full,
+                        *(f"{path}.{n}".lstrip(".") for n, _ in owner.named_parameters(recurse=False)),
+                    }
+                elif buffers == "refuse":
                     raise DataError(
                         f"model has {type(owner).__name__} at {path!r}, whose running statistics are not"
                         ' averaged; use GroupNorm or buffers="average"'
                     )
-                named.append((f"{path}.{name}".lstrip("."), b, True))
+                named.append((full, b, True))
         for name, p, _ in named:
             if not p.is_floating_point():
                 raise DataError(f"parameter {name!r} is {p.dtype}; fedbraid trains floating-point parameters")
@@ -75,16 +90,23 @@ class Layout:
             raise DataError(
                 "the model has no trainable parameter; set requires_grad=True on what is to be trained"
             )
-        return cls.from_shapes([(n, tuple(p.shape), b) for n, p, b in named])
+        _check_personal(personal, [n for n, _, _ in named], own)
+        named.sort(key=lambda row: (row[0] in own, row[2] != (row[0] in own)))
+        return cls.from_shapes([(n, tuple(p.shape), b, n in own) for n, p, b in named])
 
     @classmethod
     def from_shapes(
-        cls, shapes: Sequence[tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], bool]]
+        cls,
+        shapes: Sequence[
+            tuple[str, tuple[int, ...]]
+            | tuple[str, tuple[int, ...], bool]
+            | tuple[str, tuple[int, ...], bool, bool]
+        ],
     ) -> Layout:
-        """A layout from (name, shape) or (name, shape, is a buffer) rows, in order."""
+        """A layout from rows of name and shape, and whether it is a buffer, and personal, in order."""
         slots, offset = [], 0
         for name, shape, *rest in shapes:
-            slots.append(Slot(str(name), tuple(shape), offset, bool(rest and rest[0])))
+            slots.append(Slot(str(name), tuple(shape), offset, *map(bool, rest)))
             offset = slots[-1].end
         return cls(tuple(slots))
 
@@ -104,9 +126,14 @@ class Layout:
 
     @cached_property
     def buffers(self) -> slice | None:
-        """The tail of the vector that holds running statistics, if any."""
-        first = next((s.offset for s in self.slots if s.buffer), None)
-        return None if first is None else slice(first, self.size)
+        """Where the vector holds running statistics, if any: after what else is shared, before what else is personal."""
+        held = [s for s in self.slots if s.buffer]
+        return slice(held[0].offset, held[-1].end) if held else None
+
+    @cached_property
+    def shared(self) -> Layout:
+        """The slots that travel."""
+        return Layout(tuple(s for s in self.slots if not s.personal))
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -143,6 +170,17 @@ class Layout:
                 f"the module does not fit the layout: {missing[0]!r} is missing or has another shape"
             )
         return named
+
+
+def _check_personal(globs: Sequence[str], names: list[str], own: set[str]) -> None:
+    for glob in globs:
+        if not any(fnmatchcase(n, glob) for n in names):
+            raise ConfigError(
+                f"personal={glob!r} matches no trained parameter; the model has {', '.join(names[:6])}"
+                f"{', …' if len(names) > 6 else ''}"
+            )
+    if own.issuperset(names):
+        raise ConfigError("all parameters are personal, so that nothing would travel; let some be shared")
 
 
 def _moves(owner: nn.Module, name: str) -> bool:

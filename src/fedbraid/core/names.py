@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+PREVIOUS = "previous"  # a client's model after its last visit, where the loss looks at it
+PERSONAL = "personal"  # under which a client remembers the parts of the model that never travel
+
 TAKEN = frozenset(  # what records hold besides the task's own metrics
     [
         "step",
@@ -19,6 +22,8 @@ TAKEN = frozenset(  # what records hold besides the task's own metrics
         "norm",
         "norm_h",
         "moved",
+        "asked",
+        "losses",
         "versions_kept",
         "loss",
         "accuracy",

@@ -200,6 +200,11 @@ class Rows:
         self._db, self._table, self._limit, self._alone = db, table, limit, alone
         db.create(table)
 
+    @property
+    def stored(self) -> bool:
+        """Whether a file holds rows that may not be in memory."""
+        return self._db is not None
+
     def flush(self) -> None:
         """Write what changed since the last commit; the caller holds the transaction."""
         if self._db is None:

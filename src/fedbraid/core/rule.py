@@ -6,13 +6,14 @@ Every vector here has a leading client axis, `[m, d]` or `[m, 1]`; one phone is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from fedbraid.core.declare import DELTA, Upload, by_name
+from fedbraid.core.names import PERSONAL
 from fedbraid.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from fedbraid.core.work import Work
 
 Vectors = dict[str, Tensor]
+LocalLoop = Callable[[Any, Any, "Local"], Any]  # (module, batches, loc) -> the visit's mean loss
+
+
+def _nowhere(y: Tensor) -> Tensor:
+    raise ConfigError(
+        "loc.grad is asked for outside of a step, where there is no batch; ask in step, or for full_grad"
+    )
 
 
 class Gradient(Protocol):
@@ -59,11 +67,19 @@ class Local:
     t: int  # the version they train from
     layout: Layout
     full_grad: Callable[[Tensor], Tensor]  # y[·, d] -> the gradient over each whole local set, [m, d]
+    grad: Callable[[Tensor], Tensor] = field(
+        default=_nowhere
+    )  # y[·, d] -> the one of the step's batch, [m, d]
+    whole: Layout | None = (
+        None  # the layout with the personal parts after the shared ones, where there are any
+    )
 
 
 @dataclass(frozen=True)
 class Rule:
     """One link of local training; every hook defaults to doing nothing."""
+
+    apart: ClassVar[bool] = False  # clients use models of their own only: the server's is nobody's
 
     def uploads(self) -> tuple[Upload, ...]:
         """What it sends up. `delta`, x − y, is there unless a rule leaves it out."""
@@ -76,6 +92,10 @@ class Rule:
     def start(self, loc: Local) -> Vectors:
         """State that lives for one visit."""
         return {}
+
+    def begin(self, loc: Local) -> Tensor:
+        """Where clients start, `[1, d]` or `[m, d]`: the model that they were sent."""
+        return loc.x
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
         """Bend the gradient taken at y; g must not be kept."""
@@ -92,6 +112,18 @@ class Rule:
     def plain_steps(self) -> bool:
         """Whether it takes a visit for a steps of length η along the gradient, which only optimizer="sgd" makes."""
         return False
+
+    def loop(self) -> LocalLoop | None:
+        """A function that trains one client's module in place of the steps, where there is one (`fb.local`)."""
+        return None
+
+    def alone(self, K: Tensor) -> Tensor | None:
+        """How many of its K steps each client gives to its personal parts, the rest being the shared ones'; None: all to both."""
+        return None
+
+    def own(self, memory: Vectors) -> Tensor | None:
+        """The models `[m, d]` that clients with this memory use themselves, where that is not the server's."""
+        return None
 
     def leave(self, memory: Vectors) -> Vectors:
         """What a client that goes for good sends: the negative of its share, by the upload's name."""
@@ -115,6 +147,9 @@ class Chain(Rule):
     def start(self, loc: Local) -> Vectors:
         return _merge([r.start(loc) for r in self.links], "keeps for the round")
 
+    def begin(self, loc: Local) -> Tensor:
+        return next((r.begin(loc) for r in self.links if type(r).begin is not Rule.begin), loc.x)
+
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
         for r in self.links:
             g, s = r.step(g, y, s, loc)
@@ -128,6 +163,20 @@ class Chain(Rule):
 
     def plain_steps(self) -> bool:
         return any(r.plain_steps() for r in self.links)
+
+    def loop(self) -> LocalLoop | None:
+        found = [r for r in self.links if r.loop() is not None]
+        if found and (others := [r for r in self.links if type(r).step is not Rule.step]):
+            raise ConfigError(
+                f"{found[0]!r} takes the whole visit, so that {others[0]!r} would never bend a gradient; use one of the two"
+            )
+        return found[0].loop() if found else None
+
+    def alone(self, K: Tensor) -> Tensor | None:
+        return next((n for r in self.links if (n := r.alone(K)) is not None), None)
+
+    def own(self, memory: Vectors) -> Tensor | None:
+        return next((x for r in self.links if (x := r.own(memory)) is not None), None)
 
     def leave(self, memory: Vectors) -> Vectors:
         return _merge([r.leave(memory) for r in self.links], "uploads")
@@ -143,30 +192,45 @@ def chain(*rules: Rule) -> Rule:
 def train(
     rule: Rule, grad: Gradient, loc: Local, plan: Batches, work: Work
 ) -> tuple[Tensor, Vectors, Tensor]:
-    """K local steps of every client in the block: (y `[m, d]`, the visit's state, mean loss `[m]`)."""
-    m, buffers = len(plan.n), loc.layout.buffers
-    y = loc.x.repeat(m, 1)
+    """K local steps of every client in the block: (y `[m, d]`, the visit's state, mean loss `[m]`).
+
+    Personal parts are columns after the d shared ones, which rules never see.
+    """
+    m, own = len(plan.n), loc.memory.get(PERSONAL)
+    buffers = (loc.whole or loc.layout).buffers
+    start = rule.begin(loc).expand(m, -1)
+    y = start.clone() if own is None else torch.cat([start, own], 1)
+    d = loc.x.shape[1]
     s, steps = rule.start(loc), int(plan.K.max())
+    alone = None if own is None else rule.alone(loc.K)
     even = int(plan.K.min()) == steps
     b = torch.zeros_like(y) if work.momentum else None
     optimiser = work.local
     moments: Vectors = {} if optimiser is None else optimiser.init(y)
     loss = torch.zeros(m, device=y.device)
+    loc.grad = again = _Again(grad, work, y)
     for k in range(steps):
-        g, losses = grad(y, plan.batch(k))
+        again.batch, again.y = plan.batch(k), y
+        again.raw, losses = grad(y, again.batch)
         loss += losses
         stats = None if buffers is None else y[:, buffers].clone()
-        if work.clip is not None:
-            g = g * (work.clip / g.norm(dim=1, keepdim=True).clamp_min(work.clip))
-        if work.penalty:
-            g = g + work.penalty * y
-        v, s_new = rule.step(g, y, s, loc)
+        g = taken(again.raw, y, work)
+        if own is None:
+            v, s_new = rule.step(g, y, s, loc)
+        else:
+            v, s_new = rule.step(g[:, :d], y[:, :d], s, loc)
+            v = torch.cat([v, g[:, d:]], 1)
+        turn = None if alone is None else _turn(k < alone, d, y)
+        if turn is not None:
+            v = v * turn
         if optimiser is not None:
             v, moments = optimiser.follow(v, moments, k + 1)
         if work.decoupled:
             v = v + work.decoupled * y
         if b is not None:
             v = torch.add(v, b, alpha=work.momentum, out=b)
+        if turn is not None:
+            v = v * turn
         if even:
             y.add_(v, alpha=-loc.lr)
             s = s_new
@@ -179,7 +243,72 @@ def train(
             }
         if stats is not None:
             y[:, buffers] = stats  # running statistics follow the data, not the gradient
+    loc.grad = _nowhere
     return y, s, loss / loc.K.squeeze(1)
+
+
+def taken(g: Tensor, y: Tensor, work: Work) -> Tensor:
+    """A gradient as the work takes it: clipped, decay included."""
+    if work.clip is not None:
+        g = g * (work.clip / g.norm(dim=1, keepdim=True).clamp_min(work.clip))
+    return g + work.penalty * y if work.penalty else g
+
+
+@dataclass
+class _Again:
+    """The gradient of a step's batch at another point, the personal parts being where they are."""
+
+    grad: Gradient
+    work: Work
+    y: Tensor
+    batch: Any = None
+    raw: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # the step's own, which another call would overwrite
+
+    def __call__(self, at: Tensor) -> Tensor:
+        d = at.shape[1]
+        at = torch.cat([at.expand(len(self.y), -1), self.y[:, d:]], 1)
+        before = self.raw.clone()
+        g = self.grad(at.clone(), self.batch)[0].clone()  # a pass may write running statistics
+        self.raw.copy_(before)
+        return taken(g, at, self.work)[:, :d]
+
+
+def _turn(first: Tensor, d: int, y: Tensor) -> Tensor:
+    """Whose turn it is, `[m, D]`: that of the personal columns, from d on, where `first`, else that of the others."""
+    personal = torch.arange(y.shape[1], device=y.device) >= d
+    return (personal == first).to(y)
+
+
+@dataclass(frozen=True)
+class ByHand(Rule):
+    """A local loop of the user's own; it prints by its name."""
+
+    name: str
+    fn: LocalLoop = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"local({self.name!r})"
+
+    def loop(self) -> LocalLoop:
+        return self.fn
+
+
+def local(fn: LocalLoop) -> Rule:
+    """A rule from a function (module, batches, loc) that trains a client's module in place and returns its mean loss.
+
+    `batches` gives the visit's (inputs, targets), as often as it is asked; `loc` is what any rule sees, with one client.
+    It runs on the loop backend, in every engine and schedule. What it draws from torch is counted.
+
+    >>> def mine(module, batches, loc):  # doctest: +SKIP
+    ...     optimiser = torch.optim.Adam(module.parameters(), loc.lr)
+    ...     ...
+    >>> fb.Algorithm(rule=fb.local(mine))  # doctest: +SKIP
+    """
+    if not callable(fn):
+        raise ConfigError(f"fb.local got {fn!r}; give it a function (module, batches, loc) -> mean loss")
+    return ByHand(getattr(fn, "__qualname__", type(fn).__name__), fn)
 
 
 def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:

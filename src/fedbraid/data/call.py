@@ -42,19 +42,36 @@ class Called(nn.Module):
 
 
 NAMES = ("outputs", "targets", "inputs")
+OTHERS = (
+    "reference",
+    "previous",
+)  # what the server's model gives for the same inputs, and the client's last one
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A loss that sees these of outputs, targets and inputs, in this order."""
+    """A loss that sees these of outputs, targets and inputs, in this order, and what other models give."""
 
     given: Callable[..., Any]
     order: tuple[str, ...] = NAMES[:2]
 
-    def __call__(self, outputs: Any, targets: Tree, inputs: Tree = None) -> Any:
+    @property
+    def compares(self) -> bool:
+        """Whether it looks at what other models give."""
+        return not set(OTHERS).isdisjoint(self.order)
+
+    def __call__(
+        self, outputs: Any, targets: Tree, inputs: Tree = None, reference: Any = None, previous: Any = None
+    ) -> Any:
         if self.order == NAMES[:2]:
             return self.given(outputs, targets)
-        have = {"outputs": outputs, "targets": targets, "inputs": inputs}
+        have = {
+            "outputs": outputs,
+            "targets": targets,
+            "inputs": inputs,
+            "reference": reference,
+            "previous": previous,
+        }
         return self.given(*[have[name] for name in self.order])
 
 
@@ -69,8 +86,8 @@ def by_signature(given: Callable[..., Any]) -> Asked:
     except (TypeError, ValueError):
         return Asked(given)
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if names[2:3] == ["inputs"]:
-        return Asked(given, NAMES)
+    if more := [n for n in names[2:] if n in (*NAMES[2:], *OTHERS)]:
+        return Asked(given, (*NAMES[:2], *more))
     if names[:2] in (["outputs"], ["outputs", "inputs"]):
         return Asked(given, tuple(n for n in names[:3] if n in NAMES))
     return Asked(given)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.layout import Layout
-from fedbraid.core.names import TAKEN
+from fedbraid.core.names import PERSONAL, PREVIOUS, TAKEN
 from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment
@@ -68,8 +68,10 @@ class Task:
     test_offsets: NDArray[np.int64] | None = None  # where test rows belong to clients: N + 1 of them
     loss: str | Loss = "cross_entropy"
     buffers: str = "refuse"
+    personal: tuple[str, ...] = ()  # globs on the names of parameters that stay with each client
     augment: Augment | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, (outputs, targets) -> number
+    public: tuple[Tree, Tree] | None = None  # what the server holds to train or distil on
     forward: Forward | None = None  # (module, inputs) -> outputs, where calling the model is not enough
     name: str = "custom"
     spec: str | None = None  # the call that loads it again, for run.json
@@ -219,9 +221,14 @@ class Task:
     ) -> Task:
         """The task of a model and data that are as they should be, once it was tried."""
         start, given = None, _given(model)
+        options["personal"] = _globs(options.get("personal", ()))
+        if options.get("public") is not None:
+            seen, labels = options["public"]
+            loss = None if labels is None else options.get("loss", "cross_entropy")
+            options["public"] = arrays.pair((seen, labels), "the public share", loss)
         if given is not None:
             module = copy.deepcopy(given)
-            start = Layout.of(module, options.get("buffers", "refuse")).flatten(module)
+            start = Layout.of(module, options.get("buffers", "refuse"), options["personal"]).flatten(module)
             build: Build = _Copy(module)
         else:
             build = model
@@ -243,7 +250,13 @@ class Task:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.module(), self.buffers)
+        """What travels."""
+        return self.whole.shared
+
+    @cached_property
+    def whole(self) -> Layout:
+        """What is trained: what travels, then what stays with each client."""
+        return Layout.of(self.module(), self.buffers, self.personal)
 
     @property
     def device(self) -> torch.device:
@@ -254,6 +267,11 @@ class Task:
     def per_example(self) -> Loss:
         """The loss as a function (outputs, targets, inputs) -> one number per example."""
         return by_signature(self.loss) if callable(self.loss) else LOSSES[self.loss]
+
+    @cached_property
+    def compares(self) -> bool:
+        """Whether the loss looks at what the server's model, or a client's last one, gives for the same inputs."""
+        return callable(self.loss) and by_signature(self.loss).compares
 
     def run(self, module: nn.Module, inputs: Tree) -> Any:
         """The outputs that losses and metrics see."""
@@ -332,8 +350,21 @@ class Task:
 
     def initial(self, seed: int) -> Tensor:
         """x⁰, the model that the first round starts from."""
-        x = self.layout.flatten(self.module(seed)) if self.start is None else self.start.clone()
+        return self.vector(seed)[: self.layout.size]
+
+    def vector(self, seed: int) -> Tensor:
+        """x⁰ and, after it, the personal parts that every client starts from."""
+        x = self.whole.flatten(self.module(seed)) if self.start is None else self.start.clone()
         return x.to(self.device)
+
+    def own(self, seed: int) -> dict[str, Tensor]:
+        """What a client holds of the model before its first visit, by the name it is remembered under."""
+        own = {}
+        if self.whole.size > self.layout.size:
+            own[PERSONAL] = self.vector(seed)[self.layout.size :]
+        if self.compares:
+            own[PREVIOUS] = self.vector(seed)
+        return own
 
     def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
         """Rows of the table for the picked samples `[m, B]` of these clients."""
@@ -359,6 +390,7 @@ class Task:
             inputs=tree.to(self.inputs, device),
             targets=tree.to(self.targets, device),
             test=None if self.test is None else tuple(tree.to(t, device) for t in self.test),
+            public=None if self.public is None else tuple(tree.to(t, device) for t in self.public),
         )
         return moved
 
@@ -366,9 +398,11 @@ class Task:
     def fingerprint(self) -> str:
         """A hash of the data, the partition, the model and the loss's name, for the run record."""
         h = hashlib.blake2b(digest_size=16)
-        h.update(self.layout.fingerprint)
+        h.update(self.whole.fingerprint)
         loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", "")
         h.update(repr((loss, self.buffers, self.augment)).encode())
+        if own := [s.name for s in self.whole if s.personal]:
+            h.update(repr(own).encode())
         if not isinstance(self.inputs, Tensor):
             h.update(
                 repr([key for some in (self.inputs, self.targets) for key, _ in tree.named(some)]).encode()
@@ -381,7 +415,7 @@ class Task:
 
     def _tensors(self) -> Iterator[Tensor]:
         """All that the run's numbers depend on, keys of trees apart."""
-        for some in (self.inputs, self.targets, self.rows, *(self.test or ())):
+        for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
             for leaf in tree.leaves(some.example if isinstance(some, Column) else some):
                 yield from (leaf.values, leaf.lengths) if isinstance(leaf, Padded) else (leaf,)
         if self.start is not None:
@@ -397,7 +431,7 @@ class Task:
             raise unknown("loss", str(self.loss), LOSSES)
         _check_metrics(self.metrics)
         module = self.module()
-        Layout.of(module, self.buffers)
+        Layout.of(module, self.buffers, self.personal)
         module.to(self.device).eval()
         with torch.no_grad():
             out = self._forward(module, self.device)
@@ -449,6 +483,13 @@ def _check_metrics(metrics: Any) -> None:
             raise DataError(
                 f"metric {name!r} is a {type(metric).__name__}; give a function (outputs, targets) -> number"
             )
+
+
+def _globs(given: Any) -> tuple[str, ...]:
+    globs = (given,) if isinstance(given, str) else tuple(given)
+    if not all(isinstance(g, str) for g in globs):
+        raise DataError(f"personal={given!r} names no parameters; give globs such as ('head.*',)")
+    return globs
 
 
 def _keys(inputs: Any, test: Any, names: tuple[Any, Any]) -> list[str] | None:

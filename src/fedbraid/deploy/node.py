@@ -30,7 +30,7 @@ from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
-from fedbraid.engines.client import Order, Setup, visit
+from fedbraid.engines.client import Order, Setup, first_memory, visit
 from fedbraid.errors import RunError
 from fedbraid.links.private import OwnNoise
 from fedbraid.run.budget import Crowd, bound
@@ -81,10 +81,9 @@ def obey(
     memory.forget_all_but({str(order["start"]), str(order["taken"])})
     if not memory.receive(order, setup):
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
-    layout = task.layout
-    who = Caster(algorithm.downloads, version, settings.seed, layout, real=True)
+    who = Caster(algorithm.downloads, version, settings.seed, task.layout, real=True)
     down = algorithm.down.means(memory.down, who)
-    fresh = {**algorithm.rule.init(down["x"]), **algorithm.up.remembers(algorithm.uploads, layout)}
+    fresh = first_memory(setup)
     rows = memory.after.get(str(order["start"]), {name: v.reshape(1, -1) for name, v in fresh.items()})
     frames: dict[str, bytes] = {}
     reply = visit(setup, gradient(setup, "auto"), Order(version, np.array([client]), down, rows), frames)

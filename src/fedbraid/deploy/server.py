@@ -258,7 +258,10 @@ class Fleet:
 
     def _tick(self, got: list[Arrival], versions: list[int], live: frozenset[int]) -> Tick:
         clients, now = np.array([a.job.client for a in got]), time.monotonic() - self.begun
-        return Tick(self.state.t, now, clients, np.array(versions), np.array([], np.int64), live, self.late)
+        seen = None if self.run is None else self.run.seen
+        asked = None if seen is None else seen.asked.get(self.state.t, [])
+        nobody = np.array([], np.int64)
+        return Tick(self.state.t, now, clients, np.array(versions), nobody, live, self.late, asked=asked)
 
     def _rehearse(self, arrival: Arrival) -> None:
         """Refuse an upload that no step could be taken with, even alone: the next step goes on without it."""
@@ -334,6 +337,11 @@ class Fleet:
         if len(idle) + len(got) < enough or not idle:
             return [], wanted
         count = min(len(idle), math.ceil((wanted - len(got)) * self.schedule.over))
+        if self.run is not None and (seen := self.run.seen) is not None:
+            seen.grow(self.sizes)
+            tries = len(seen.asked.get(t, []))
+            chosen = seen.choose(self.schedule.choose, t, tries, np.array(sorted(idle)), count).tolist()
+            return chosen, min(wanted, len(got) + len(chosen))
         picks = rng.generator(self.settings.seed, "cohort", t, attempt).choice(
             len(idle), count, replace=False
         )

@@ -222,7 +222,7 @@ LONG = 0.02  # seconds of one client's step from which a block of them says no m
 
 
 def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
-    y, batch = task.initial(0).repeat(m, 1), Plan(task, work, np.arange(m), 0, 0).batch(0)
+    y, batch = task.vector(0).repeat(m, 1), Plan(task, work, np.arange(m), 0, 0).batch(0)
     taken = []
     clock = time.process_time if task.device.type == "cpu" else time.perf_counter
     for _ in range(times):
@@ -235,7 +235,7 @@ def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
 
 def _key(task: Task, work: Work, cohort: int) -> str:
     facts = (
-        task.layout.fingerprint.hex(), repr(task.module()), str(task.loss), tree.shapes(task.inputs),
+        task.whole.fingerprint.hex(), repr(task.module()), str(task.loss), tree.shapes(task.inputs),
         str(task.augment), work.batch, cohort,
     )  # fmt: skip
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

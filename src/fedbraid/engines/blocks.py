@@ -61,9 +61,9 @@ class InProcess:
         self.grad = gradient(setup, self.backend, self.threads or 0, PRECISIONS[self.precision])
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
-        wide = setup.task.layout.size >= WIDE and setup.cohort > 1
+        wide = setup.task.whole.size >= WIDE and setup.cohort > 1
         self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
-        width = 4 * setup.task.layout.size * 6 * (self.hands.count if self.hands else 1)
+        width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
     def train(self, order: Order) -> Iterator[Reply]:
@@ -201,6 +201,11 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         raise ConfigError("native gradients are float32; use backend='loop' or 'vmap' for another precision")
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
+    if setup.algorithm.rule.loop() is not None or task.compares:
+        if backend in ("native", "vmap"):
+            what = "the loss looks at other models" if task.compares else "the local loop is the user's own"
+            raise ConfigError(f"{what}, which needs plain autograd; use backend='loop'")
+        return Loop(task, precision)
     if backend == "auto":
         seconds = expected_seconds(task, setup.work, setup.visits)
         if precision is not None or seconds < WORTH or too_short(task, seconds):
@@ -213,7 +218,7 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         raise ConfigError(
             "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
         )
-    if backend == "vmap" and task.layout.buffers is not None:
+    if backend == "vmap" and task.whole.buffers is not None:
         raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
     kind = Vmap if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop
     return kind(task, precision)

@@ -14,8 +14,12 @@ from torch import Tensor
 from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.link import Sender, Sizes
-from fedbraid.core.rule import Gradient, Local, Vectors, finished, train
+from fedbraid.core.names import PERSONAL, PREVIOUS
+from fedbraid.core.rule import Gradient, Local, LocalLoop, Vectors, finished, train
 from fedbraid.data.batches import Batch, Plan, augmenting
+from fedbraid.data.tree import Tree
+from fedbraid.engines.gradients import Loop
+from fedbraid.errors import FedbraidError, RunError
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -118,30 +122,96 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         n=placed(plan.n, x.device).to(x.dtype)[:, None],
         t=order.version,
         layout=task.layout,
-        full_grad=full_gradient(setup, grad, order.clients, order.version),
+        full_grad=full_gradient(setup, grad, order),
+        whole=task.whole,
     )
-    with torch.random.fork_rng(devices=[], enabled=task.stochastic):
-        y, s, loss = train(a.rule, grad, loc, plan, work)
+    loop, own = a.rule.loop(), dict[str, Tensor]()
+    if task.compares:
+        assert isinstance(grad, Loop)
+        grad.beside(x, order.memory[PREVIOUS])
+    with torch.random.fork_rng(devices=[], enabled=task.stochastic or loop is not None):
+        if loop is None:
+            y, s, loss = train(a.rule, grad, loc, plan, work)
+        else:
+            y, s, loss = by_hand(loop, setup, grad, loc, plan)
+        if task.compares:
+            own[PREVIOUS] = y.clone()
+        if PERSONAL in order.memory:
+            own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, loc)
     who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, loc.down)
     sent = a.up.send(vectors, order.memory, who)
-    memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory}
+    memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory, **own}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)
     return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
 
 
-def full_gradient(
-    setup: Setup, grad: Gradient, clients: NDArray[np.int64], version: int
-) -> Callable[[Tensor], Tensor]:
+@dataclass(frozen=True)
+class Mine:
+    """A client's batches of one visit, as often as they are asked for."""
+
+    plan: Plan
+    i: int
+
+    def __len__(self) -> int:
+        return int(self.plan.K[self.i])
+
+    def __iter__(self) -> Iterator[tuple[Tree, Tree]]:
+        for k in range(len(self)):
+            yield self.plan.batch(k).client(self.i).alone()
+
+
+def by_hand(
+    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, plan: Plan
+) -> tuple[Tensor, Vectors, Tensor]:
+    """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
+    assert isinstance(grad, Loop)
+    task, rows, losses = setup.task, [], []
+    rule, own = setup.algorithm.rule, loc.memory.get(PERSONAL)
+    for i, client in enumerate(plan.clients):
+        begin = rule.begin(loc).expand(len(plan.clients), -1)[i]
+        y = begin if own is None else torch.cat([begin, own[i]])
+        module = task.whole.load(grad.spare, y).train()
+        module.zero_grad(set_to_none=True)
+        one = replace(
+            loc, memory={k: v[i : i + 1] for k, v in loc.memory.items()}, K=loc.K[i : i + 1], a=loc.a[i : i + 1],
+            n=loc.n[i : i + 1],
+        )  # fmt: skip
+        torch.manual_seed(rng.key(setup.seed, "local", loc.t, int(client)))
+        try:
+            losses.append(float(loop(module, Mine(plan, i), one)))
+        except FedbraidError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RunError(
+                f"the local loop fails for client {client} ({why}); it must train the module and return its mean loss: mend"
+                " it, and resume, what ran before is kept"
+            ) from error
+        rows.append(task.whole.flatten(module))
+    return torch.stack(rows), rule.start(loc), torch.tensor(losses, device=loc.x.device)
+
+
+def first_memory(setup: Setup) -> Vectors:
+    """A client's row before its first visit."""
+    task, seed = setup.task, setup.seed
+    return {**setup.algorithm.remembers(task.initial(seed), task.layout), **task.own(seed)}
+
+
+def full_gradient(setup: Setup, grad: Gradient, order: Order) -> Callable[[Tensor], Tensor]:
     """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory.
 
-    Samples are augmented as they are in training, in batches of 128 as FedGBO's authors have it.
+    Samples are augmented as they are in training, in batches of 128 as FedGBO's authors have it. Personal parts are
+    as they were when the visit began.
     """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
+    clients, version, own = order.clients, order.version, order.memory.get(PERSONAL)
     n, chunk = task.sizes[clients], 256 if task.augment is None else 128
 
     def at(y: Tensor) -> Tensor:
-        y = y.expand(len(clients), -1).contiguous()
+        y, d = y.expand(len(clients), -1).contiguous(), y.shape[1]
+        if own is not None:
+            y = torch.cat([y, own], 1)
         total = torch.zeros_like(y)
         for lo in range(0, int(n.max()), chunk):
             column = np.arange(lo, min(lo + chunk, int(n.max())))
@@ -155,6 +225,6 @@ def full_gradient(
             )
             g, _ = grad(y, some)
             total += g * placed(inside.sum(1) / n, y.device).to(y.dtype)[:, None]
-        return total + decay * y if decay else total
+        return (total + decay * y if decay else total)[:, :d]
 
     return at

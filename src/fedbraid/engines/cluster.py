@@ -163,7 +163,7 @@ class _Parcel:
             )
         names = ("inputs", "targets", "rows", "start")
         tensors = {n: v for n in names if isinstance(v := getattr(task, n), Tensor)}
-        bare = _with(task, dict.fromkeys(tensors), test=None)
+        bare = _with(task, dict.fromkeys(tensors), test=None, public=None)
         shipped = tensors if data == "store" else {}
         return cls(
             dataclasses.replace(setup, task=bare),

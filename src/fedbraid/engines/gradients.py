@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ class Torch:
     """What both share: a module and a batched forward pass to judge a model with."""
 
     def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
-        self.layout, self.loss, self.run = task.layout, task.per_example, task.run
+        self.layout, self.loss, self.run = task.whole, task.per_example, task.run
         self.device, self.precision = task.device, precision
         self.module = task.module().to(task.device)
         self.guess = task.guess
@@ -79,6 +80,27 @@ class Loop(Torch):
         self._out = torch.empty(0, 0)
         self._at = (0, 0)
         self.frozen = Frozen.of(task, self.module)
+        self.compares, self.make = task.compares, task.module
+        self.others: dict[str, Tensor] = {}
+
+    @cached_property
+    def spare(self) -> nn.Module:
+        """A module for whoever needs another one."""
+        return self.make().to(self.device)
+
+    def beside(self, x: Tensor, previous: Tensor) -> None:
+        """Which models the loss looks at besides the one that trains: the server's, and the clients' last."""
+        self.others = {"reference": x, "previous": previous}
+
+    @torch.no_grad()
+    def _beside(self, inputs: Tree, y: Tensor, i: int) -> dict[str, Any]:
+        """What the other models give for these inputs, the server's with the client's personal parts."""
+        found = {}
+        for name, rows in self.others.items():
+            row = rows[min(i, len(rows) - 1)]
+            module = self.layout.load(self.spare, torch.cat([row, y[len(row) :]])).eval()
+            found[name] = self.run(module, inputs)
+        return found
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._out.shape != y.shape:
@@ -90,18 +112,19 @@ class Loop(Torch):
         for i in range(len(y)):
             part = batch if alone else batch.client(i)
             if part.rows.shape[1]:
-                losses[i] = self._one(y[i], G[i], part)
+                losses[i] = self._one(y[i], G[i], part, i)
         return G, losses
 
-    def _one(self, y: Tensor, g: Tensor, batch: Batch) -> Tensor:
+    def _one(self, y: Tensor, g: Tensor, batch: Batch, i: int) -> Tensor:
         self._point(y, g)
         if batch.noise is not None:
             torch.manual_seed(int(batch.noise[0]))
         x, t = batch.alone()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
+        more = self._beside(x, y, i) if self.compares else {}
         with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext(), self.cast():
-            loss = self.loss(self.run(self.module, x), t, x).mean()
+            loss = self.loss(self.run(self.module, x), t, x, **more).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for slot, buffer in self.buffers:
             y[slot.offset : slot.end] = buffer.reshape(-1)
@@ -155,9 +178,9 @@ class Vmap(Torch):
         leaves = [m for m in task.module().modules() if not list(m.children())]
         if task.device.type == "cpu" and not all(isinstance(m, plain) for m in leaves):
             return False
-        if task.stochastic or task.layout.buffers is not None:
+        if task.stochastic or task.compares or task.whole.buffers is not None:
             return False
-        rows, y = task.rows[[0, -1]].view(2, 1), task.layout.flatten(task.module()).to(task.device)
+        rows, y = task.rows[[0, -1]].view(2, 1), task.whole.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow
             Vmap(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
         except Exception:

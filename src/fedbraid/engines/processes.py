@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import check_counts, gradient
-from fedbraid.engines.client import Order, Reply, Setup, visit
+from fedbraid.engines.client import Order, Reply, Setup, first_memory, visit
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
@@ -119,9 +119,8 @@ class _Shared:
 
     def __init__(self, setup: Setup, workers: int) -> None:
         layout, algorithm = setup.task.layout, setup.algorithm
-        x = torch.zeros(layout.size)
         uploads = {name: torch.zeros(width) for name, width in algorithm.widths(layout).items()}
-        names = {"uploads": uploads, "memory": algorithm.remembers(x, layout)}
+        names = {"uploads": uploads, "memory": first_memory(setup)}
         row = sum(v.nbytes for vectors in names.values() for v in vectors.values())
         self.slots = max(workers, min(setup.cohort, SLOT_BYTES // max(row, 1)))
         self.down = {name: _shared(d.size(layout)) for name, d in algorithm.downloads.items()}

@@ -57,6 +57,10 @@ class Mechanism:
         if schedule.sampling == "poisson":
             rate = schedule.rate(N)
             return Mechanism("poisson", rate), rate * N
+        if schedule.choose is not None:
+            raise ConfigError(
+                "choose= looks at clients' losses, which privacy would have to pay for; leave it out of private runs"
+            )
         if schedule.availability is not None:
             raise ConfigError(
                 "an availability leaves some clients undrawn, which a fixed cohort's privacy does not count; use"

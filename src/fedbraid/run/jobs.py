@@ -62,7 +62,7 @@ class Jobs:
         algorithm, layout = setup.algorithm, setup.task.layout
         width = sum(algorithm.widths(layout).values()) * 4
         self.task, self.engine, self.ahead = setup.task, engine, 0 < concurrency * width <= self.BUDGET
-        self.stateful = algorithm.stateful(layout)
+        self.stateful = algorithm.stateful(layout) or bool(setup.task.own(setup.seed))
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
 
@@ -75,7 +75,7 @@ class Jobs:
 
     def ticks(self, run: Run) -> Iterator[Tick]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
-        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message()):
+        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), run.seen):
             if tick.step >= run.state.t:
                 tick = tick.without(run.state.gone)
             self._opens(tick)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -29,15 +30,21 @@ class Evaluates(Protocol):
     def evaluate(self, x: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]: ...
 
 
-def judge(engine: Evaluates, task: Task, x: Tensor, on: str = "test", step: int | None = None) -> Record:
-    """Loss, accuracy and metrics of a model on the pooled test set, or also by client."""
+Models = Tensor | Callable[[NDArray[np.int64]], Tensor]  # everybody's `[D]`, or these clients', `[m, D]`
+Scores = tuple[Tensor, Tensor | None, list[Any]]  # a loss per example, classes or None, outputs in chunks
+TOGETHER = 64  # clients whose own models are held at a time
+
+
+def judge(engine: Evaluates, task: Task, x: Models, on: str = "test", step: int | None = None) -> Record:
+    """Loss, accuracy and metrics of a model on the pooled test set, or also by client.
+
+    Where clients have models of their own, each judges its own test share, or as good a part of the common test set.
+    """
     if task.test is None:
         raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
-    outputs: list[Any] = []
-    if task.metrics:
-        losses, classes, outputs = _outputs(task, x)
-    else:
-        losses, classes = engine.evaluate(x, *task.test)
+    losses, classes, outputs = (
+        _scores(engine, task, x, *task.test) if isinstance(x, Tensor) else _own_scores(engine, task, x)
+    )
     record = {"loss": float(losses.double().mean())}
     if on == "clients":
         record["loss_clients"] = float(_by_client(losses, task).mean())
@@ -70,16 +77,68 @@ def _spread(name: str, shares: NDArray[np.float64]) -> Record:
 # The task's own metrics ---------------------------------------------------------------------------
 
 
+def _own_scores(engine: Evaluates, task: Task, models: Callable[[NDArray[np.int64]], Tensor]) -> Scores:
+    """Those of every client's own model on its share, in the order of the test set."""
+    assert task.test is not None
+    order, found = list(_shares(task)), []
+    for lo in range(0, len(order), TOGETHER):
+        some = order[lo : lo + TOGETHER]
+        for x, (_, rows) in zip(models(np.array([client for client, _ in some])), some):
+            found.append(_scores(engine, task, x, *(tree.take(t, rows) for t in task.test)))
+    back = torch.cat([rows for _, rows in order]).argsort()
+    losses, classes = torch.cat([f[0] for f in found])[back], [f[1] for f in found if f[1] is not None]
+    outputs = [out for f in found for out in f[2]]
+    if outputs:
+        outputs = [tree.take(outputs[0] if len(outputs) == 1 else tree.cat(outputs), back)]
+    return losses, torch.cat(classes)[back] if classes else None, outputs
+
+
 @torch.no_grad()
-def _outputs(task: Task, x: Tensor) -> tuple[Tensor, Tensor | None, list[Any]]:
-    """(a loss per example, the classes or None, the outputs in chunks) of the test set."""
+def per_client(task: Task, x: Models) -> list[Record]:
+    """A row for each client that has a test share: its samples, and what its model is worth there."""
+    if task.test is None or task.test_offsets is None:
+        raise DataError(
+            "a table by client needs a test share for each; give client_tests=, natural ids or load(…, test_shares=True)"
+        )
+    table = []
+    for client, rows in _shares(task):
+        vector = x if isinstance(x, Tensor) else x(np.array([client]))[0]
+        inputs, targets = (tree.take(t, rows) for t in task.test)
+        losses, classes, outputs = _outputs(task, vector, inputs, targets)
+        row: Record = {"client": client, "samples": int(task.sizes[client]), "test": len(rows)}
+        row["loss"] = float(losses.double().mean())
+        if classes is not None:
+            row["accuracy"] = float((classes == targets).double().mean())
+        whole = outputs[0] if len(outputs) == 1 else tree.cat(outputs)
+        for name, metric in task.metrics.items():
+            row[name] = _value(metric, name, whole, targets, inputs, f"for client {client}")
+        table.append(row)
+    return table
+
+
+def _shares(task: Task) -> Iterator[tuple[int, Tensor]]:
+    """Each client's rows of the test set; one that is everybody's is dealt, a row after the other."""
+    assert task.test is not None
+    count, N = tree.length(task.test[0]), task.clients
+    for client in range(N if task.test_offsets is not None else min(N, count)):
+        if task.test_offsets is None:
+            yield client, torch.arange(client, count, N)
+        elif (lo := int(task.test_offsets[client])) < (hi := int(task.test_offsets[client + 1])):
+            yield client, torch.arange(lo, hi)
+
+
+def _scores(engine: Evaluates, task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
+    return _outputs(task, x, inputs, targets) if task.metrics else (*engine.evaluate(x, inputs, targets), [])
+
+
+@torch.no_grad()
+def _outputs(task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
     if task not in _JUDGES:
         _JUDGES[task] = Torch(task)
-    assert task.test is not None
     found, losses, classes = _JUDGES[task], [], []
     outputs = []
-    for at, inputs, out in found.outputs(x, task.test[0]):
-        losses.append(found.loss(out, tree.take(task.test[1], at), inputs))
+    for at, some, out in found.outputs(x, inputs):
+        losses.append(found.loss(out, tree.take(targets, at), some))
         outputs.append(out)
         if (guessed := task.guess(out)) is not None:
             classes.append(guessed)

@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedbraid.files as files
@@ -23,6 +25,7 @@ from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
+from fedbraid.core.names import PERSONAL
 from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Rule, Vectors
 from fedbraid.core.transform import Pipeline, Scale
@@ -38,11 +41,12 @@ from fedbraid.run.budget import Crowd, Spending, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs, Source
-from fedbraid.run.judge import Evaluates, judge
+from fedbraid.run.judge import Evaluates, Models, judge, per_client
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
+from fedbraid.schedule.choice import CHOICES, Seen
 
 log = logging.getLogger("fedbraid")
 
@@ -83,9 +87,31 @@ class Result:
     out: Path | None = None
     work: Work | None = field(default=None, repr=False)
 
-    def model(self) -> nn.Module:
-        """The torch module with the final weights."""
-        return self.task.layout.load(self.task.module(), self.x)
+    def model(self, client: int | None = None) -> nn.Module:
+        """The torch module with the final weights; a client's has its own parts, or is the model of its own."""
+        with self._rows(client):
+            return load_model_of(self.task, self.algorithm, self.state, client)
+
+    def per_client(self) -> list[Record]:
+        """A row a client that has a test share: its samples, and what the model that it uses is worth there."""
+        with self._rows(0):
+            own = partial(models_of, self.algorithm.rule, self.state)
+            return per_client(self.task, own if self.state.clients.default else self.x)
+
+    @contextmanager
+    def _rows(self, client: int | None) -> Iterator[None]:
+        """What clients remember, which the end of a run closed."""
+        if client is None or not self.state.clients.stored:
+            yield
+            return
+        if self.out is None:
+            raise RunError("what clients hold went to a file that ended with the run; give out= to keep it")
+        db = Database(self.out / "state.db")
+        try:
+            self.state.clients.attach(db, "clients", None)
+            yield
+        finally:
+            db.close()
 
     @property
     def bytes_up(self) -> int:
@@ -157,6 +183,7 @@ class Run:
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
     budgets: tuple[Spending, ...] = ()  # what privacy costs
+    seen: Seen | None = None  # of clients, where the schedule chooses by it
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
@@ -187,12 +214,15 @@ class Run:
         """Run to the end, or from where the state stands."""
         self._tell("start", self)
         pending: list[Record] = []
+        self.seen = self._seen()
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
             if not all(budget.affords(tick.clients.tolist()) for budget in self.budgets):
                 self._stop(pending)
                 break
             before = self.state.x
             self.state, record = advance(self.setup, self.source, self.state, tick, self.options.keep_going)
+            if self.seen is not None:
+                self.seen.take(record)
             record |= {**self.source.taken(tick), **self._measure(before), **self._left}
             for budget in self.budgets:
                 record |= budget.spent(self.state.t, record["clients"])
@@ -217,9 +247,41 @@ class Run:
         if self.checkpoint is not None:
             self.checkpoint.commit(self.state, pending, self.note)
 
-    def model(self) -> nn.Module:
-        """The torch module with the weights of this step, as they are evaluated."""
-        return self.setup.task.layout.load(self.setup.task.module(), self.state.average)
+    def _seen(self) -> Seen | None:
+        """What a schedule that chooses has seen so far, read from the records."""
+        if getattr(self.schedule, "choose", None) is None:
+            return None
+        seen = Seen(self.source.sizes, self.setup.seed)
+        for record in self.history if self.folder is None else self.folder.records():
+            if record["step"] <= self.state.t:
+                seen.take(record)
+        return seen
+
+    def model(self, client: int | None = None) -> nn.Module:
+        """The torch module with the weights of this step, as they are evaluated, or as a client uses them."""
+        return load_model_of(self.setup.task, self.setup.algorithm, self.state, client)
+
+    def judged(self) -> Record:
+        """What this step's model is worth; where clients have models of their own, theirs under names that end in _own."""
+        task, on, state, rule = (
+            self.setup.task,
+            self.options.evaluate_on,
+            self.state,
+            self.setup.algorithm.rule,
+        )
+        kept = state.clients.default
+        shared: Models = state.average
+        if task.whole.size > task.layout.size:
+            if PERSONAL not in kept:  # real clients keep them for themselves
+                return {}
+            shared = partial(models_of, Rule(), state)
+        if rule.apart and kept:
+            return judge(self.engine, task, partial(models_of, rule, state), on, state.t)
+        record = judge(self.engine, task, shared, on, state.t)
+        if kept and rule.own(kept) is not None:
+            own = judge(self.engine, task, partial(models_of, rule, state), on, state.t)
+            record |= {OWN.format(name): value for name, value in own.items()}
+        return record
 
     def _due(self) -> bool:
         """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
@@ -237,7 +299,7 @@ class Run:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
-            record |= judge(self.engine, task, self.state.average, self.options.evaluate_on, t)
+            record |= self.judged()
         return record
 
     def _result(self) -> Result:
@@ -271,6 +333,29 @@ class Run:
             hook(subject)
 
 
+OWN = "{}_own"  # what is said of clients' own models, by the name of what is said of the server's
+
+
+def models_of(rule: Rule, state: State, clients: NDArray[np.int64]) -> Tensor:
+    """The whole models `[m, D]` that clients use: the server's or their own, with their personal parts."""
+    memory = {name: v.to(state.x.device) for name, v in state.clients.get(clients).items()}
+    own = rule.own(memory)
+    shared = state.average.expand(len(clients), -1) if own is None else own
+    return torch.cat([shared, memory[PERSONAL]], 1) if PERSONAL in memory else shared
+
+
+def load_model_of(task: Task, algorithm: Algorithm, state: State, client: int | None) -> nn.Module:
+    """A module with the averaged weights, and the personal parts that clients start with, or with a client's own."""
+    if client is None:
+        own = state.clients.default.get(PERSONAL)
+        x = state.average if own is None else torch.cat([state.average, own.to(state.average)])
+    elif not 0 <= client < task.clients:
+        raise ConfigError(f"there is no client {client}; there are {task.clients} from 0 on")
+    else:
+        x = models_of(algorithm.rule, state, np.array([client]))[0]
+    return task.whole.load(task.module(), x)
+
+
 def simulate(
     task: Task,
     algorithm: Algorithm,
@@ -299,7 +384,7 @@ def simulate(
     often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
-    algorithm.fits(work)
+    algorithm.fits(work, task.whole.size > task.layout.size)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
@@ -322,6 +407,8 @@ def simulate(
     known = folder.config() if folder is not None and folder.exists else None
     if known is not None and engine == "auto":
         engine = known.get("engine", "auto")
+    if engine == "auto" and (algorithm.rule.loop() is not None or task.compares):
+        engine = "in_process(backend='loop')"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)
@@ -352,8 +439,8 @@ def drive(
 
     `here` is what the bits depend on, where they are promised to be the same.
     """
-    x = setup.task.initial(setup.seed)
-    state = State.first(setup.algorithm, setup.task.layout, x, setup.seed, source.real)
+    task, seed = setup.task, setup.seed
+    state = State.first(setup.algorithm, task.layout, task.initial(seed), seed, source.real, task.own(seed))
     run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):
@@ -375,6 +462,7 @@ def resume(
     *,
     task: Task | None = None,
     algorithm: Algorithm | None = None,
+    schedule: Schedule | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
     keep_going: bool | None = None,
@@ -382,7 +470,7 @@ def resume(
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
-    A task or algorithm of your own making must be given again; those that fedbraid can build from
+    A task or algorithm of your own making, or a schedule that chooses by one, must be given again; those that fedbraid can build from
     `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
     says which, and goes on with `accept_other_bits=True`.
     """
@@ -393,7 +481,7 @@ def resume(
             task or task_of(folder, config),
             algorithm or _algorithm_of(folder, config),
             evaluate(config["work"], WORK, "work"),
-            evaluate(config["schedule"], SCHEDULES, "schedule"),
+            schedule or evaluate(config["schedule"], SCHEDULES, "schedule"),
             seed=config["seed"],
             engine=config["engine"],
             out=out,
@@ -431,6 +519,7 @@ SCHEDULES: dict[str, Any] = {
     "bandwidth": clock.bandwidth,
     "devices": clock.devices,
     "availability": clock.availability,
+    **CHOICES,
     **_DURATIONS,
 }
 

@@ -63,11 +63,22 @@ class State:
     gone: tuple[int, ...] = ()  # clients that have left for good
 
     @classmethod
-    def first(cls, algorithm: Algorithm, layout: Layout, x: Tensor, seed: int, real: bool = False) -> State:
+    def first(
+        cls,
+        algorithm: Algorithm,
+        layout: Layout,
+        x: Tensor,
+        seed: int,
+        real: bool = False,
+        own: Vectors | None = None,
+    ) -> State:
+        """Before the first step; `own` is what clients hold of the model themselves."""
         gather, server = algorithm.gather.init(x, layout), algorithm.server.init(x, layout)
         who = Caster(algorithm.downloads, 0, seed, layout, real)
         cast = algorithm.down.open(algorithm.send(x, server, 1), who)
-        rows = Rows({} if real else algorithm.remembers(x, layout))  # real clients remember for themselves
+        rows = Rows(
+            {} if real else {**algorithm.remembers(x, layout), **(own or {})}
+        )  # real clients remember for themselves
         watch = Watch.first(x, layout)
         return cls(0, x, x, gather, server, cast.state, watch, {0: cast.version}, rows)
 

@@ -20,6 +20,7 @@ from fedbraid.data.batches import step_counts
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.errors import Diverged, WireError
 from fedbraid.run.jobs import Replies
+from fedbraid.run.served import Held
 from fedbraid.run.state import State
 from fedbraid.run.tally import Tally
 from fedbraid.schedule import Tick
@@ -53,7 +54,7 @@ def advance(
         info = Info(
             state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
             tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
-            {name: v[None] for name, v in state.sent[state.t].vectors.items()},
+            {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
         u, gather = algorithm.gather.close(acc, state.gather, info)
         new, average, server = two_strokes(algorithm, u, state.server, x, info)

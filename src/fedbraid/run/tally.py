@@ -22,6 +22,7 @@ class Tally:
     def __init__(self, weights: str, step: int) -> None:
         self.kind, self.step = weights, step
         self.clients: list[int] = []
+        self.losses: list[float] = []
         self.staleness: list[NDArray[np.int64]] = []
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
@@ -33,6 +34,7 @@ class Tally:
         self.count += len(reply.clients)
         self.quantised += quantised
         self.clients += reply.clients.tolist()
+        self.losses += reply.loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
         p = up.p(self.kind).double()
         self.weight = _plus(self.weight, p)
@@ -75,6 +77,8 @@ class Tally:
         }
         if self.count:
             record |= {"train_loss": self.train_loss, "lr": self.mean("lr"), "drift": self.drift / self.count}
+        if tick.asked is not None:  # what the next choice is made of
+            record |= {"asked": tick.asked, "losses": self.losses}
         if tick.dropped:
             record["dropped"] = tick.dropped
         stale = np.concatenate(self.staleness) if self.staleness else np.zeros(0, np.int64)

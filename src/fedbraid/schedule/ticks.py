@@ -21,6 +21,7 @@ from fedbraid.core.check import number, plain_numbers, whole
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
 from fedbraid.schedule.availability import Idle, Reachable
+from fedbraid.schedule.choice import Choose, Seen, checked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -39,6 +40,7 @@ class Tick:
     dropped: int = 0  # clients that were asked but came too late
     together: bool = False  # all of them started from this version, and nobody twice
     spans: Floats | None = None  # [senders, 2]: when each began and ended, where a clock says so
+    asked: list[list[int]] | None = None  # who was asked, attempt by attempt, where that was chosen
 
     def without(self, gone: Collection[int]) -> Tick:
         """The tick without clients that have left."""
@@ -79,8 +81,10 @@ class Schedule:
                 f"availability={when!r} says no times; use fb.clock.availability(file or table)"
             )
 
-    def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
-        """One tick per server step; `message` is the bytes down and up, for transfer times."""
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+    ) -> Iterator[Tick]:
+        """One tick per server step; `message` is the bytes down and up, for transfer times, `seen` for choices."""
         raise NotImplementedError
 
     @property
@@ -101,6 +105,7 @@ class Rounds(Schedule):
     that take longer are dropped. A round in which nobody is in time is asked anew. With `sampling="poisson"` each
     client takes part with probability clients/N, by itself: cohorts have any size, and some are empty. With an
     `availability` those are asked who can be reached, fewer where there are fewer; who goes away is not waited for.
+    With `choose` a function says who is asked of these.
     """
 
     clients: int | float | tuple[tuple[int, ...], ...] = 10
@@ -110,9 +115,15 @@ class Rounds(Schedule):
     bandwidth: clock.Link | None = None
     sampling: str = "fixed"
     availability: clock.availability | None = None
+    choose: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "choose", checked(self.choose))
+        if self.choose is not None and (isinstance(self.clients, tuple) or self.sampling != "fixed"):
+            raise ConfigError(
+                "choose= says who is asked, and so do given cohorts or Poisson rounds; leave out one of the two"
+            )
         if self.sampling not in ("fixed", "poisson"):
             raise unknown("sampling", str(self.sampling), ["fixed", "poisson"])
         if self.sampling == "poisson" and (
@@ -159,17 +170,22 @@ class Rounds(Schedule):
             return super().caution(N)
         return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
 
-    def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+    ) -> Iterator[Tick]:
         now = 0.0
+        seen = seen or Seen(np.ones(N, np.int64), seed)
         for step in range(self.steps):
-            clients, took, dropped, spans = self._round(N, seed, step, message, now)
+            clients, took, dropped, spans = self._round(N, seed, step, message, now, seen)
             versions = np.full(len(clients), step, np.int64)
             spans = None if spans is None else spans + now
             now += took
-            yield Tick(step, now, clients, versions, clients, frozenset(), dropped, True, spans)
+            yield Tick(
+                step, now, clients, versions, clients, frozenset(), dropped, True, spans, seen.asked.get(step)
+            )
 
     def _round(
-        self, N: int, seed: int, step: int, message: tuple[float, float], now: float
+        self, N: int, seed: int, step: int, message: tuple[float, float], now: float, seen: Seen
     ) -> tuple[Ints, float, int, Floats | None]:
         """Who hands in, how long the round takes, how many come too late, and each one's span."""
         if isinstance(self.clients, tuple):
@@ -181,16 +197,20 @@ class Rounds(Schedule):
             return fixed, self.durations.mean, 0, None
         if self.sampling == "poisson":
             return self._drawn(N, seed, step, message, now)
-        wanted, waited = self.cohort(N), 0.0
+        cohort, waited = self.cohort(N), 0.0
         limit = math.inf if self.timeout is None else self.timeout
         for attempt in range(1000):
             here, pause = self._here(N, now + waited)
             waited += pause
             there = N if here is None else len(here)
-            asked = rng.generator(seed, "cohort", step, attempt).choice(
-                there, min(there, math.ceil(wanted * self.over)), replace=False
-            )
-            asked = asked if here is None else here[asked]
+            wanted, count = cohort, min(there, math.ceil(cohort * self.over))
+            if self.choose is None:
+                asked = rng.generator(seed, "cohort", step, attempt).choice(there, count, replace=False)
+                asked = asked if here is None else here[asked]
+            else:
+                some = np.arange(N) if here is None else here
+                asked = seen.choose(self.choose, step, attempt, some, count)
+                wanted = min(wanted, len(asked)) if self.over > 1 else len(asked)
             if self._steady and self.over == 1 and self.durations.mean <= limit:  # all at once, and in time
                 return asked, self.durations.mean, 0, None
             took, arrives = self._took(asked, seed, step, attempt, message, now + waited)
@@ -307,7 +327,9 @@ class Buffered(Schedule):
     def asynchronous(self) -> bool:
         return True
 
-    def ticks(self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0)) -> Iterator[Tick]:
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+    ) -> Iterator[Tick]:
         queue = _Queue(self, N, seed, message)
         for step in range(self.steps):
             yield queue.tick(step)
@@ -475,11 +497,14 @@ def rounds(
     durations: clock.Durations | None = None,
     bandwidth: clock.Link | None = None,
     sampling: str = "fixed",
+    choose: Choose | None = None,
     availability: clock.availability | None = None,
 ) -> Rounds:
     """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
 
-    With sampling="poisson" that many take part on average, each by its own draw.
+    With sampling="poisson" that many take part on average, each by its own draw. `choose(step, available, losses)`
+    gives the clients to ask, of those `available`, by each one's last loss, NaN before its first visit; arguments called
+    `wanted` (how many), `sizes`, `visits` (the step of each one's last) and `random` (a counted generator) are given, too.
     """
     if isinstance(clients, Sequence) and not isinstance(clients, str):
         try:
@@ -489,7 +514,15 @@ def rounds(
                 f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
             ) from error
     return Rounds(
-        steps, clients, over, timeout, durations or clock.constant(), bandwidth, sampling, availability
+        steps,
+        clients,
+        over,
+        timeout,
+        durations or clock.constant(),
+        bandwidth,
+        sampling,
+        availability,
+        choose,
     )
 
 

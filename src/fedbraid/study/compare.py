@@ -16,10 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
+from fedbraid.algorithms.personal import alone
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
+from fedbraid.core.names import falls
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure, prepare
@@ -33,6 +36,8 @@ from fedbraid.study import callable_module, flops, stats
 
 FILE = "compare.json"
 FAILED = "failed.json"
+CLIENTS = "clients.json"  # what each client's model is worth to it in the end
+ALONE = "alone"  # the contestant that does not federate
 ENGINE = "in_process(threads=1)"
 
 
@@ -97,6 +102,7 @@ class Comparison:
     target: float | None = None
     failures: dict[str, list[str]] = field(default_factory=dict)  # by contestant
     out: Path | None = None
+    gains: list[Record] = field(default_factory=list)  # a row a contestant, where clients also trained alone
     metric: str = ""  # what they are compared by; the accuracy or the loss unless told
 
     def __post_init__(self) -> None:
@@ -124,6 +130,7 @@ class Comparison:
             "failures": self.failures,
             "out": None if self.out is None else str(self.out),
             "rows": stats.plain(self.rows),
+            **({"gains": self.gains} if self.gains else {}),
         }
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
@@ -158,6 +165,18 @@ class Comparison:
         if not curves:
             raise RunError(f"the runs have no {key} over {axis} to plot; give another metric, such as 'loss'")
         return figure(curves, key, axis, self.target)
+
+    def gained(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows of the table of gains, as text."""
+
+        def say(v: float) -> str:
+            return shown(stats.Interval(v, None, 1), self.metric)
+
+        head = ["", "mean client", "worst tenth", "gain over alone", "least gain", "better off"]
+        return head, [
+            [g["name"], say(g["mean"]), say(g["worst_tenth"]), say(g["gain"]), say(g["gain_worst"]), f"{g['better_off']:.0%}"]
+            for g in self.gains
+        ]  # fmt: skip
 
     def __str__(self) -> str:
         head, rows = self.cells()
@@ -229,16 +248,29 @@ def compare(
     watcher: Watcher | None = None,
     options: Mapping[str, Any] | None = None,
     metric: str | None = None,
+    local: bool = False,
 ) -> Comparison:
     """Run every contestant with every seed, `jobs` at a time, and compare what came of them.
+
+    With `local`, clients also train alone, with the first one's work and as often, and `gains` says what each
+    contestant gives them over that, on their own test shares.
 
     `options` are those of `simulate`, such as `evaluate_every`. `metric` is what they are compared by, one of
     the task's own or "loss"; unless given, the accuracy.
     """
     who = contestants(entries, work, schedule) if isinstance(entries, Mapping) else list(entries)
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    given = dict(options or {})
+    if local and who:
+        if task.test_offsets is None:
+            raise ConfigError(
+                "what clients gain over training alone is seen on their own test shares; give client_tests=, natural ids"
+                " or load(…, test_shares=True)"
+            )
+        who.append(Contestant(ALONE, alone(), who[0].work, who[0].schedule))
+        given["evaluate_on"] = "clients"
     _check(who, numbers, target)
-    grid = Grid(Path(out), task, who, numbers, target, dict(options or {}), _metric(task, metric))
+    grid = Grid(Path(out), task, who, numbers, target, given, _metric(task, metric))
     grid.save()
     grid.run(jobs, watcher)
     return grid.result()
@@ -332,7 +364,7 @@ class Grid:
     def run(self, jobs: int | None, watcher: Watcher | None) -> None:
         """Every cell that is not done yet."""
         cells = self.cells
-        todo = iter([c for c in cells if not c.done and c.failure is None])
+        todo = iter([c for c in cells if not self._done(c) and c.failure is None])
         if watcher is not None:
             watcher.begin(cells)
 
@@ -353,13 +385,46 @@ class Grid:
         with Crew(self._job, jobs) as crew:
             crew.run(lambda: next(todo, None), done, heard, tick)
 
+    @property
+    def local(self) -> bool:
+        """Whether clients also train alone."""
+        return any(c.name == ALONE for c in self.contestants)
+
+    def _done(self, cell: Cell) -> bool:
+        return cell.done and (not self.local or (cell.place / CLIENTS).exists())
+
+    def _gains(self, key: str) -> list[Record]:
+        """By contestant, over seeds: the clients' mean, the worst tenth's, and what they gain over training alone."""
+        if not self.local:
+            return []
+        rows, sign = [], -1 if falls(key) else 1
+        for c in self.contestants:
+            values, more = [], []
+            for cell in (x for x in self.cells if x.contestant is c and x.failure is None):
+                mine = {r["client"]: r[key] for r in Folder(cell.place).read_json(CLIENTS)["clients"]}
+                other = next(x for x in self.cells if x.contestant.name == ALONE and x.seed == cell.seed)
+                lone = {r["client"]: r[key] for r in Folder(other.place).read_json(CLIENTS)["clients"]}
+                values.append(list(mine.values()))
+                more.append([sign * (mine[i] - lone[i]) for i in mine])
+            if not values:
+                continue
+            worst = [sorted(v, reverse=sign < 0)[: max(1, len(v) // 10)] for v in values]
+            flat = [g for some in more for g in some]
+            rows.append({
+                "name": c.name, "mean": fmean(map(fmean, values)), "worst_tenth": fmean(map(fmean, worst)),
+                "gain": fmean(flat), "gain_worst": min(flat), "better_off": sum(g > 0 for g in flat) / len(flat),
+            })  # fmt: skip
+        return rows
+
     def _job(self, cell: Cell, ask: Ask) -> None:
         c = cell.contestant
         logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # say it once
-        simulate(
+        result = simulate(
             self.task, c.algorithm, c.work, c.schedule, seed=cell.seed, engine=ENGINE, out=cell.place,
             callbacks=[_Told(ask)], **self.options,
         )  # fmt: skip
+        if self.local:
+            Folder(cell.place).write_json(CLIENTS, {"clients": result.per_client()})
 
     def result(self) -> Comparison:
         groups, failures = [], {}
@@ -372,9 +437,16 @@ class Grid:
             histories = [list(Folder(cell.place).records()) for cell in cells]
             spent = [flops.by_step(visit, h) for h in histories]
             groups.append(stats.Runs(c.name, [cell.seed for cell in cells], histories, spent))
-        return Comparison(
-            self.task.spec or self.task.name, groups, self.target, failures, self.out, self.metric or ""
+        made = Comparison(
+            self.task.spec or self.task.name,
+            groups,
+            self.target,
+            failures,
+            self.out,
+            metric=self.metric or "",
         )
+        made.gains = self._gains(made.metric)
+        return made
 
 
 class _Told:

@@ -22,6 +22,7 @@ from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster, Sender
+from fedbraid.core.names import PERSONAL
 from fedbraid.core.optim import Adam, RMSProp, SGDm
 from fedbraid.core.rule import Chain, Local, Rule, finished
 from fedbraid.core.work import Work
@@ -75,13 +76,14 @@ def estimate(
     algorithm: Algorithm,
     work: Work,
     crowd: Crowd,
-    buffers: str = "refuse",
     run: Forward = call,
+    whole: Layout | None = None,
 ) -> Cost:
-    """The cost of a round of this algorithm, on this model and with one sample like this."""
-    layout = Layout.of(module, buffers)
-    x = layout.flatten(module)
-    state = State.first(algorithm, layout, x, 0)
+    """The cost of a round of this algorithm, on this model (of this layout, if need be) and with one sample like this."""
+    whole = Layout.of(module) if whole is None else whole
+    layout, everything = whole.shared, whole.flatten(module)
+    x, own = everything[: layout.size], everything[layout.size :]
+    state = State.first(algorithm, layout, x, 0, own={PERSONAL: own} if len(own) else None)
     server = sum(_bytes(tree) for tree in (state.x, state.gather, state.server, state.wire))
     rows = {name: r.row_bytes for name, r in rows_of(state)}
     server += sum(size * crowd.clients for name, size in rows.items() if name != "clients")
@@ -93,7 +95,7 @@ def estimate(
         rows["clients"],
         uploads(algorithm, layout, x, state, crowd),
         downloads(algorithm, layout, x, state, crowd),
-        client_flops(algorithm, work, forward_flops(module, sample, run), layout.size, crowd.samples),
+        client_flops(algorithm, work, forward_flops(module, sample, run), whole.size, crowd.samples),
         steps,
     )
 
@@ -158,7 +160,7 @@ def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samp
     )
     steps = local_steps(work, samples)
     return (
-        seen * both
+        seen * both * (1 + ops.more_gradients)
         + (steps * ops.per_step + ops.per_visit) * parameters
         + ops.full_gradients * samples * both
     )
@@ -171,6 +173,7 @@ class Operations:
     per_step: float
     per_visit: float
     full_gradients: int
+    more_gradients: int = 0  # of a step's batch, besides the first
 
 
 class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -193,17 +196,21 @@ class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def operations(a: Algorithm, work: Work) -> Operations:
     """What a rule computes besides gradients: Table 9 for FedGBO's family, for others counted on 1,000 numbers."""
-    d, full = 1000, []
+    d, full, more = 1000, [], []
     x, one = torch.zeros(d), torch.ones(1, 1)
 
     def full_grad(y: Tensor) -> Tensor:
         full.append(1)
         return torch.ones(1, d)
 
+    def again(y: Tensor) -> Tensor:
+        more.append(1)
+        return torch.ones(1, d)
+
     layout = Layout.from_shapes([("w", (d,))])
     down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout), x, 1).items()}
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
-    loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad)
+    loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad, again)
     g, y = torch.ones(1, d), x[None].clone()
     step, visit = Elements(), Elements()
     with visit:
@@ -228,7 +235,7 @@ def operations(a: Algorithm, work: Work) -> Operations:
     )
     known = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
     per_step = round(step.count / d) + 2 if known is None else known
-    return Operations(per_step + extra, round(visit.count / d), len(full))
+    return Operations(per_step + extra, round(visit.count / d), len(full), len(more))
 
 
 def _links(rule: Rule) -> Iterator[Rule]:

@@ -15,6 +15,7 @@ from fedbraid.parse import evaluate, literal, written
 from fedbraid.run.metrics import Record
 from fedbraid.run.simulate import SCHEDULES
 from fedbraid.schedule import Buffered, Rounds, Schedule
+from fedbraid.schedule.choice import Own
 from fedbraid.schedule.clock import constant, halfnormal
 
 Sections = dict[str, dict[str, Any]]
@@ -73,6 +74,9 @@ def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
             said["per_round"] = clients if whole else schedule.clients
             said |= {"over": schedule.over} if schedule.over != 1 else {}
             said |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
+            if isinstance(schedule.choose, Own):
+                return None
+            said |= {"choose": repr(schedule.choose)} if schedule.choose is not None else {}
             plain: Any = constant()
         case Buffered():
             if not isinstance(schedule.arrivals, str):

@@ -68,8 +68,8 @@ class Native:
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
-        self.size, self.classifies = task.layout.size, task.loss != "mse"
-        self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.layout.buffers
+        self.size, self.classifies = task.whole.size, task.loss != "mse"
+        self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.whole.buffers
         self._compile(ROOM)
         self._looked_at: Tree = None  # a table whose numbers are known to be in range
         self._buffer = torch.empty(0, self.size)
@@ -162,7 +162,7 @@ class Native:
         module = task.module().eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
-        got, _ = self.evaluate(task.layout.flatten(module), x, y)
+        got, _ = self.evaluate(task.whole.flatten(module), x, y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
@@ -223,7 +223,9 @@ def _graph(task: Task) -> Graph:
     for leaf in leaves:
         if not leaf.is_floating_point() and leaf.numel() and int(leaf.max()) >= 2**24:
             raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
-    graph = trace(task.module(), task.layout, tree.numbers(tree.take(task.inputs, slice(1))))
+    if (tail := task.whole.buffers) is not None and tail.stop < task.whole.size:
+        raise Unsupported("personal parts stand behind the running statistics")
+    graph = trace(task.module(), task.whole, tree.numbers(tree.take(task.inputs, slice(1))))
     outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()
     if task.loss == "mse" and wanted != outputs:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")

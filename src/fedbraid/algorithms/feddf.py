@@ -1,0 +1,89 @@
+"""FedDF: ensemble distillation on data of the server's (Lin et al. 2020, Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax, softmax
+
+from fedbraid.algorithms._build import builder
+from fedbraid.core import rng
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import whole
+from fedbraid.core.gather import Gather, Info, Mean, Tree, Uploads
+from fedbraid.core.rates import downhill
+from fedbraid.core.rule import Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
+
+
+@dataclass(frozen=True)
+class Ensemble(Gather):
+    """The mean of updates, and the cohort's models themselves, `[m, d]`, for the server to ask."""
+
+    weights: str = "samples"  # type: ignore[misc]
+
+    @property
+    def _mean(self) -> Mean:
+        return Mean(self.weights)
+
+    def zero(self, x: Tensor) -> Tree:
+        return self._mean.zero(x), ()
+
+    def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+        mean, models = acc
+        return self._mean.add(mean, up, s, x), (*models, up.sent["x"] - up.vectors["delta"])
+
+    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        mean, models = acc
+        u, s = self._mean.close(mean, s, info)
+        return {**u, "models": torch.cat(models)}, s
+
+
+@dataclass(frozen=True)
+class Distil(Transform):
+    """From the averaged model, `steps` Adam steps on KL(mean of the cohort's logits ‖ its own) over the public share."""
+
+    steps: int
+    rate: float
+    batch: int
+
+    def __post_init__(self) -> None:
+        whole("steps", self.steps)
+        whole("batch", self.batch)
+        downhill("rate", self.rate)
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        if info.data is None:  # a rehearsal
+            return u, s
+        student = info.data.module(x - u["delta"]).train()
+        teachers = [info.data.module(m).eval() for m in u["models"]]
+        optimiser = torch.optim.Adam(student.parameters(), self.rate)
+        draw = rng.generator(info.data.seed, "distil", info.t)
+        count = len(next(iter(_leaves(info.data.public[0]))))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rng.key(info.data.seed, "distil", info.t))
+            for _ in range(self.steps):
+                rows = torch.from_numpy(draw.choice(count, min(self.batch, count), replace=False))
+                with torch.no_grad():
+                    said = torch.stack([info.data.outputs(t, rows) for t in teachers]).mean(0)
+                optimiser.zero_grad()
+                own = log_softmax(info.data.outputs(student, rows), 1)
+                kl_div(own, softmax(said, 1), reduction="batchmean").backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+        return {**u, "delta": x - info.layout.flatten(student)}, s
+
+
+def _leaves(tree: Tree) -> list[Tensor]:
+    return (
+        list(tree.values()) if isinstance(tree, dict) else list(tree) if isinstance(tree, tuple) else [tree]
+    )
+
+
+@builder
+def feddf(
+    steps: int = 50, rate: float = 1e-3, batch: int = 64, lr: float = 1.0, weights: str = "samples"
+) -> Algorithm:
+    """FedDF: FedAvg, whose server then distils the cohort's models into the average on the task's public share."""
+    return Algorithm(gather=Ensemble(weights), server=pipeline(Scale(lr), Distil(steps, rate, batch)))

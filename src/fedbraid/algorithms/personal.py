@@ -1,0 +1,173 @@
+"""Clients with models of their own: FedRep (Collins et al. 2021), Ditto (Li et al. 2021), pFedMe (Dinh et al. 2020).
+
+FedPer and LG-FedAvg are FedAvg over a task with `personal=` layers, FedBN over one with `buffers="personal"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedbraid.algorithms._build import builder
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number, whole
+from fedbraid.core.declare import Upload
+from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.layout import Layout
+from fedbraid.core.link import Broadcast, Caster, Direct, Plain, Sender, Sent
+from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeadFirst(Rule):
+    """The first share of a visit's steps moves the personal parts only, the rest the shared ones only (Algorithm 1)."""
+
+    head: float
+
+    def __post_init__(self) -> None:
+        number("head", self.head, "(0, 1)", "leaves one of the two phases out")
+
+    def alone(self, K: Tensor) -> Tensor:
+        if float(K.min()) < 2:
+            raise ConfigError(
+                "a client takes one step a visit, and two phases need two; use more steps or epochs"
+            )
+        return (self.head * K).round().clamp_min(1).minimum(K - 1)
+
+
+@builder
+def fedrep(head: float = 0.5, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """FedRep: in each visit the task's personal parts are trained first, then the shared ones alone."""
+    return Algorithm(HeadFirst(head), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
+class Regularised(Rule):
+    """Ditto: beside y, v_i ← v_i − η(∇f_i(v_i) + λ(v_i − x)) on the same batches, for the client's own use."""
+
+    lam: float
+
+    def __post_init__(self) -> None:
+        number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"v_i": x.clone()}
+
+    def start(self, loc: Local) -> Vectors:
+        return {"v": loc.memory["v_i"]}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        v = s["v"]
+        return g, {**s, "v": v - loc.lr * (loc.grad(v) + self.lam * (v - loc.x))}  # Algorithm 1, line 6
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"v_i": s["v"]}
+
+    def own(self, memory: Vectors) -> Tensor:
+        return memory["v_i"]
+
+
+@builder
+def ditto(lam: float = 0.1, lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """Ditto: FedAvg, and a model of each client's own that is held near the common one with strength `lam`."""
+    return Algorithm(Regularised(lam), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
+class MoreauEnvelope(Rule):
+    """pFedMe: y follows λ(y − θ), where θ ← θ − rate·(∇f_i(θ) + λ(θ − y)), `steps` times from y, is the client's own."""
+
+    lam: float
+    steps: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
+        number("rate", self.rate, "[0, inf)", "steps uphill")
+        whole("steps", self.steps)
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"theta_i": x.clone()}
+
+    def start(self, loc: Local) -> Vectors:
+        return {"theta": loc.memory["theta_i"]}
+
+    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+        theta = y - self.rate * g
+        for _ in range(self.steps - 1):
+            theta = theta - self.rate * (loc.grad(theta) + self.lam * (theta - y))  # line 7
+        return self.lam * (y - theta), {**s, "theta": theta}  # line 8
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"theta_i": s["theta"]}
+
+    def own(self, memory: Vectors) -> Tensor:
+        return memory["theta_i"]
+
+
+@builder
+def pfedme(
+    lam: float = 15.0, steps: int = 5, rate: float = 0.01, lr: float = 1.0, weights: str = "samples"
+) -> Algorithm:
+    """pFedMe: clients' own models are `steps` steps of length `rate` from the common one, which follows them (`lr` is β)."""
+    return Algorithm(MoreauEnvelope(lam, steps, rate), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
+class Alone(Rule):
+    """Every client goes on from where its own last visit ended."""
+
+    apart: ClassVar[bool] = True
+
+    def init(self, x: Tensor) -> Vectors:
+        return {"y_i": x.clone()}
+
+    def begin(self, loc: Local) -> Tensor:
+        return loc.memory["y_i"]
+
+    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+        return {"y_i": loc.x - got["delta"]}
+
+    def own(self, memory: Vectors) -> Tensor:
+        return memory["y_i"]
+
+
+@dataclass(frozen=True)
+class Stay(Transform):
+    """The server's model stays what it was."""
+
+    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+        return {**u, "delta": torch.zeros_like(x)}, s
+
+
+@dataclass(frozen=True)
+class NoUp(Plain):
+    """Nothing is sent up."""
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        sent = super().send(vectors, memory, who)
+        return replace(sent, sizes={name: 0 * size for name, size in sent.sizes.items()})
+
+    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class NoDown(Direct):
+    """Nothing is sent down."""
+
+    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
+        cast = super().send(vectors, s, who)
+        return replace(cast, version=replace(cast.version, sizes=dict.fromkeys(cast.version.sizes, 0)))
+
+
+@builder
+def alone() -> Algorithm:
+    """No federation: each client trains by itself, and nothing travels; what others gain, they gain over this."""
+    return Algorithm(Alone(), server=pipeline(Stay()), up=NoUp(), down=NoDown())

@@ -517,3 +517,44 @@ def test_its_name_builds_it_again():
     assert parts(algorithm_of(a.name)) == parts(a)
     own = fb.private(fb.fedadavr(), clip=2, noise=1.0, where="client")
     assert parts(algorithm_of(own.name)) == parts(own)
+
+
+# Before and while it runs ---------------------------------------------------------------------------------
+
+
+def test_cost_says_noise_epsilon_and_the_rounds_that_a_budget_buys(capsys):
+    import json
+
+    from fedbraid.cli import main
+
+    def cost(*more):
+        words = [
+            "cost",
+            "softmax_regression",
+            "fedavg",
+            "--clients",
+            "100",
+            "--per-round",
+            "10",
+            "--json",
+            *more,
+        ]
+        assert main(words) == 0
+        return json.loads(capsys.readouterr().out)["privacy"]
+
+    event = dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(2.0))
+    spent_20 = spent(pld.PLDAccountant(), event, 20)
+    assert cost("--rounds", "20", "--noise", "2")["epsilon"] == spent_20
+    found = cost("--rounds", "20", "--epsilon", str(spent_20 + 0.003))
+    assert found["noise"] == pytest.approx(2.0, rel=0.01)
+    bought = cost("--rounds", "60", "--noise", "2", "--epsilon", str(spent_20 + 1e-6))
+    assert bought["rounds"] == 20
+    assert bought["epsilons"]["20"] == spent_20
+
+
+def test_the_bar_says_what_was_spent():
+    from fedbraid.run.progress import Bar
+
+    bar = Bar()
+    bar._add({"bytes_up": 1, "bytes_down": 1, "epsilon": 1.234})
+    assert "ε 1.23" in bar._facts()

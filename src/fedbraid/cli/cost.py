@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedbraid.data.call import Forward
     from fedbraid.data.tree import Tree
     from fedbraid.study.cost import Cost, Crowd
+    from fedbraid.study.privacy import Privacy
 
 WINDOW = 80  # characters that a text model reads, as in LEAF
 
@@ -50,6 +51,15 @@ def cost(
     optimizer: o.Optimizer = None,
     momentum: o.Momentum = None,
     weight_decay: o.WeightDecay = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="Privacy: a budget; says the noise that keeps it.")
+    ] = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(help="Privacy: noise in clips; says its ε, or with --epsilon the rounds that it buys."),
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Privacy: δ.")] = 1e-5,
+    rounds: o.Rounds = None,
     paper: Annotated[
         str | None, typer.Option(help="Print a paper's tables beside ours: 'fedgbo' or 'fedadavr'.")
     ] = None,
@@ -67,6 +77,8 @@ def cost(
       fedbraid cost lenet5 "fedadavr(memory='int4')" --clients 100000 --per-round 50
       fedbraid cost mnist scaffold --clients 500 --per-round 5 --epochs 3
       fedbraid cost resnet18_gn "fedpaq(kmeans(4))" --samples 500 --batch 32
+      fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 500 --epsilon 8
+      fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 5000 --epsilon 8 --noise 1.1
       fedbraid cost --paper fedgbo        its Tables 2, 4 and 10 beside ours
       fedbraid cost --paper fedadavr      its Table 3
     """
@@ -92,6 +104,15 @@ def cost(
     shortcuts = cfg.given(clients=clients, partition=partition, model=model)
     module, sample, crowd, run, layout = _subject(what, shortcuts, samples, per_round)
     found = estimate(module, sample, made, work, crowd, run, layout)
+    private = None
+    if epsilon is not None or noise is not None:
+        from fedbraid.study.privacy import foresee
+
+        private = foresee(
+            crowd.clients, crowd.per_round, 100 if rounds is None else rounds, epsilon, noise, delta
+        )
+    elif rounds is not None:
+        raise ConfigError(f"rounds={rounds} count for privacy alone; give --epsilon or --noise with them")
     if json:
         give(
             {
@@ -100,10 +121,13 @@ def cost(
                 **asdict(found),
                 "bytes_up": found.bytes_up,
                 "bytes_down": found.bytes_down,
+                **({} if private is None else {"privacy": {**asdict(private), "epsilon": private.epsilon}}),
             }
         )
     elif not quiet:
         _show(made.name, found, crowd)
+        if private is not None:
+            _show_privacy(private, crowd)
 
 
 def _subject(
@@ -205,6 +229,16 @@ def _show(name: str, found: Cost, crowd: Crowd) -> None:
         f"Server memory for the last update of {crowd.clients:,} clients",
         ["precision", "bytes", ""],
         [[name, format_bytes(size), f"{size:,}"] for name, size in found.server_memory.items()],
+    )
+
+
+def _show_privacy(private: Privacy, crowd: Crowd) -> None:
+    print()
+    table(
+        f"Privacy: noise {private.noise:.3f} keeps {private.rounds:,} Poisson rounds of {crowd.per_round:,} clients"
+        f" at ε = {private.epsilon:.3g}, δ = {private.delta:g}",
+        ["after round", "ε"],
+        [[f"{step:,}", f"{spent:.3g}"] for step, spent in private.epsilons.items()],
     )
 
 

@@ -31,6 +31,7 @@ class Bar:
         self.task: Any = None
         self.up = self.down = self.drawn = 0.0
         self.accuracy: float | None = None
+        self.epsilon: float | None = None  # what a private run has spent
         self.own: dict[str, float] = {}  # the task's own metrics
 
     def start(self, run: Run) -> None:
@@ -60,10 +61,12 @@ class Bar:
         self.up += record["bytes_up"]
         self.down += record["bytes_down"]
         self.accuracy = record.get("accuracy", self.accuracy)
+        self.epsilon = record.get("epsilon", self.epsilon)
         self.own = {name: record.get(name, value) for name, value in self.own.items()}
 
     def _facts(self) -> str:
         own = "".join(f"  {name} {value:.3f}" for name, value in self.own.items())
+        own += "" if self.epsilon is None else f"  ε {self.epsilon:.2f}"
         return f"{format_share(self.accuracy)}{own}  ↑ {format_bytes(self.up)}  ↓ {format_bytes(self.down)}"
 
     def end(self, result: Result) -> None:

@@ -507,3 +507,13 @@ def test_clients_that_remember_are_not_private_where_they_may_come_twice(blobs):
     for a in (fb.feddyn(mu=0.1), fb.fedvarp(held="client"), fb.fedef(fb.codecs.topk(0.5))):
         with pytest.raises(fb.errors.ConfigError, match="may hand in twice within one step"):
             fb.simulate(blobs, fb.private(a, noise=1.0), fb.Work(), fb.buffered(2, buffer=2, concurrency=3))
+
+
+def test_its_name_builds_it_again():
+    from fedbraid.run.simulate import algorithm_of, parts
+
+    a = fb.private(fb.scaffold(lr=0.5), clip="adaptive", epsilon=8.0, scales={"dc": 10.0})
+    assert a.name == "private(scaffold(lr=0.5), clip='adaptive', epsilon=8.0, scales={'dc': 10.0})"
+    assert parts(algorithm_of(a.name)) == parts(a)
+    own = fb.private(fb.fedadavr(), clip=2, noise=1.0, where="client")
+    assert parts(algorithm_of(own.name)) == parts(own)

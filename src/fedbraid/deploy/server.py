@@ -256,9 +256,6 @@ class Fleet:
             **self.trouble.take(),
         }
 
-    def coming(self) -> None:
-        """Nobody knows who will be there."""
-
     def note(self) -> Record:
         return {"roster": self.roster.note(), "time": self.last, "norms": self.bound.note()}
 

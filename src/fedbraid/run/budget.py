@@ -97,8 +97,11 @@ class Spending(Protocol):
     def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
         """For the record of a step; nothing where there is no noise, and so no ε."""
 
-    def ends(self, step: int, coming: Sequence[int] | None) -> bool:
-        """Whether the run ends after a step; `coming` is who would come to the next, None where nobody knows."""
+    def affords(self, coming: Sequence[int]) -> bool:
+        """Whether a step may be taken that these clients come to."""
+
+    def ends(self, step: int) -> bool:
+        """Whether the run ends after this step, whoever would come to the next."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,10 @@ class Budget:
             return {}
         return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(accounted_at(step), self.last))}
 
-    def ends(self, step: int, coming: Sequence[int] | None) -> bool:
+    def affords(self, coming: Sequence[int]) -> bool:
+        return True
+
+    def ends(self, step: int) -> bool:
         return step >= self.last
 
 
@@ -136,7 +142,8 @@ class OwnBudgets:
 
     z: float
     delta: float
-    most: int | None  # visits that a budget allows
+    most: float  # visits that a budget allows
+    cautious: bool  # whether nobody knows who comes next
     visits: Counter[int] = field(default_factory=Counter)
     largest: int = 0
 
@@ -154,13 +161,11 @@ class OwnBudgets:
             return {}
         return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
 
-    def ends(self, step: int, coming: Sequence[int] | None) -> bool:
-        if self.most is None:
-            return False
-        if coming is None:
-            return self.largest >= self.most
-        more = Counter(coming)
-        return any(self.visits[c] + more[c] > self.most for c in more)
+    def affords(self, coming: Sequence[int]) -> bool:
+        return self.cautious or all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
+
+    def ends(self, step: int) -> bool:
+        return self.cautious and self.largest >= self.most
 
 
 # Binding --------------------------------------------------------------------------------------------
@@ -219,7 +224,7 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
 def _bound_own(algorithm: Algorithm, up: OwnNoise, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
     z, most = _afford(up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.visits())
     new = replace(algorithm, up=replace(up, z=z))
-    return new, (OwnBudgets(z, up.delta, None if up.epsilon is None else most),)
+    return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
 
 
 def _check(algorithm: Algorithm, crowd: Crowd) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -41,9 +41,6 @@ class Source(Replies, Protocol):
     def taken(self, tick: Tick) -> Record:
         """What a record says besides, once its step is taken."""
 
-    def coming(self) -> Sequence[int] | None:
-        """Who would come to the next step, None where nobody knows."""
-
     def note(self) -> Record:
         """What is committed with a step, for `ticks` of a run that goes on."""
 
@@ -68,7 +65,6 @@ class Jobs:
         self.stateful = algorithm.stateful(layout)
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
-        self._coming: list[int] | None = None
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -79,26 +75,13 @@ class Jobs:
 
     def ticks(self, run: Run) -> Iterator[Tick]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
-        ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message())
-        for tick in self._ahead(ticks) if run.budgets else ticks:
+        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message()):
             if tick.step >= run.state.t:
                 tick = tick.without(run.state.gone)
             self._opens(tick)
             if tick.step >= run.state.t:
                 yield tick
             self._closes(tick)
-
-    def _ahead(self, ticks: Iterator[Tick]) -> Iterator[Tick]:
-        """The same ticks, each drawn one early, for budgets that end before they are overdrawn."""
-        now = next(ticks, None)
-        while now is not None:
-            then = next(ticks, None)
-            self._coming = [] if then is None else then.clients.tolist()
-            yield now
-            now = then
-
-    def coming(self) -> Sequence[int] | None:
-        return self._coming
 
     def taken(self, tick: Tick) -> Record:
         return {}

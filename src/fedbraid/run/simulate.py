@@ -188,6 +188,9 @@ class Run:
         self._tell("start", self)
         pending: list[Record] = []
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
+            if not all(budget.affords(tick.clients.tolist()) for budget in self.budgets):
+                self._stop(pending)
+                break
             before = self.state.x
             self.state, record = advance(self.setup, self.source, self.state, tick, self.options.keep_going)
             record |= {**self.source.taken(tick), **self._measure(before), **self._left}
@@ -195,8 +198,7 @@ class Run:
                 record |= budget.spent(self.state.t, record["clients"])
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
-            answers += [budget.ends(self.state.t, self.source.coming()) for budget in self.budgets]
-            stop = any(answers)
+            stop = any(answers) or any(budget.ends(self.state.t) for budget in self.budgets)
             self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
@@ -208,6 +210,12 @@ class Run:
             if stop:
                 break
         return self._result()
+
+    def _stop(self, pending: list[Record]) -> None:
+        """End the run where it stands, with what is not yet committed."""
+        self.note = {**self.source.note(), "stopped": self.state.t}
+        if self.checkpoint is not None:
+            self.checkpoint.commit(self.state, pending, self.note)
 
     def model(self) -> nn.Module:
         """The torch module with the weights of this step, as they are evaluated."""

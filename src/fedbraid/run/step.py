@@ -16,7 +16,6 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Info, Uploads
 from fedbraid.core.link import Caster
 from fedbraid.core.rule import Vectors
-from fedbraid.core.work import Work
 from fedbraid.data.batches import step_counts
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.errors import Diverged, WireError
@@ -49,7 +48,7 @@ def advance(
         lr, K, a = (
             (tally.mean(name) for name in ("lr", "K", "a"))
             if tally.count
-            else _on_average(setup.work, state.t, sizes)
+            else _on_average(setup, sizes, state.t)
         )
         info = Info(
             state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
@@ -86,10 +85,10 @@ def advance(
     return state, record
 
 
-def _on_average(work: Work, t: int, sizes: NDArray[np.int64]) -> tuple[float, float, float]:
+def _on_average(setup: Setup, sizes: NDArray[np.int64], t: int) -> tuple[float, float, float]:
     """(rate, steps, effective steps) of the clients that there are, for a step that none of them came to."""
-    K = torch.from_numpy(step_counts(sizes[sizes > 0], work)).double()
-    return work.rate(t), float(K.mean()), float(work.effective(K).mean())
+    K = torch.from_numpy(step_counts(sizes[sizes > 0], setup.work)).double()
+    return setup.work.rate(t), float(K.mean()), float(setup.work.effective(K).mean())
 
 
 def two_strokes(

@@ -123,8 +123,11 @@ def server(repeats: int) -> dict[str, float]:
         costs[f"ms to decode an upload, {codec!r}"] = fastest(
             repeats, lambda c=codec, m=message: [c.decode(m, layout) for _ in range(MANY)], MANY
         )
-    ones, gather = torch.ones(MANY, 1), fb.fedavg().gather
-    uploads = Uploads(np.arange(MANY), {"delta": x}, ones, ones, 0 * ones, ones.double(), x[:1])
+    ones, algorithm = torch.ones(MANY, 1), fb.fedavg()
+    gather = algorithm.gather
+    uploads = Uploads(
+        np.arange(MANY), {"delta": x}, ones, ones, ones, 0 * ones, ones.double(), {"x": x[:1]}, algorithm.gathered
+    )  # fmt: skip
     costs["ms to fold an upload"] = fastest(
         repeats, lambda: gather.add(gather.zero(x[0]), uploads, {}, x[0]), MANY
     )

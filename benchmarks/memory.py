@@ -23,6 +23,7 @@ from speed import LR, WORKLOADS, Stamps
 
 import fedbraid as fb
 from fedbraid.core.gather import Info, Uploads
+from fedbraid.engines.native.swap import hang_in
 from fedbraid.run.checkpoint import Checkpoint, Folder
 from fedbraid.run.state import State
 
@@ -79,9 +80,11 @@ def server_step(known: int, steps: int = 200) -> float:
     for t in range(steps):
         who = draw.choice(known, 5, replace=False)
         start = time.perf_counter()
-        up = Uploads(who, {"delta": delta}, one * 120, one, one * 0, one * 0.01, x[None])
+        up = Uploads(
+            who, {"delta": delta}, one * 120, one * 6, one * 6, one * 0, one * 0.01, {"x": x[None]}, algorithm.gathered
+        )  # fmt: skip
         acc = algorithm.gather.add(algorithm.gather.zero(x), up, gather, x)
-        info = Info(t, 5, known, 120.0 * known, 0.01, 6.0, 0.0, LAYOUT, sizes)
+        info = Info(t, 5, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, LAYOUT, sizes)
         u, gather = algorithm.gather.close(acc, gather, info)
         u, server = algorithm.server.update(u, server, x, info)
         x = x - u["delta"]
@@ -92,6 +95,7 @@ def server_step(known: int, steps: int = 200) -> float:
 def growth(repeats: int = 5) -> None:
     """The server step's time from a thousand to a million known clients."""
     torch.set_num_threads(1)
+    hang_in()  # as every engine does
     few, many = (min(server_step(n) for _ in range(repeats)) for n in (1_000, 1_000_000))
     print(
         f"server step: {1000 * few:.2f} ms at N = 1,000, {1000 * many:.2f} ms at N = 1,000,000: {many / few:.2f} times"
@@ -108,7 +112,7 @@ def fill(folder: str, memory: str | None, clients: int, store: str) -> Checkpoin
     block = torch.randn(100, LAYOUT.size, generator=draw)
     for lo in range(0, clients, 100):
         who = np.arange(lo, min(lo + 100, clients))
-        state.gather["rows"].put(
+        state.gather.rows.put(
             who.tolist(), {"weight": torch.full((len(who), 1), 120.0), "y": block[: len(who)]}
         )
         checkpoint.commit(state, [], {})

@@ -240,20 +240,18 @@ class InProcess:
         return [self.replies.pop(i) for i in ids if i in self.replies]
 
 
-def driven(user, grid, out, **config):
-    """A deployment's server on such a grid, run to its end."""
+def driven(user, grid, out, callbacks=(), **config):
+    """What a deployment's server on such a grid comes to."""
     from flwr.supercore.task_identity import TaskIdentity
 
     from fedbraid.deploy import Project
-    from fedbraid.deploy.server import Driver
+    from fedbraid.deploy.server import serve
 
     TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
     config = {"work": WORK, "nodes": len(grid.nodes), "out": str(out), "poll": 0.01} | config
     grid.config = {key.replace("_", "-"): value for key, value in config.items()}
-    project = Project(user["model"], "cross_entropy", user["load"], user["test"])
-    with Driver(project, project.settings(grid.config), grid) as driver:
-        driver.run()
-    return driver
+    project = Project(user["model"], "cross_entropy", user["load"], user["test"], callbacks=callbacks)
+    return serve(project, project.settings(grid.config), grid)
 
 
 def in_process(user, place, count, mischief=None):

@@ -386,7 +386,7 @@ def test_data(call: Call) -> None:
         (["run", "digits", "fedavg", "--last", "lose"], "'keep', 'drop' or 'fill'"),
         (["run", "digits", "fedavg", "--target", "95"], "is no accuracy"),
         (["run", "digits", "fedavg", "--engine", "pol"], "did you mean 'pool'"),
-        (["run", "digits", "fedavg", "--clients", "0"], "use at least 1"),
+        (["run", "digits", "fedavg", "--clients", "0"], "use a whole number >= 1"),
         (["run", "digits", "fedavg", "--clients", "5000"], "cannot share"),
         (["run", "digits", "fedavg", "--partition", "iidd"], "did you mean 'iid'"),
         (["run", "digits", "fedavg", "--model", "lenet"], "did you mean 'lenet5'"),
@@ -397,7 +397,7 @@ def test_data(call: Call) -> None:
         (["run", "absent.toml"], "absent.toml cannot be read"),
         (["resume", "absent"], "absent is no run folder"),
         (["data", "digits", "--png", "absent/a.png"], "cannot be written"),
-        (["data", "digits", "--partition", "dirichlet(-1)"], "needs alpha > 0"),
+        (["data", "digits", "--partition", "dirichlet(-1)"], "use alpha > 0"),
         (["data", "digits", "--partition", "pachinko()"], "needs coarse labels"),
         (["list", "algos"], "did you mean 'algorithms'"),
     ],
@@ -467,7 +467,7 @@ def test_a_broken_folder_is_refused_and_left_alone(
         (["deploy", "init", "/etc/passwd"], "/etc/passwd"),
         (["deploy", "keys", "secrets", "--nodes", "-1"], "'--nodes'"),
         (["watch", "x" * 300], "File name too long"),
-        (["data", "digits(partition=dirichlet('a'))"], "dirichlet needs alpha > 0, not 'a'"),
+        (["data", "digits(partition=dirichlet('a'))"], "alpha='a' is not a number; use alpha > 0"),
     ],
 )
 def test_paths_and_numbers_that_cannot_be(words: list[str], said: str, call: Call) -> None:
@@ -614,7 +614,7 @@ def test_ctrl_c_at_a_terminal_reaches_every_process(tmp_path: Path) -> None:
 def test_a_run_in_use_is_refused(call: Call, tmp_path: Path) -> None:
     run = process("run", "digits", "fedavg", *LONG, "--rounds", "100000", "-o", "a", cwd=tmp_path)
     try:
-        while not Path("a/metrics.jsonl").exists():
+        while not (metrics := Path("a/metrics.jsonl")).exists() or not metrics.stat().st_size:
             assert run.poll() is None
             time.sleep(0.01)
         refused(call("resume", "a"), "in use by another process")

@@ -265,7 +265,7 @@ def test_command(tmp_path, capsys):
         (["digits", "fedavg", "--seeds", "x"], "no number of seeds"),
         (["digits", "fedavg", "--seeds", "0"], "use a whole number >= 1"),
         (["digits", "fedavg", "--target", "95"], "no accuracy"),
-        (["digits", "fedavg", "--jobs", "0"], "use at least 1"),
+        (["digits", "fedavg", "--jobs", "0"], "jobs=0 runs nothing"),
     ],
 )
 def test_bad_input(arguments, said, tmp_path, capsys, monkeypatch):

@@ -387,7 +387,7 @@ def newcomers(build, name):
         engine.open(setup)
         who = np.array(cohort)
         tick = Tick(t, float(t), who, np.full(2, t), who, frozenset())
-        state, _ = advance(setup, Jobs(a, task.layout, engine, 0), state, tick)
+        state, _ = advance(setup, Jobs(setup, engine), state, tick)
         engine.close()
         mean = state.clients.get(range(N))[name].double().mean(0)
         sent = next(v for k, v in state.sent[t + 1].vectors.items() if k != "x")

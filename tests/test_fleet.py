@@ -288,10 +288,10 @@ def huge(size):
 )
 def test_an_upload_that_no_step_can_be_taken_with_is_refused(algorithm, factor, user, tmp_path):
     grid = in_process(user, tmp_path, 3, huge(1e18))
-    driver = driven(
+    result = driven(
         user, grid, tmp_path / "run", algorithm=algorithm, schedule="rounds(3, clients=3)", norm_factor=factor
     )
-    records = list(driver.folder.records())
+    records = result.history
     assert [r["step"] for r in records] == [1, 2, 3]
     assert not any(1 in r["clients"] for r in records)
     troubles = [t for r in records for t in r.get("trouble", [])]
@@ -360,9 +360,9 @@ def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, user, tmp_pa
         return honest()
 
     grid.get_nodes = nodes
-    driver = driven(user, grid, tmp_path / "run", schedule=schedule, nodes=3, deadline=0.05)
+    result = driven(user, grid, tmp_path / "run", schedule=schedule, nodes=3, deadline=0.05)
     assert seen[59] == 2  # two introductions and no order
-    assert len(list(driver.folder.records())) == 2
+    assert len(result.history) == 2
 
 
 def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
@@ -373,8 +373,8 @@ def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
         return reply
 
     grid = in_process(user, tmp_path, 3, dies)
-    driver = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
-    records = list(driver.folder.records())
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
+    records = result.history
     assert [sorted(r["clients"]) for r in records] == [[0, 1, 2]] * 2
     assert ["started again" in t["why"] for t in records[0]["trouble"]] == [True]
 

@@ -42,7 +42,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_f
 from flwr.supernode.fleet_http_connection import http_request_response
 from safetensors.torch import load_file
 
-from fedbraid.deploy import keys
+from fedbraid.deploy import keys, leaving
 from fedbraid.deploy.project import init
 from fedbraid.deploy.roster import Roster
 from fedbraid.deploy.settings import Settings
@@ -101,13 +101,90 @@ def test_three_nodes_give_the_simulators_numbers(name, fleet, user):
 def test_the_servers_numbers_are_the_simulators(name, user, tmp_path):
     """The same without processes, to the last bit."""
     grid = in_process(user, tmp_path, 3)
-    driver = driven(user, grid, tmp_path / "run", algorithm=EQUAL[name], schedule=ROUNDS, minimum=3)
+    ran = driven(user, grid, tmp_path / "run", algorithm=EQUAL[name], schedule=ROUNDS, minimum=3)
     result, expected = simulated(user, algorithm_from(EQUAL[name]), TWO)
-    deployed, records = load_file(tmp_path / "run" / "model.safetensors"), list(driver.folder.records())
+    deployed, records = load_file(tmp_path / "run" / "model.safetensors"), ran.history
     assert all(torch.equal(deployed[k], v) for k, v in expected.items())
     for key in ("clients", "bytes_up", "bytes_down"):
         assert [r[key] for r in records] == [r[key] for r in result.history]
     assert not any("trouble" in r for r in records)
+
+
+@pytest.mark.quick
+def test_a_deployment_is_watched_and_recorded_as_a_simulation_is(user, tmp_path):
+    class Seen:
+        def __init__(self):
+            self.told = []
+
+        def start(self, run):
+            self.told.append("start")
+
+        def step(self, record, run):
+            self.told.append(record["step"])
+            return record["step"] == 2
+
+        def end(self, result):
+            self.told.append("end")
+
+    seen = Seen()
+    said = {"schedule": "rounds(4, clients=3)", "minimum": 3, "keep_best": True}
+    result = driven(user, in_process(user, tmp_path, 3), tmp_path / "run", (seen,), **said)
+    assert seen.told == ["start", 1, 2, "end"]
+    assert result.state.t == 2
+    simulated_, _ = simulated(user, fb.fedavg(), fb.rounds(4, clients=3))
+    assert set(result.history[0]) == set(simulated_.history[0]) | {"versions", "nodes"}
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    again = driven(user, in_process(user, tmp_path, 3), tmp_path / "run", **said)
+    assert again.state.t == 2  # it had ended, and stays so
+    short = driven(
+        user, in_process(user, tmp_path, 3), tmp_path / "short", patience=1, metric="nodes", **said
+    )
+    assert short.state.t == 2  # as many nodes as before are no improvement
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("algorithm", ["scaffold()", "fedvarp()", "fedvarp(held='client')", "feddyn()"])
+def test_who_leaves_for_good_leaves_nothing_behind(algorithm, user, tmp_path):
+    class Leave:
+        def __init__(self, act):
+            self.act = act
+
+        def step(self, record, run):
+            if record["step"] == 2:
+                self.act(run)
+
+    cohorts = [[0, 1, 2], [0, 1, 2], [0, 2], [2, 0]]
+    pairs = [user["load"]({"share": i}) for i in range(3)]
+    task = fb.Task.from_arrays(user["model"], pairs, user["test"]())
+    alike = fb.simulate(
+        task, algorithm_from(algorithm), eval(WORK, {"Work": fb.Work}), fb.rounds(4, clients=cohorts),
+        engine="in_process", callbacks=[Leave(lambda run: run.leave(1))],
+    )  # fmt: skip
+    say = Leave(lambda run: leaving.name(run.folder, "n1"))
+    said = {"algorithm": algorithm, "schedule": f"rounds(4, clients={cohorts})", "minimum": 2}
+    deployed = driven(user, in_process(user, tmp_path, 3), tmp_path / "run", (say,), **said)
+    assert torch.equal(deployed.x, alike.x)
+    assert deployed.history[2]["left"] == alike.history[2]["left"] == [1]
+    assert leaving.named(Folder(tmp_path / "run")) == []
+
+
+@pytest.mark.quick
+def test_who_cannot_be_asked_leaves_its_share(user, tmp_path):
+    def vanish(node, order, reply):
+        return None if "leave" in order.content["fedbraid"] else reply
+
+    class Leave:
+        def step(self, record, run):
+            if record["step"] == 1:
+                leaving.name(run.folder, "n1")
+
+    grid = in_process(user, tmp_path, 3, vanish)
+    said = {"algorithm": "scaffold()", "schedule": "rounds(30, clients=2)", "deadline": 0.2, "minimum": 2}
+    records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
+    assert [r["left_share"] for r in records if "left" in r] == [[1]]
+    assert all(
+        1 not in r["clients"] for r in records[next(i for i, r in enumerate(records) if "left" in r) :]
+    )
 
 
 @pytest.mark.parametrize(

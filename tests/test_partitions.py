@@ -201,14 +201,14 @@ def test_ten_thousand_clients_take_less_than_a_second(partition):
 
 
 BAD = [
-    (lambda t: fp.iid()(t, 0, 0), "clients=0 is no number of clients"),
+    (lambda t: fp.iid()(t, 0, 0), "clients=0 is not a count"),
     (lambda t: fp.iid()(t, 101, 0), "101 clients cannot share 100 samples"),
-    (lambda t: fp.dirichlet(0.0), "dirichlet needs alpha > 0, not 0.0"),
-    (lambda t: fp.dirichlet(float("nan")), "alpha > 0, not nan"),
-    (lambda t: fp.quantity_skew(-1), "quantity_skew needs alpha > 0, not -1"),
-    (lambda t: fp.pachinko(0.1, 0), "pachinko needs beta > 0"),
-    (lambda t: fp.iid_mix(1.5), r"iid_mix\(1.5\) is no share"),
-    (lambda t: fp.label_chunks(0), r"label_chunks\(0\) gives clients nothing"),
+    (lambda t: fp.dirichlet(0.0), "alpha=0.0 is none of dirichlet's; .*use alpha > 0"),
+    (lambda t: fp.dirichlet(float("nan")), "alpha=nan is none"),
+    (lambda t: fp.quantity_skew(-1), "alpha=-1 is none of quantity_skew's"),
+    (lambda t: fp.pachinko(0.1, 0), "beta=0 is none of pachinko's"),
+    (lambda t: fp.iid_mix(1.5), "share=1.5 of iid_mix is none"),
+    (lambda t: fp.label_chunks(0), "chunks=0 gives clients nothing"),
     (lambda t: fp.label_chunks(3)(t, 50, 0), "50 clients × 3 chunks need 150 samples, not 100"),
     (lambda t: fp.label_chunks(1)(t, 5, 0), "5 chunks cannot hold 10 labels apart"),
     (lambda t: fp.natural()(t, 5, 0), "natural.. needs an id for every sample"),
@@ -218,11 +218,11 @@ BAD = [
     (lambda t: fp.parity_shards()(t, 1, 0), "parity_shards.. has 0 clients for 50 samples with odd labels"),
     (lambda t: fp.parity_shards()(Table(t.labels * 2), 4, 0), "2 clients for 0 samples with odd labels"),
     (lambda t: fp.parse("label_chunk(1)"), "unknown partition 'label_chunk'; did you mean 'label_chunks'"),
-    (lambda t: fp.parse("label_chunks("), "cannot be read; write it like"),
-    (lambda t: fp.parse("label_chunks()"), r"wrong settings; write label_chunks\(chunks\)"),
-    (lambda t: fp.parse("dirichlet(open('x'))"), "cannot be read"),
-    (lambda t: fp.parse("a.b(1)"), "cannot be read"),
-    (lambda t: fp.parse("iid_mix('half')"), "wrong settings"),
+    (lambda t: fp.parse("label_chunks("), "cannot be read; write it as"),
+    (lambda t: fp.parse("label_chunks()"), r"it is called as label_chunks\(chunks\)"),
+    (lambda t: fp.parse("dirichlet(open('x'))"), "unknown argument of dirichlet 'open'"),
+    (lambda t: fp.parse("a.b(1)"), "unknown partition 'b'"),
+    (lambda t: fp.parse("iid_mix('half')"), "share='half' is not a number"),
 ]
 
 

@@ -29,14 +29,84 @@ def evaluate(text: str, names: Names, kind: str) -> Any:
 
 
 def call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name, arguments and keywords of a call with literal arguments; a bare name has none."""
-    node = _tree(str(text), "setting")
+    """Name, arguments and keywords of a call, calls inside it as text; a bare name has none.
+
+    >>> call("rounds(10, clients=5, duration=exponential(3))")
+    ('rounds', [10], {'clients': 5, 'duration': 'exponential(3)'})
+    """
+    name, args, given = written(text)
+    return name, [literal(a) for a in args], {key: literal(v) for key, v in given.items()}
+
+
+def written(text: str) -> tuple[str, list[str], dict[str, str]]:
+    """The same with every argument as it is written."""
+    node = _call(text, "setting")
+    given = {k.arg or "": ast.unparse(k.value) for k in node.keywords}
+    return ast.unparse(node.func), [ast.unparse(a) for a in node.args], given
+
+
+def literal(text: str) -> Any:
+    """The number, list or quoted text that a text stands for, else the text itself.
+
+    >>> literal("0.1"), literal("[1, 2]"), literal("adam")
+    (0.1, [1, 2], 'adam')
+    """
+    try:
+        return ast.literal_eval(text.strip())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
+
+
+def listed(text: str) -> list[Any]:
+    """The items of a list, whose words need no quotes.
+
+    >>> listed("[0.1, adam, 'lamb']")
+    [0.1, 'adam', 'lamb']
+    """
+    node = _tree(text, "list")
+    if not isinstance(node, ast.List):
+        raise ConfigError(f"{text!r} is no list; write one such as [0.01, 0.1]")
+    return [literal(ast.unparse(item)) for item in node.elts]
+
+
+def with_keywords(text: str, extra: Mapping[str, Any], names: Names, kind: str) -> str:
+    """A call of a known name with these keywords set, as text."""
+    node = _call(text, kind)
+    name = ast.unparse(node.func)
+    if name not in names:
+        raise unknown(kind, name, names)
+    parameters = inspect.signature(names[name]).parameters
+    for key in extra:
+        if key not in parameters:
+            raise unknown(f"keyword of {name}", key, parameters)
+    kept = [k for k in node.keywords if k.arg not in extra]
+    new = [ast.keyword(k, _argument(v, str(parameters[k].annotation), k)) for k, v in extra.items()]
+    return ast.unparse(ast.Call(node.func, node.args, kept + new))
+
+
+def _argument(value: Any, annotation: str, key: str) -> ast.expr:
+    """A value as it stands in a call: text is a codec or an algorithm where the parameter wants one."""
+    if not isinstance(value, str) or ("str" in annotation and literal(value) is value):
+        value = repr(value)
+    word = value.isidentifier() and literal(value) is value
+    if word and "Codec" not in annotation and "Algorithm" not in annotation:
+        raise ConfigError(f"{key}={value} is no number; write one, such as {key}=0.01")
+    try:
+        return ast.parse(str(value), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={value} cannot be read; write a number, a word or a call such as int8()"
+        ) from error
+
+
+def _call(text: str, kind: str) -> ast.Call:
+    """The outermost call of a text, a bare name being one without arguments."""
+    node = _tree(text, kind)
     if isinstance(node, ast.Name):
-        return node.id, [], {}
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ConfigError(f"{text!r} is not of the form name(key=value)")
-    args = [_value(a, {}, "value") for a in node.args]
-    return node.func.id, args, {k.arg or "": _value(k.value, {}, "value") for k in node.keywords}
+        return ast.Call(node, [], [])
+    if not isinstance(node, ast.Call) or _called(node.func) is None:
+        raise _unreadable(text, kind)
+    return node
 
 
 def _tree(text: str, kind: str) -> ast.expr:
@@ -88,6 +158,12 @@ def _called(func: ast.expr) -> str | None:
     return words[-1] if all(w.isidentifier() for w in words) else None
 
 
+def _takes(signature: inspect.Signature) -> str:
+    """What a call takes, without its types."""
+    known = signature.parameters.values()
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in known)
+
+
 def _made(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind: str) -> Any:
     if name not in names:
         raise unknown(kind, name, names)
@@ -103,5 +179,5 @@ def _made(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"{name}: {error}; it is called as {name}{signature}") from error
+        raise ConfigError(f"{name}: {error}; it is called as {name}({_takes(signature)})") from error
     return make(*args, **kwargs)

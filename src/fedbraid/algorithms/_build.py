@@ -74,9 +74,3 @@ def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
     if not fits:
         raise ConfigError(f"{call} got {parameter.name}={value!r}; give it {said}")
     return value
-
-
-def not_negative(name: str, value: float, why: str) -> None:
-    """Refuse a setting below zero."""
-    if not value >= 0:
-        raise ConfigError(f"{name}={value} {why}; use {name} >= 0")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder, not_negative
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import Info, Mean, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
-from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AdaptiveBias(Rule):
     progressive: bool = False
 
     def __post_init__(self) -> None:
-        not_negative("mu", self.mu, "pushes clients away from the model")
+        number("mu", self.mu, "[0, inf)", "pushes clients away from the model")
 
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1)}
@@ -64,8 +64,7 @@ class AdaptiveServer(Transform):
     beta: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ConfigError(f"beta={self.beta} makes the estimate grow without bound; use 0 <= beta <= 1")
+        number("beta", self.beta, "[0, 1]", "makes the estimate grow without bound")
 
     def init(self, x: Tensor, layout: Layout) -> Estimate:
         return Estimate(torch.zeros_like(x))

@@ -8,8 +8,9 @@ such as at 1, where FedGBO's authors start their baselines.
 
 from __future__ import annotations
 
-from fedbraid.algorithms._build import PLAIN, builder, not_negative
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number
 from fedbraid.core.gather import Mean
 from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Optimise, TrustRatio, Yogi
 from fedbraid.core.transform import Scale, Transform, pipeline
@@ -22,7 +23,7 @@ def _moments(variant: str, eps: float, v0: float | None) -> tuple[float, bool]:
         raise ConfigError(f"variant={variant!r} is not known; use 'reddi' or 'corrected'")
     reddi = variant == "reddi"
     start = (eps * eps if reddi else 0.0) if v0 is None else v0
-    not_negative("v0", start, "is no second moment")
+    number("v0", start, "[0, inf)", "is no second moment")
     return start, not reddi
 
 

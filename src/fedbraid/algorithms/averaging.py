@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder, not_negative
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number
 from fedbraid.core.declare import DELTA, Upload
 from fedbraid.core.gather import Info, Mean, Tree, Uploads
 from fedbraid.core.optim import Momentum, Optimise
@@ -36,7 +37,7 @@ class Proximal(Rule):
     mu: float
 
     def __post_init__(self) -> None:
-        not_negative("mu", self.mu, "pushes clients away from the model")
+        number("mu", self.mu, "[0, inf)", "pushes clients away from the model")
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
         return g + self.mu * (y - loc.x), s

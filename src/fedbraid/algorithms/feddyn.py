@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder, not_negative
+from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.scaffold import Total
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number
 from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Info, Mean, Uploads
 from fedbraid.core.layout import Layout
@@ -24,7 +25,7 @@ class DynamicRegulariser(Rule):
     mu: float
 
     def __post_init__(self) -> None:
-        not_negative("mu", self.mu, "pushes clients away from the model")
+        number("mu", self.mu, "[0, inf)", "pushes clients away from the model")
 
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Download
 from fedbraid.core.gather import Info, Mean
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
-from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class HeavyBall(Rule):
     beta: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise ConfigError(f"beta={self.beta} never forgets; use 0 <= beta < 1")
+        number("beta", self.beta, "[0, 1)", "never forgets")
 
     def plain_steps(self) -> bool:
         return True

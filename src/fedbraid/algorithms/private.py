@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
@@ -46,8 +47,8 @@ class Clipped(Up):
     def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
         return self.link.remembers(declared, layout)
 
-    def quantises(self, client: int) -> bool:
-        return self.link.quantises(client)
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        return self.link.quantised(clients)
 
     def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
         return self.link.size(declared, layout)

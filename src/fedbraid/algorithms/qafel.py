@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.algorithms._build import PLAIN, builder
@@ -107,10 +109,13 @@ class HiddenState(Down):
             del kept[min(kept)]
         return kept
 
-    def charge(self, versions: list[Version], memory: Vectors) -> tuple[Sizes, Vectors]:
+    def charge(
+        self, versions: Mapping[int, Version], fetched: NDArray[np.int64], memory: Vectors
+    ) -> tuple[Sizes, Vectors]:
         """The packets that clients missed, or the whole state where that is less."""
-        upto = np.array([v.upto for v in versions], np.int64)
-        whole = np.array([v.whole for v in versions], np.int64)
+        which, at = np.unique(fetched, return_inverse=True)
+        upto = np.array([versions[int(v)].upto for v in which], np.int64)[at]
+        whole = np.array([versions[int(v)].whole for v in which], np.int64)[at]
         had = memory["synced"][:, 0].cpu().numpy()
         cost = np.where(had < 0, whole, np.minimum(upto - had, whole))
         return {"x": cost}, {"synced": torch.from_numpy(upto)[:, None]}

@@ -10,11 +10,11 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.scaffold import ControlVariate
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number
 from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Mean, Uploads
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
-from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class ScaledVariates(Rule):
     alpha: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise ConfigError(f"alpha={self.alpha} is no share of the change; use 0 < alpha <= 1")
+        number("alpha", self.alpha, "(0, 1]", "is no share of the change")
 
     def uploads(self) -> tuple[Upload, ...]:
         return (Upload("dc", uniform=True, scale=1.0),)

@@ -5,16 +5,16 @@ A configuration is a dict of sections; options override a file, and keys that no
 
 from __future__ import annotations
 
-import ast
-import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedbraid.files as files
+from fedbraid.core.check import number
 from fedbraid.errors import ConfigError, unknown
+from fedbraid.parse import literal, with_keywords
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -45,7 +45,7 @@ DEFAULT_ROUNDS, DEFAULT_PER_ROUND = 100, 10
 
 
 @dataclass(frozen=True)
-class Plan:
+class Prepared:
     """What `fb.simulate` is called with."""
 
     task: Task
@@ -113,18 +113,18 @@ def merge(file: Config, options: Config) -> Config:
     return merged
 
 
-def plan(config: Config) -> Plan:
+def plan(config: Config) -> Prepared:
     """Everything built and checked, nothing yet run."""
     run = dict(config["run"])
     target = run.pop("target", None)
-    if target is not None and (not isinstance(target, int | float) or not 0 < target <= 1):
-        raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
+    if target is not None:
+        number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
     run.pop("out", None)
     algorithm = algorithm_of(config["algorithm"])
     schedule = schedule_of(config["schedule"])
     name, settings = task_call(config["task"])
     work = work_of(on_top(start_of_work(name, algorithm), config["work"]))
-    return Plan(_load(name, settings), algorithm, work, schedule, run, target)
+    return Prepared(_load(name, settings), algorithm, work, schedule, run, target)
 
 
 # Sections -----------------------------------------------------------------------------------------
@@ -181,13 +181,17 @@ def _saying(word: str) -> Callable[[], str]:
 
 def algorithm_of(section: Section) -> Algorithm:
     """The algorithm of `name = "fedadavr(lr=0.01)"` with further keywords on the outermost call."""
+    from fedbraid import algorithms
     from fedbraid.run.simulate import algorithm_of
 
     rest = dict(section)
     text = str(rest.pop("name"))
     if files.names_file(text):
-        return algorithm_of(_told(text, {k: _literal(v) for k, v in rest.items()}))
-    return algorithm_of(_with_keywords(text, rest) if rest else text)
+        return algorithm_of(
+            _told(text, {k: literal(v) if isinstance(v, str) else v for k, v in rest.items()})
+        )
+    makers = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
+    return algorithm_of(with_keywords(text, rest, makers, "algorithm") if rest else text)
 
 
 def _told(text: str, settings: Section) -> str:
@@ -197,62 +201,6 @@ def _told(text: str, settings: Section) -> str:
     if text.rstrip().endswith(")"):
         raise ConfigError(f"{text} has its arguments already; write {', '.join(settings)} in its brackets")
     return f"{text}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
-
-
-def _literal(value: Any) -> Any:
-    return ast.literal_eval(value) if isinstance(value, str) and _is_literal(value) else value
-
-
-def _with_keywords(text: str, extra: Mapping[str, Any]) -> str:
-    """A call with these keywords set, as text."""
-    from fedbraid import algorithms
-    from fedbraid.parse import evaluate
-
-    try:
-        node: ast.expr = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        evaluate(text, {}, "algorithm")  # says what is wrong
-        raise
-    if isinstance(node, ast.Name):
-        node = ast.Call(node, [], [])
-    makers = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in makers:
-        raise unknown("algorithm", ast.unparse(node.func) if isinstance(node, ast.Call) else text, makers)
-    parameters = inspect.signature(makers[node.func.id]).parameters
-    kept = [k for k in node.keywords if k.arg not in extra]
-    for key, value in extra.items():
-        if key not in parameters:
-            raise unknown(f"keyword of {node.func.id}", key, parameters)
-        kept.append(ast.keyword(key, _argument(value, str(parameters[key].annotation), key)))
-    return ast.unparse(ast.Call(node.func, node.args, kept))
-
-
-def _argument(value: Any, annotation: str, key: str) -> ast.expr:
-    """A value as it stands in a call: text is a codec or an algorithm where the parameter wants one."""
-    text = value if isinstance(value, str) else repr(value)
-    if isinstance(value, str) and "str" in annotation and not _is_literal(value):
-        text = repr(value)
-    if (
-        text.isidentifier()
-        and "Codec" not in annotation
-        and "Algorithm" not in annotation
-        and not _is_literal(text)
-    ):
-        raise ConfigError(f"{key}={value} is no number; write one, such as {key}=0.01")
-    try:
-        return ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{key}={value} cannot be read; write a number, a word or a call such as int8()"
-        ) from error
-
-
-def _is_literal(text: str) -> bool:
-    try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return False
-    return True
 
 
 def keywords(pairs: list[str]) -> Section:

@@ -13,6 +13,7 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import papers
 from fedbraid.cli.show import Json, Quiet, facts, give, table
+from fedbraid.core.check import number, whole
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.run.metrics import format_bytes, format_count
 
@@ -116,7 +117,7 @@ def _subject(
 
     name, args, settings = what, list[Any](), dict[str, Any]()
     if not files.names_file(what):
-        name, args, settings = call(what) if "partition" not in what else (what.partition("(")[0], [], {})
+        name, args, settings = call(what)
     if name not in models.names():
         if not files.names_file(what):
             _known(name)
@@ -139,8 +140,9 @@ def _subject(
                 f"{key}={shortcuts[key]!r} goes with a task, and {name} is a model; leave it out"
             )
     clients = shortcuts.get("clients", 100)
-    if clients < 1 or (samples is not None and not samples > 0):
-        raise ConfigError(f"clients={clients} and samples={samples} must be positive; use at least 1")
+    whole("clients", clients)
+    if samples is not None:
+        number("samples", samples, "(0, inf)", "leaves nothing to train on")
     module, sample = _model(name, settings)
     crowd = Crowd(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
     return module, sample, crowd, calling.call

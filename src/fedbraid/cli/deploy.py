@@ -9,6 +9,7 @@ import typer
 
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.errors import ConfigError
+from fedbraid.parse import literal
 from fedbraid.run.metrics import format_bytes, format_share
 
 if TYPE_CHECKING:
@@ -267,6 +268,27 @@ def check(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Js
 
 
 @app.command()
+def leave(
+    folder: Annotated[Path, typer.Argument(help="The run's folder, where the server runs.")],
+    name: Annotated[str, typer.Argument(help="The node's name, as `deploy status` shows it.")],
+) -> None:
+    """Let a client leave a run for good: what the server remembers of it goes before the next step.
+
+    Where clients hold their own memory, the node is asked for the negative of its share; if it does not answer
+    within the run's deadline, the share stays, and the step's record says so (left_share).
+
+    \b
+    Example:
+      fedbraid deploy leave runs/fleet clinic-2
+    """
+    from fedbraid.deploy import leaving
+    from fedbraid.run.checkpoint import Folder
+
+    leaving.name(Folder(folder), name)
+    typer.echo(f"{name} will have left when the server takes its next step")
+
+
+@app.command()
 def status(
     keys: Keys,
     control: Control = CONTROL,
@@ -347,20 +369,11 @@ class View:
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:
-    """KEY=VALUE as the configuration has it: numbers where they are numbers, else text."""
+    """KEY=VALUE as the configuration has it: numbers and true or false where they are, else text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"{pair!r} is not of the form KEY=VALUE")
-        settings[key] = _number(value)
+        settings[key] = {"true": True, "false": False}.get(value, literal(value))
     return settings
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -11,7 +11,7 @@ import typer
 from fedbraid.cli.options import AcceptOtherBits, KeepGoing
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet
-from fedbraid.errors import ConfigError
+from fedbraid.core.check import number
 
 if TYPE_CHECKING:
     from fedbraid.run.simulate import Result
@@ -76,8 +76,7 @@ def _changed(
 ) -> Asked:
     """What was asked with what is asked now on top."""
     if target is not None:
-        if not 0 < target <= 1:
-            raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
+        number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
         asked = replace(asked, target=target)
     if track is not None:
         asked = replace(asked, track=None if track == "none" else track)

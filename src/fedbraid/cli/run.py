@@ -143,7 +143,7 @@ def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Confi
     return cfg.merge({}, sections)
 
 
-def _simulate(plan: cfg.Plan, place: Path, callbacks: list[Any]) -> Result:
+def _simulate(plan: cfg.Prepared, place: Path, callbacks: list[Any]) -> Result:
     from fedbraid.run.simulate import simulate
 
     return simulate(
@@ -220,11 +220,9 @@ class Asked:
         found: list[Any] = [self] if self.target is None else [self, Target(self.target)]
         if self.track is None and self.patience is None and not self.keep_best:
             return found
-        from fedbraid.run import callbacks as c
+        from fedbraid.run.callbacks import watching
 
-        found += [] if self.track is None else c.trackers(self.track)
-        found += [] if self.patience is None else [c.EarlyStopping(self.patience)]
-        return [*found, c.KeepBest()] if self.keep_best else found
+        return found + watching(self.track, self.patience, self.keep_best)
 
     def start(self, run: Run) -> None:
         assert run.folder is not None

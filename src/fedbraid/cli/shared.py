@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import fedbraid.files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.errors import ConfigError, unknown
+from fedbraid.parse import literal
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -97,13 +97,6 @@ def settings(words: list[str]) -> Iterator[tuple[str, Any]]:
         if not equals or not key or not text:
             raise ConfigError(f"{word!r} is not of the form key=value, such as lr=0.1")
         yield key.strip(), literal(text.strip())
-
-
-def literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def words(text: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,16 +137,11 @@ def _pair(word: str) -> tuple[str, str]:
 
 def parse_space(key: str, text: str) -> Choice | Range:
     """`[0.01, 0.1]`, `[adam, lamb]`, `log(0.001, 1)`, `uniform(0, 0.9)`, `integer(1, 5)`."""
-    from fedbraid.parse import evaluate
+    from fedbraid.parse import evaluate, listed
     from fedbraid.study.sweep import Choice, integer, log, uniform
 
     if text.startswith("["):
-        try:
-            node = ast.parse(text, mode="eval").body
-        except SyntaxError as error:
-            raise ConfigError(f"{key}={text} cannot be read; write a list such as [0.01, 0.1]") from error
-        values = node.elts if isinstance(node, ast.List) else []
-        return Choice(tuple(shared.literal(ast.unparse(v)) for v in values))
+        return Choice(tuple(listed(text)))
     made = evaluate(text, {"log": log, "uniform": uniform, "integer": integer}, "space")
     if isinstance(made, int | float | str):
         raise ConfigError(f"{key}={text} is one value, not a space; write [{text}] or log(low, high)")

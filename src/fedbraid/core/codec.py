@@ -63,9 +63,9 @@ class Codec:
         """The codec this client uses."""
         return self
 
-    def quantises(self, client: int) -> bool:
-        """Whether this client's messages lose precision."""
-        return not self.lossless
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        """How many of these clients' messages lose precision."""
+        return 0 if self.lossless else len(clients)
 
     def size(self, layout: Layout) -> int | None:
         """The length of a message in bytes, where it does not depend on the values."""

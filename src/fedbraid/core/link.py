@@ -82,9 +82,9 @@ class Up:
         """What it makes a client remember before its first upload."""
         return {}
 
-    def quantises(self, client: int) -> bool:
-        """Whether this client's uploads lose precision."""
-        return self.codec.quantises(client)
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        """How many of these clients' uploads lose precision."""
+        return self.codec.quantised(clients)
 
     def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
         """A block's uploads, as the server will decode them."""
@@ -243,8 +243,10 @@ class Down:
         """The next version."""
         raise NotImplementedError
 
-    def charge(self, versions: list[Version], memory: Vectors) -> tuple[Sizes, Vectors]:
-        """(bytes by name, what the clients then remember) of clients that fetch these versions, one each."""
+    def charge(
+        self, versions: Mapping[int, Version], fetched: NDArray[np.int64], memory: Vectors
+    ) -> tuple[Sizes, Vectors]:
+        """(bytes by name, what the clients then remember) of clients that fetched these of the versions."""
         raise NotImplementedError
 
     def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
@@ -280,9 +282,12 @@ class Direct(Down):
         message = as_tensor(bundle(frames)) if who.real else None
         return Broadcast(Version({name: c.means for name, c in cast.items()}, sizes, message=message), s)
 
-    def charge(self, versions: list[Version], memory: Vectors) -> tuple[Sizes, Vectors]:
-        names = versions[0].sizes
-        return {name: np.array([v.sizes[name] for v in versions], np.int64) for name in names}, {}
+    def charge(
+        self, versions: Mapping[int, Version], fetched: NDArray[np.int64], memory: Vectors
+    ) -> tuple[Sizes, Vectors]:
+        which, at = np.unique(fetched, return_inverse=True)
+        each = [versions[int(v)].sizes for v in which]
+        return {name: np.array([sizes[name] for sizes in each], np.int64)[at] for name in each[0]}, {}
 
     def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
         assert newest.message is not None
@@ -354,6 +359,26 @@ def unbundle(message: bytes, names: Iterable[str], layout: Layout) -> dict[str, 
     if list(frames) != names:
         raise WireError(f"message carries {list(frames)}, not {names}; run the same algorithm on both sides")
     return frames
+
+
+def as_message(vectors: Vectors, layout: Layout) -> bytes:
+    """Vectors as wide as the model, or of a few numbers, as one message that loses nothing."""
+    plain = {name: v.reshape(-1) for name, v in vectors.items()}
+    return bundle(
+        {
+            name: Identity().encode(v, layout, 0) if len(v) == layout.size else encode_scalars(v)
+            for name, v in plain.items()
+        }
+    )
+
+
+def from_message(message: bytes, widths: Mapping[str, int], layout: Layout) -> Vectors:
+    """The vectors of such a message, which must be of these names and widths."""
+    frames = unbundle(message, widths, layout)
+    return {
+        name: Identity().decode(frames[name], layout) if w == layout.size else decode_scalars(frames[name], w)
+        for name, w in widths.items()
+    }
 
 
 def add_overhead(sizes: dict[str, Any]) -> None:

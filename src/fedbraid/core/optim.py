@@ -16,11 +16,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fedbraid.core.check import number
 from fedbraid.core.gather import Info, Tree
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Transform
-from fedbraid.errors import ConfigError, unknown
+from fedbraid.errors import unknown
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,8 @@ class Optimiser:
     def __post_init__(self) -> None:
         for name in ("beta", "beta1", "beta2"):
             value = getattr(self, name, 0.0)
-            if not 0 <= value < 1:
-                raise ConfigError(f"{name}={value} is no decay rate; use 0 <= {name} < 1")
-        if getattr(self, "eps", 1.0) <= 0:
-            raise ConfigError(f"eps={getattr(self, 'eps', None)} may divide by zero; use eps > 0")
+            number(name, value, "[0, 1)", "is no decay rate")
+        number("eps", getattr(self, "eps", 1.0), "(0, inf)", "may divide by zero")
 
     def init(self, x: Tensor) -> Vectors:
         """The statistics before the first step."""
@@ -73,8 +72,7 @@ class Momentum(Optimiser):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise ConfigError(f"momentum={self.beta} never forgets; use 0 <= momentum < 1")
+        number("momentum", self.beta, "[0, 1)", "never forgets")
 
     def init(self, x: Tensor) -> Vectors:
         return {"b": torch.zeros_like(x)}
@@ -234,8 +232,7 @@ class Optimise(Transform):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.weight_decay < 0:
-            raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
+        number("weight_decay", self.weight_decay, "[0, inf)", "makes weights grow")
 
     def init(self, x: Tensor, layout: Layout) -> Tracked:
         return Tracked(0, self.optimiser.init(x))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedbraid.core.check import plain_numbers, whole
-from fedbraid.errors import ConfigError
+from fedbraid.core.check import number, plain_numbers, whole
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,9 @@ class cosine(Rate):
         plain_numbers(self)
         downhill("lr", self.lr)
         whole("steps", self.steps)
-        if not isinstance(self.warmup, int) or not 0 <= self.warmup < self.steps:
-            raise ConfigError(
-                f"warmup={self.warmup!r} leaves nothing of {self.steps} steps; use 0 <= warmup < steps"
-            )
-        if isinstance(self.least, bool | str) or not 0 <= self.least <= self.lr:
-            raise ConfigError(f"least={self.least!r} is not below lr={self.lr}; use 0 <= least <= lr")
+        whole("warmup", self.warmup, 0)
+        number("warmup", self.warmup, f"[0, {self.steps})", f"leaves nothing of {self.steps} steps")
+        number("least", self.least, f"[0, {self.lr}]", "is not below lr")
 
     def __call__(self, version: int) -> float:
         if version < self.warmup:
@@ -65,7 +61,4 @@ class cosine(Rate):
 
 def downhill(name: str, value: object) -> None:
     """Refuse what is not a finite number above 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a number; give one")
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value} does not train; use {name} > 0")
+    number(name, value, "(0, inf)", "does not train")

@@ -3,16 +3,15 @@ what is subtracted for the next round comes last."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import Info, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
-from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ class Scale(Transform):
     lr: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"server lr={self.lr} does not step downhill; use lr > 0")
+        number("server lr", self.lr, "(0, inf)", "does not step downhill")
 
     def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
         return (u, s) if self.lr == 1 else ({**u, "delta": self.lr * u["delta"]}, s)

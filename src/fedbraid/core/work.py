@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedbraid.core.check import plain_numbers, whole
+from fedbraid.core.check import number, plain_numbers, whole
 from fedbraid.core.optim import LOCAL, Optimiser, named
 from fedbraid.core.rates import Rate, cosine, downhill, warmup
 from fedbraid.errors import ConfigError
@@ -53,14 +52,8 @@ class Work:
         for name in ("lr_decay", "clip"):
             if name == "lr_decay" or self.clip is not None:
                 downhill(name, getattr(self, name))
-        for name in ("momentum", "weight_decay"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, str | bool):
-                raise ConfigError(f"{name}={value!r} is not a number; give one")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum} never forgets; use 0 <= momentum < 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"weight_decay={self.weight_decay} makes weights grow; use weight_decay >= 0")
+        number("momentum", self.momentum, "[0, 1)", "never forgets")
+        number("weight_decay", self.weight_decay, "[0, inf)", "makes weights grow")
         if self.replace and self.batch is None:
             raise ConfigError("replace=True draws batches, and batch=None is the full local set; give batch=")
         if self.last not in ("keep", "drop", "fill"):
@@ -106,6 +99,8 @@ class Work:
     def effective(self, K: Tensor) -> Tensor:
         """a: how many plain steps go as far as K steps with this momentum; K itself where steps are not plain."""
         rho = self.momentum
+        if not rho:
+            return K
         return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedbraid.core.check import number
 from fedbraid.errors import ConfigError
 
 
@@ -74,8 +75,7 @@ class CropJitter:
 
     def __post_init__(self) -> None:
         _check_per(self.per)
-        if not 0 <= self.strength < 1:
-            raise ConfigError(f"CropJitter(strength={self.strength}) turns colours over; use 0 to below 1")
+        number("strength", self.strength, "[0, 1)", "turns colours over")
 
     def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
         x = crop(Flip()(x, draws), draws[:, 1:3], self.size, self.size)

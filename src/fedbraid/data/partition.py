@@ -7,15 +7,16 @@ client, with `parity_shards(copies=2)` to two; only `natural` asked for fewer cl
 
 from __future__ import annotations
 
-import ast
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.errors import ConfigError, unknown
+from fedbraid.core.check import number, whole
+from fedbraid.errors import ConfigError
+from fedbraid.parse import evaluate
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -45,8 +46,7 @@ class Partition:
         """
         if not isinstance(table, Table):
             table = Table(np.asarray(table))
-        if not isinstance(clients, int | np.integer) or clients < 1:
-            raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
+        whole("clients", clients)
         if clients > len(table):
             raise ConfigError(
                 f"{clients} clients cannot share {len(table)} samples; use at most that many clients"
@@ -79,10 +79,7 @@ class iid_mix(Partition):
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share < 1:
-            raise ConfigError(
-                f"iid_mix({self.share}) is no share; use 0 (one label each) to below 1, or iid()"
-            )
+        number("share", self.share, "[0, 1)", "of iid_mix is none, or all of it, which is iid()")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         order = gen.permutation(len(table))
@@ -107,7 +104,7 @@ class dirichlet(Partition):
     balanced: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        _positive("dirichlet", "alpha", self.alpha)
+        number("alpha", self.alpha, "(0, inf)", "is none of dirichlet's; small is uneven, large is even")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         labels, fine = np.unique(table.labels, return_inverse=True)
@@ -133,8 +130,7 @@ class label_chunks(Partition):
     chunks: int
 
     def __post_init__(self) -> None:
-        if self.chunks < 1:
-            raise ConfigError(f"label_chunks({self.chunks}) gives clients nothing; use at least 1 chunk each")
+        whole("chunks", self.chunks, why="gives clients nothing")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         return _by_owner(_chunk_owners(table.labels, clients, self.chunks, gen), clients)
@@ -169,8 +165,8 @@ class pachinko(Partition):
     beta: float = 10.0
 
     def __post_init__(self) -> None:
-        _positive("pachinko", "alpha", self.alpha)
-        _positive("pachinko", "beta", self.beta)
+        number("alpha", self.alpha, "(0, inf)", "is none of pachinko's; small is uneven, large is even")
+        number("beta", self.beta, "(0, inf)", "is none of pachinko's; small is uneven, large is even")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         if table.coarse is None:
@@ -236,7 +232,7 @@ class quantity_skew(Partition):
     alpha: float
 
     def __post_init__(self) -> None:
-        _positive("quantity_skew", "alpha", self.alpha)
+        number("alpha", self.alpha, "(0, inf)", "is none of quantity_skew's; small is uneven, large is even")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         sizes = 1 + gen.multinomial(len(table) - clients, _dirichlet(gen, self.alpha, clients, 1)[0])
@@ -253,8 +249,7 @@ class power_law(Partition):
     alpha: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise ConfigError(f"power_law needs 0 < alpha <= 1, not {self.alpha}; small is uneven")
+        number("alpha", self.alpha, "(0, 1]", "is none of power_law's; small is uneven")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         weights = gen.random(clients) ** (1 / self.alpha) + 1e-300
@@ -284,36 +279,13 @@ def parse(text: str) -> Partition:
     >>> parse("dirichlet(0.5, balanced=True)")
     dirichlet(0.5, balanced=True)
     """
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-        name, args, keywords = call, [], {}
-        if isinstance(call, ast.Call):
-            name = call.func
-            args = [ast.literal_eval(a) for a in call.args]
-            keywords = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        if not isinstance(name, ast.Name):
-            raise ValueError("no name")
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"partition {text!r} cannot be read; write it like label_chunks(1) or iid"
-        ) from error
-    if name.id not in KINDS:
-        raise unknown("partition", name.id, KINDS)
-    try:
-        return KINDS[name.id](*args, **keywords)
-    except TypeError as error:
-        takes = ", ".join(
-            f.name if f.default is MISSING else f"{f.name}={f.default}" for f in fields(KINDS[name.id])
-        )
-        raise ConfigError(f"partition {text!r} has the wrong settings; write {name.id}({takes})") from error
+    made = evaluate(text, KINDS, "partition")
+    if not isinstance(made, Partition):
+        raise ConfigError(f"partition {text!r} is none; write one like label_chunks(1) or iid")
+    return made
 
 
 # Dealing ------------------------------------------------------------------------------------------
-
-
-def _positive(kind: str, name: str, value: float) -> None:
-    if not isinstance(value, int | float | np.number) or not 0 < value < float("inf"):
-        raise ConfigError(f"{kind} needs {name} > 0, not {value!r}; small is uneven, large is even")
 
 
 def _numbered(labels: NDArray[Any]) -> tuple[NDArray[Any], Ints]:

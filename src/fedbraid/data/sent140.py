@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from fedbraid.core.check import whole
 from fedbraid.data.dataset import DataSet, class_numbers, group_numbers
 from fedbraid.data.formats import broken, leaf
 from fedbraid.data.sources import Home, Root
-from fedbraid.errors import ConfigError
 
 HOME = Home(
     "sent140",
@@ -31,8 +31,7 @@ def read(root: Root = None, vocab: int = 5000) -> DataSet:
 
     FedGBO's normalised bag of words is what `models.bag_of_words` makes of them.
     """
-    if vocab < 1:
-        raise ConfigError(f"vocab={vocab} leaves no words; use at least 1, such as 5000")
+    whole("vocab", vocab, why="leaves no words")
     (tweets, y, who), (tweets_test, yt, who_test) = (_part(root, part) for part in ("train", "test"))
     counts = Counter(word for words in tweets for word in words)
     common = sorted(counts, key=lambda word: (-counts[word], word))[:vocab]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fedbraid.core import rng
+from fedbraid.core.check import number, whole
 from fedbraid.data.dataset import Bytes, DataSet, Ints
 from fedbraid.data.formats import leaf, parquet
 from fedbraid.data.sources import Home, Root
@@ -56,10 +57,10 @@ class Cut:
     max_test: int | None
 
     def __post_init__(self) -> None:
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ConfigError(f"max_samples_per_client={self.max_samples} leaves nothing; use at least 1")
-        if self.max_test is not None and self.max_test < 1:
-            raise ConfigError(f"max_test_samples={self.max_test} tests nothing; use at least 1")
+        if self.max_samples is not None:
+            whole("max_samples_per_client", self.max_samples, why="leaves nothing")
+        if self.max_test is not None:
+            whole("max_test_samples", self.max_test, why="tests nothing")
         if not 1 <= self.context <= WINDOW:
             raise ConfigError(f"context={self.context} is no part of a window; use 1 to {WINDOW}")
 
@@ -131,10 +132,7 @@ def _split_roles(
     texts: Sequence[str], alphabet: str, fraction: float, test_clients: int
 ) -> tuple[Bytes, list[Role]]:
     """One text of all roles, each split in time, or, for test clients, whole roles held out."""
-    if not 0 < fraction < 1:
-        raise ConfigError(
-            f"fraction={fraction} is no share to train on; use more than 0 and less than 1, such as 0.9"
-        )
+    number("fraction", fraction, "(0, 1)", "is no share to train on")
     ends = np.cumsum([len(t) for t in texts])
     roles = []
     for text, end in zip(texts, ends):

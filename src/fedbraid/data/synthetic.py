@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from fedbraid.core import rng
+from fedbraid.core.check import whole
 from fedbraid.data.dataset import DataSet, class_numbers
 from fedbraid.errors import ConfigError
 
@@ -18,8 +19,7 @@ def read(clients: int = 30, seed: int = 0, alpha: float = 1.0, beta: float = 1.0
     A tenth of each client's samples is its test share. FedProx's code draws one number u_k for all classes,
     which adds the same to every score and so changes no label; here u_k has a number per class.
     """
-    if clients < 1:
-        raise ConfigError(f"clients={clients} is no number of clients; use at least 1")
+    whole("clients", clients)
     if alpha < 0 or beta < 0:
         raise ConfigError(f"synthetic needs alpha and beta of 0 or more, not {alpha} and {beta}")
     made = [_client(k, seed, alpha, beta) for k in range(clients)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -17,11 +16,13 @@ from torch import nn
 import fedbraid.files as files
 from fedbraid import models
 from fedbraid.core import rng
+from fedbraid.core.check import whole
 from fedbraid.data import celeba, cifar, digits, femnist, mnist, mushrooms, sent140, shakespeare, synthetic
 from fedbraid.data.dataset import DataSet, Ints
 from fedbraid.data.partition import KINDS, Partition, iid, natural, pachinko, parse
 from fedbraid.data.task import Build, Task
 from fedbraid.errors import ConfigError, DataError, unknown
+from fedbraid.parse import evaluate
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ def load(
     if name not in _KNOWN:
         raise unknown("task", name, _KNOWN)
     known = _KNOWN[name]
-    if clients is not None and (not isinstance(clients, int | np.integer) or clients < 1):
-        raise ConfigError(f"clients={clients!r} is no number of clients; use at least 1")
+    if clients is not None:
+        whole("clients", clients)
     share = (
         known.partition
         if partition is None
@@ -116,29 +117,10 @@ def reload(spec: str) -> Task:
     """The task that a `Task.spec` describes; nothing is run but `load`, or the file that it names."""
     if files.names_file(spec):
         return from_file(spec)
-    try:
-        call = ast.parse(spec, mode="eval").body
-        if not isinstance(call, ast.Call) or ast.unparse(call.func) != "load":
-            raise ValueError("no call of load")
-        args = [ast.literal_eval(a) for a in call.args]
-        keywords = {str(k.arg): _value(str(k.arg), k.value) for k in call.keywords}
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"task {spec!r} cannot be read; write it like load('mnist', clients=100)"
-        ) from error
-    try:
-        inspect.signature(load).bind(*args, **keywords)
-    except TypeError as error:
-        raise ConfigError(f"task {spec!r} cannot be loaded: {error}") from error
-    return load(*args, **keywords)
-
-
-def _value(name: str, node: ast.expr) -> Any:
-    return (
-        parse(ast.unparse(node))
-        if isinstance(node, ast.Call) and name == "partition"
-        else ast.literal_eval(node)
-    )
+    made = evaluate(spec, {"load": load, **KINDS}, "task")
+    if not isinstance(made, Task):
+        raise ConfigError(f"task {spec!r} is none; write it like load('mnist', clients=100)")
+    return made
 
 
 def _options(

@@ -1,12 +1,12 @@
 """Real clients on Flower: the same algorithm objects, one file of the user's, real messages.
 
 `apps(model, loss, load, test)` makes the two halves of a Flower app. The client half is `engines.client.visit`,
-the server half `loop.advance`: nothing of an algorithm is written twice.
+the server half a source of replies for the loop of `simulate`: nothing of a run is written twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +36,7 @@ class Project:
     algorithm: Algorithm | None = None  # these three where the configuration does not say them
     work: Work | None = None
     schedule: Schedule | None = None
+    callbacks: tuple[Any, ...] = ()  # who watches on the server
 
     def settings(self, config: Mapping[str, Any]) -> Settings:
         """How a run with this configuration goes."""
@@ -61,12 +62,13 @@ def apps(
     work: Work | None = None,
     schedule: Schedule | None = None,
     buffers: str = "refuse",
+    callbacks: Sequence[Any] = (),
 ) -> Apps:
     """Server and client for Flower.
 
     `load(node_config)` gives a node's own (inputs, targets); `test()` the server's, where it has any.
     Algorithm, work and schedule are the simulator's objects; those that are left out come from the app's
-    configuration, as text.
+    configuration, as text. Callbacks are the simulator's too, and run where the server does.
     """
     try:
         import flwr  # noqa: F401
@@ -75,5 +77,5 @@ def apps(
     from fedbraid.deploy.node import client_app
     from fedbraid.deploy.server import server_app
 
-    project = Project(model, loss, load, test, buffers, algorithm, work, schedule)
+    project = Project(model, loss, load, test, buffers, algorithm, work, schedule, tuple(callbacks))
     return Apps(server_app(project), client_app(project))

@@ -76,6 +76,10 @@ norm-factor = 100.0                                 # so is one this many times 
 identity = "key"                                    # a name belongs to the key that had it first; "name": to anybody
 samples = "fixed"                                   # as many as a node said at first; "free": they may change
 evaluate-every = 1
+patience = 0                                        # end when so many evaluations brought nothing better; 0: never
+metric = "accuracy"                                 # what patience and keep-best go by
+keep-best = false                                   # keep the best model beside the last, as best.safetensors
+track = ""                                          # trackers on the server: "tensorboard", "mlflow", "wandb"
 poll = 0.5                                          # seconds between two looks at what has arrived
 """
 

@@ -25,6 +25,7 @@ class Member:
     accepted: str = "none"  # the last job whose upload is in a step that may not be committed yet
     held: int = -1  # the version of the hidden state that it holds
     key: str = ""  # the fingerprint of the key that first had the name
+    gone: bool = False  # for good
     node: int | None = None  # where it is now
 
 
@@ -41,7 +42,9 @@ class Roster:
         name, samples, claim = about["name"], about["samples"], about["client"]
         if not 0 < samples <= MOST_SAMPLES or not 0 < len(name) <= 200:
             raise WireError(f"it claims {samples} samples under a name of {len(name)} characters")
-        known = next((m for m in self.members.values() if m.name == name), None)
+        known = self.named(name)
+        if known is not None and known.gone:
+            raise WireError(f"it calls itself {name!r}, which has left for good; join under another name")
         if known is None:
             client = claim if claim >= 0 else self._free()
             if client in self.members or client > len(self.members) + 10**6:
@@ -68,6 +71,14 @@ class Roster:
                 f"it claims {samples} samples, {known.samples} at first; where data may change, set samples='free'"
             )
 
+    def named(self, name: str) -> Member | None:
+        return next((m for m in self.members.values() if m.name == name), None)
+
+    @property
+    def count(self) -> int:
+        """How many clients are known and have not left."""
+        return sum(not m.gone for m in self.members.values())
+
     def _free(self) -> int:
         return next(i for i in range(len(self.members) + 1) if i not in self.members)
 
@@ -77,7 +88,9 @@ class Roster:
     def at(self, online: Iterable[int]) -> dict[int, Member]:
         """Members by the node they are at, for the nodes that are connected."""
         here = set(online)
-        return {m.node: m for m in self.members.values() if m.node is not None and m.node in here}
+        return {
+            m.node: m for m in self.members.values() if m.node in here and m.node is not None and not m.gone
+        }
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -89,7 +102,7 @@ class Roster:
 
     def note(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps."""
-        keep = ("name", "client", "samples", "taken", "key")
+        keep = ("name", "client", "samples", "taken", "key", "gone")
         return [{k: v for k, v in asdict(m).items() if k in keep} for m in self.members.values()]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The server's half of a deployment: it drives Flower's grid itself, and steps with the simulator's `advance`.
+"""The server's half of a deployment: a source of replies for the run loop, which drives Flower's grid itself.
 
 Every step is one commit of model, optimiser, roster and record; killed at any instant, the run goes on from
 its last committed step, and nodes are told which of their uploads that step holds.
@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,16 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedbraid.algorithms.private import Noised
 from fedbraid.core import rng
-from fedbraid.core.link import Caster, Sender, add_overhead, unbundle
+from fedbraid.core.link import Caster, Sender, add_overhead, from_message, unbundle
+from fedbraid.core.rule import Vectors
 from fedbraid.data import tree
 from fedbraid.data.arrays import pair
 from fedbraid.data.batches import step_counts
 from fedbraid.data.task import Task
+from fedbraid.deploy import leaving
 from fedbraid.deploy.backoff import Resting
 from fedbraid.deploy.bound import Bound, Norms
 from fedbraid.deploy.keys import fingerprint
@@ -38,32 +39,72 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
-from fedbraid.run.checkpoint import Checkpoint, Folder, Record, save_model
-from fedbraid.run.judge import judge
-from fedbraid.run.simulate import Options, describe
+from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
-from fedbraid.schedule import Buffered, Rounds, Tick
+from fedbraid.schedule import Buffered, Rounds, Schedule, Tick
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project
 
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
-HELLO = "hello"
-SHOWN = 1000  # nodes in the status file
+HELLO, LEAVE = "hello", "leave"
+SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
+Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
 
 
 def server_app(project: Project) -> ServerApp:
-    """Flower's ServerApp around the driver."""
+    """Flower's ServerApp around the one run loop."""
 
     def main(grid: Grid, context: Context) -> None:
-        with Driver(project, project.settings(context.run_config), grid) as driver:
-            driver.run()
+        serve(project, project.settings(context.run_config), grid)
 
     app = ServerApp()
     app.main()(main)
     return app
+
+
+def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30.0) -> Result:
+    """A deployed run, to its end or as far as it comes.
+
+    A server outlives its SuperLink by some seconds; the next one waits for it to let go of the folder.
+    """
+    (algorithm, work), schedule, task = settings.what(), settings.when(), _task(project)
+    if isinstance(algorithm.gather, Noised):
+        raise ConfigError(
+            "private runs are simulated only: their noise repeats with the seed, which a real server's must not"
+        )
+    setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
+    callbacks = [*project.callbacks, *settings.callbacks(), Lines()]
+    options = Options(evaluate_every=settings.evaluate_every or None, callbacks=callbacks)
+    fleet = Fleet(setup, schedule, settings, grid, folder)
+    fleet.open(describe(setup, schedule, fleet, options, "cpu"))
+    end, wait = time.monotonic() + patience, Wait()
+    with fleet:
+        while True:
+            try:
+                return drive(setup, schedule, fleet, Loop(task), options, folder)
+            except InUseError:
+                if time.monotonic() > end:
+                    raise
+                wait.now(f"another server to let go of {folder.path}", end - time.monotonic())
+                time.sleep(0.5)
+
+
+class Lines:
+    """A line of the log for every step."""
+
+    def step(self, record: Record, run: Run) -> None:
+        said = ", ".join(f"{k} {record[k]:.4f}" for k in ("loss", "accuracy", "train_loss") if k in record)
+        log.info(
+            "fedbraid: step %d of %d, %d uploads, %s",
+            record["step"],
+            run.schedule.steps,
+            len(record["clients"]),
+            said,
+        )
 
 
 @dataclass
@@ -78,6 +119,15 @@ class Job:
     since: float = field(default_factory=time.monotonic)
     slow: bool = False  # past its deadline
 
+    @property
+    def trains(self) -> bool:
+        return self.id not in (HELLO, LEAVE)
+
+    @property
+    def errand(self) -> Any:
+        """What fails or succeeds with it."""
+        return self.client if self.trains else (self.id, self.node)
+
 
 @dataclass
 class Arrival:
@@ -86,18 +136,16 @@ class Arrival:
     job: Job
     reply: Reply
     norms: Norms
+    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass
 class Arrivals:
-    """What stands in for the simulator's jobs: replies that are already here."""
+    """Replies that are already here."""
 
     got: list[Arrival]
+    sizes: NDArray[np.int64]
     real = True
-
-    def opens(self, tick: Tick) -> None: ...
-
-    def closes(self, tick: Tick) -> None: ...
 
     def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
         """In order, in blocks that have no client twice."""
@@ -114,147 +162,129 @@ def _joined(block: list[Arrival]) -> tuple[Reply, NDArray[np.int64]]:
     return Reply.join([a.reply for a in block]), np.array([a.job.version for a in block])
 
 
-class Driver:
-    """One deployment while it runs."""
+class Fleet:
+    """The nodes of a deployment as a run's source."""
 
-    def __init__(self, project: Project, settings: Settings, grid: Grid) -> None:
-        self.settings, self.grid = settings, grid
-        self.algorithm, self.work = settings.what()
-        if isinstance(self.algorithm.gather, Noised):
-            raise ConfigError(
-                "private runs are simulated only: their noise repeats with the seed, which a real server's must not"
-            )
-        self.schedule = settings.when()
-        self.task = _task(project)
-        self.layout = self.task.layout
-        self.judge = Loop(self.task) if self.task.test is not None else None
-        self.folder = Folder(settings.out)
-        self.id = self._open()
-        state = self._first(self.task.initial(settings.seed))
-        self.checkpoint = self._checkpoint(state)
-        self.state, note = self.checkpoint.restore(state)
-        self.roster = Roster.restore(
-            note.get("roster", []), settings.identity == "key", settings.samples == "free"
+    real = True
+
+    def __init__(
+        self, setup: Setup, schedule: Schedule, settings: Settings, grid: Grid, folder: Folder
+    ) -> None:
+        self.setup, self.schedule, self.settings, self.grid, self.folder = (
+            setup,
+            schedule,
+            settings,
+            grid,
+            folder,
         )
-        self.bound = Bound.restore(settings.norm_factor, note.get("norms", {}))
+        self.algorithm, self.work, self.layout = setup.algorithm, setup.work, setup.task.layout
         self.names = list(self.algorithm.downloads)
+        self.id = ""  # the run's own name, which nodes file their memory under
+        self.run: Run | None = None
+        self.roster, self.bound = Roster(), Bound(settings.norm_factor)
+        self.got: list[Arrival] = []  # what makes the step that is being taken
         self.flying: dict[str, Job] = {}  # message id -> job
         self.online: dict[int, str] = {}  # node -> the fingerprint of its key
         self.woke: dict[int, str] = {}  # node -> when it last connected
         self.resting = Resting()  # clients whose orders, and nodes whose introductions failed
         self.spare: list[Arrival] = []  # uploads that came while a step was closing, for the next
+        self.orders: dict[int, tuple[int, bytes]] = {}  # the newest version by what its reader holds
+        self.parting: dict[str, float] = {}  # who is to leave, since when
         self.asked = 0
         self.trouble, self.wait = Troubles(), Wait()
         self.late = 0
-        self.begun = time.monotonic() - note.get("time", 0.0)
+        self.begun = time.monotonic()
         self.met = 0.0
+        self.here: set[int] = set()  # clients whose nodes are connected
+        self.moves: list[tuple[str, int, float]] = []  # ("came" or "went", client, when) since the last step
 
-    def __enter__(self) -> Driver:
+    def open(self, config: Record) -> None:
+        """The folder must hold this run or none."""
+        config |= {"clients": self.settings.nodes, "run": secrets.token_hex(8)}
+        if not self.folder.exists:
+            self.folder.create(config)
+        known = self.folder.config()
+        same(self.folder, known, config)
+        self.id = str(known["run"])
+
+    def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         told_to_stop = isinstance(error, SystemExit | KeyboardInterrupt)  # as when its SuperLink goes away
         ended = "done" if error is None else "stopped" if told_to_stop else "failed"
         self._status(ended, str(error) if ended == "failed" else "")
-        self.checkpoint.close()
 
-    def _first(self, x: Tensor) -> State:
-        """A run's first state from this model; clients keep what they remember themselves."""
-        return State.first(self.algorithm, self.layout, x, self.settings.seed, real=True)
+    # A source -----------------------------------------------------------------------------------------
 
-    def _checkpoint(self, state: State, patience: float = 30.0) -> Checkpoint:
-        """A server outlives its SuperLink by some seconds; the next one waits for it to let go."""
-        end, wait = time.monotonic() + patience, Wait()
-        while True:
-            try:
-                return Checkpoint(self.folder, state)
-            except InUseError:
-                if time.monotonic() > end:
-                    raise
-                wait.now(f"another server to let go of {self.folder.path}", end - time.monotonic())
-                time.sleep(0.5)
+    @property
+    def state(self) -> State:
+        assert self.run is not None
+        return self.run.state
 
-    def _open(self) -> str:
-        """The run's own name, which nodes file their memory under; the folder must hold this run or none."""
-        setup = Setup(self.algorithm, self.task, self.work, self.settings.seed)
-        config = describe(setup, self.schedule, self, Options(), "cpu")  # type: ignore[arg-type]
-        config |= {"clients": self.settings.nodes, "run": secrets.token_hex(8)}
-        if not self.folder.exists:
-            self.folder.create(config)
-        known = self.folder.config()
-        for key in ("data", "parts", "work", "schedule", "seed"):
-            if known.get(key) != config[key]:
-                raise RunError(
-                    f"{self.folder.path} holds a run whose {key} is {known.get(key)!r}, not {config[key]!r}; choose another out"
-                )
-        return str(known["run"])
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self.roster.sizes
 
     def describe(self) -> str:
         return "flower"
 
-    # The run ------------------------------------------------------------------------------------------
+    def ticks(self, run: Run) -> Iterator[Tick]:
+        """A step whenever enough uploads are here."""
+        self.run = run
+        s, note = self.settings, run.note
+        self.roster = Roster.restore(note.get("roster", []), s.identity == "key", s.samples == "free")
+        self.bound = Bound.restore(s.norm_factor, note.get("norms", {}))
+        self.begun = time.monotonic() - note.get("time", 0.0)
+        log.info("fedbraid: %s, step %d of %d", self.algorithm.name, run.state.t, self.schedule.steps)
+        while run.state.t < self.schedule.steps:
+            self.got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
+            waiting = [*self.flying.values(), *(a.job for a in self.spare)]
+            live = frozenset(j.version for j in waiting if j.trains)
+            yield self._tick(self.got, [a.job.version for a in self.got], live)
+            self.orders = {}
+            leaving.forget(self.folder, (m.name for m in self.roster.members.values() if m.gone))
+            self._status("running")
 
-    def run(self) -> None:
-        """Step by step to the end of the schedule."""
-        steps = self.schedule.steps
-        log.info("fedbraid: %s, step %d of %d", self.algorithm.name, self.state.t, steps)
-        while self.state.t < steps:
-            got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
-            self._step(got)
-        save_model(self.folder.path / "model.safetensors", self.layout.views(self.state.average))
+    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
+        return Arrivals(self.got, self.sizes).replies(state, tick)
 
-    def _step(self, got: list[Arrival]) -> None:
-        live = frozenset(
-            j.version for j in [*self.flying.values(), *(a.job for a in self.spare)] if j.id != HELLO
-        )
-        tick = self._tick(got, [a.job.version for a in got], live)
-        self.state, record = self._advance(got, self.state, tick)
-        record |= {
-            "versions": [a.job.version for a in got],
-            "nodes": len(self.roster.at(self.online)),
-            **self._judge(),
-        }
-        record |= self.trouble.take()
-        self.late = 0
-        for a in got:
+    def taken(self, tick: Tick) -> Record:
+        for a in self.got:
             self.roster.members[a.job.client].taken = a.job.id
             self.bound.took(a.norms)
-        note = {"roster": self.roster.note(), "time": tick.time, "norms": self.bound.note()}
-        self.checkpoint.commit(self.state, [record], note)
-        self._status("running")
-        log.info(
-            "fedbraid: step %d of %d, %d uploads, %s", self.state.t, self.schedule.steps, len(got),
-            ", ".join(f"{k} {record[k]:.4f}" for k in ("loss", "accuracy", "train_loss") if k in record),
-        )  # fmt: skip
+        self.late, self.last = 0, tick.time
+        moves, self.moves = self.moves, []
+        return {
+            "nodes": len(self.roster.at(self.online)),
+            "node_up": [int(sum(v.sum() for v in a.reply.sizes.values())) for a in self.got],
+            "node_down": [a.job.down for a in self.got],
+            **{kind: found for kind in ("came", "went") if (found := [m[1:] for m in moves if m[0] == kind])},
+            **self.trouble.take(),
+        }
+
+    def note(self) -> Record:
+        return {"roster": self.roster.note(), "time": self.last, "norms": self.bound.note()}
 
     def _tick(self, got: list[Arrival], versions: list[int], live: frozenset[int]) -> Tick:
         clients, now = np.array([a.job.client for a in got]), time.monotonic() - self.begun
-        return Tick(self.state.t, now, clients, np.array(versions), np.array([], np.int64), live, self.late)
-
-    def _advance(self, got: list[Arrival], state: State, tick: Tick) -> tuple[State, Record]:
-        task = replace(self.task, offsets=np.concatenate([[0], np.cumsum(self.roster.sizes)]))
-        task.__dict__["layout"] = self.layout
-        setup = Setup(self.algorithm, task, self.work, self.settings.seed)
-        return advance(setup, Arrivals(got), state, tick)
+        spans = np.array([(a.job.since, a.at) for a in got]) - self.begun
+        nobody = np.array([], np.int64)
+        return Tick(self.state.t, now, clients, np.array(versions), nobody, live, self.late, spans=spans)
 
     def _rehearse(self, arrival: Arrival) -> None:
         """Refuse an upload that no step could be taken with, even alone: the next step goes on without it."""
         alone = [replace(arrival, job=replace(arrival.job, version=0))]
-        first = self._first(self.state.x)
+        first = State.first(self.algorithm, self.layout, self.state.x, self.settings.seed, real=True)
+        tick = self._tick(alone, [0], frozenset())
         try:
-            then, record = self._advance(alone, first, self._tick(alone, [0], frozenset()))
+            then, record = advance(self.setup, Arrivals(alone, self.sizes), first, replace(tick, step=0))
         except (Diverged, WireError) as error:
             raise WireError(f"no step can be taken with it: {str(error).split(';')[0]}") from error
         if then.watch.strained:
             raise WireError(
                 f"no step can be taken with it: the model's norm would go from {first.watch.norm:.3g} to {record['norm']:.3g}"
             )
-
-    def _judge(self) -> Record:
-        every, t = self.settings.evaluate_every, self.state.t
-        if self.judge is None or not every or (t % every and t != self.schedule.steps):
-            return {}
-        return judge(self.judge, self.task, self.state.average)  # type: ignore[arg-type]
 
     # When a step closes -------------------------------------------------------------------------------
 
@@ -272,7 +302,7 @@ class Driver:
                     got[arrival.job.client] = arrival
                 else:
                     self.late += 1
-            waiting = any(j.version == t for j in self.flying.values() if j.id != HELLO)
+            waiting = any(j.version == t for j in self.flying.values() if j.trains)
             over = time.monotonic() > until
             if asked and len(got) >= wanted:
                 break
@@ -288,15 +318,14 @@ class Driver:
                 cohort, wanted = (
                     self._cohort(t, attempt, got, patient=not over) if asked or self._all_here() else ([], 0)
                 )
-                for client in cohort:
-                    self._ask(self.roster.members[client])
+                self._ask([self.roster.members[client] for client in cohort])
                 if over or (cohort and not asked):  # the deadline counts from the first order
                     until = time.monotonic() + s.deadline
                 asked += [c for c in cohort if c not in asked]
                 attempt += bool(cohort or over)
             self._wait(f"uploads of round {t + 1}", until - time.monotonic())
             time.sleep(s.poll)
-        counted = [got[c] for c in asked if c in got][:wanted]
+        counted = [got[c] for c in asked if c in got and not self.roster.members[c].gone][:wanted]
         self.late += len(got) - len(counted)
         for arrival in counted:
             self._accept(arrival)
@@ -307,12 +336,11 @@ class Driver:
         assert isinstance(self.schedule, Rounds)
         idle = [c for c in self._idle() if c not in got]
         if isinstance(self.schedule.clients, tuple):
-            fixed = list(self.schedule.clients[t])
+            fixed = [c for c in self.schedule.clients[t] if c not in self.state.gone]
             here = [c for c in fixed if c in idle]
             complete = len(here) + len(got) == len(fixed)
             return (here if complete or not patient else []), len(fixed)
-        known = len(self.roster.members)
-        wanted = self.schedule.cohort(max(known, 1))
+        wanted = self.schedule.cohort(max(self.roster.count, 1))
         enough = min(wanted, self.settings.minimum)
         if len(idle) + len(got) < enough or not idle:
             return [], wanted
@@ -353,12 +381,12 @@ class Driver:
         idle = self._idle()
         if not self.asked and not self._all_here():
             return
-        busy = sum(j.id != HELLO and not j.slow for j in self.flying.values())
+        busy = sum(j.trains and not j.slow for j in self.flying.values())
         count = min(len(idle), self.schedule.concurrency - busy)
         if count > 0:
             draw = rng.generator(self.settings.seed, "arrival", self.state.t, self.asked)
-            for i in draw.choice(len(idle), count, replace=False):
-                self._ask(self.roster.members[idle[i]])
+            chosen = draw.choice(len(idle), count, replace=False)
+            self._ask([self.roster.members[idle[i]] for i in chosen])
 
     def _expire(self) -> None:
         """Give the places of asynchronous jobs past their deadline to others; a late answer counts all the same.
@@ -366,12 +394,12 @@ class Driver:
         Who is slow gets no second order on top of the first, or it would never catch up.
         """
         for job in self.flying.values():
-            if job.id != HELLO and not job.slow and time.monotonic() - job.since > self.settings.deadline:
+            if job.trains and not job.slow and time.monotonic() - job.since > self.settings.deadline:
                 job.slow = True
                 self._note(job.node, job.client, f"no answer within {self.settings.deadline:g} s")
 
     def _idle(self) -> list[int]:
-        busy = {j.client for j in self.flying.values() if j.id != HELLO}
+        busy = {j.client for j in self.flying.values() if j.trains}
         here = (m.client for m in self.roster.at(self.online).values())
         return sorted(c for c in here if c not in busy and c not in self.resting)
 
@@ -388,7 +416,7 @@ class Driver:
             return  # the nodes are waited for, which has no end
         now = time.monotonic()
         silent = [
-            (now - j.since, self.roster.members[j.client].name) for j in self.flying.values() if j.id != HELLO
+            (now - j.since, self.roster.members[j.client].name) for j in self.flying.values() if j.trains
         ]
         told = ", ".join(f"{who} was asked {age:.0f} s ago" for age, who in sorted(silent, reverse=True)[:10])
         self.wait.now(name, seconds, told or f"{len(self._idle())} clients are idle, none is asked")
@@ -403,12 +431,21 @@ class Driver:
         nodes = {n.node_id: n for n in self.grid.get_nodes()}
         self.online = {i: fingerprint(n.public_key) for i, n in nodes.items()}
         self._forget_restarted({i: n.last_activated_at for i, n in nodes.items()})
+        self._part()
         known = {j.node for j in self.flying.values() if j.id == HELLO}
         known |= {node for node in self.online if (HELLO, node) in self.resting}
-        known |= self.roster.at(self.online).keys()
-        for node in sorted(self.online.keys() - known):
-            self._send(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id})
+        known |= {m.node for m in self.roster.members.values() if m.node is not None}
+        strangers = sorted(self.online.keys() - known)
+        self._send([(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id}) for node in strangers])
+        self._watch()
         self._status("running")
+
+    def _watch(self) -> None:
+        """Note who came and who went, for the next record."""
+        here, at = {m.client for m in self.roster.at(self.online).values()}, round(self.met - self.begun, 3)
+        moves = [("came", c, at) for c in sorted(here - self.here)]
+        moves += [("went", c, at) for c in sorted(self.here - here)]
+        self.here, self.moves = here, [*self.moves, *moves][:SHOWN]
 
     def _forget_restarted(self, woke: dict[int, str]) -> None:
         """A node that was started again knows nothing of the orders that it had; they will be given anew."""
@@ -419,17 +456,71 @@ class Driver:
                 del self.flying[message]
                 self._note(job.node, job.client, "it was started again, and its order with it")
 
-    def _ask(self, member: Member) -> None:
-        """Order a member to train from the newest version."""
+    # Who leaves ---------------------------------------------------------------------------------------
+
+    def _part(self) -> None:
+        """Let go of whom the operator named: with the share that they send back, or without when they cannot."""
+        for name in leaving.named(self.folder):
+            member = self.roster.named(name)
+            if member is None or member.gone:
+                continue
+            since = self.parting.setdefault(name, time.monotonic())
+            if not self._shares():
+                self._dismiss(member, {})
+            elif time.monotonic() - since > self.settings.deadline:
+                self._dismiss(member, None)
+            elif member.node in self.online and self._may_ask(member):
+                job = Job(LEAVE, member.node, member.client, self.state.t)
+                self._send([(job, MessageType.QUERY, {"run": self.id, "leave": member.taken})])
+
+    def _may_ask(self, member: Member) -> bool:
+        asked = any(j.id == LEAVE and j.client == member.client for j in self.flying.values())
+        return not asked and (LEAVE, member.node) not in self.resting
+
+    def _shares(self) -> dict[str, int]:
+        """What a client that goes for good sends back, by name and width: nothing where the server holds it all."""
+        fresh = {name: v.reshape(1, -1) for name, v in self.algorithm.rule.init(self.state.x).items()}
+        return {name: v.numel() for name, v in self.algorithm.rule.leave(fresh).items()}
+
+    def _let_go(self, member: Member, content: ConfigRecord) -> None:
+        answer = _fields(content, lost=bool, blob=bytes)
+        if answer["lost"]:
+            raise WireError("it no longer has what it remembered, so its share cannot be taken back")
+        share = from_message(answer["blob"], self._shares(), self.layout)
+        seen = [norm for taken in self.bound.taken.values() for norm, _ in taken]
+        rate = min(
+            self.work.rate(self.state.t), 1.0
+        )  # shares may be of gradients where uploads are of updates
+        most = self.settings.norm_factor * max([*seen, 1.0]) * max(self.state.t, 1) / rate
+        for name, v in share.items():
+            if 0 < most < float(v.norm()):
+                raise WireError(f"its share of {name} has norm {float(v.norm()):.6g}, beyond {most:.6g}")
+        self._dismiss(member, share)
+
+    def _dismiss(self, member: Member, share: Vectors | None) -> None:
+        assert self.run is not None
+        self.run.dismiss(member.client, share)
+        member.gone = True
+        self.spare = [a for a in self.spare if a.job.client != member.client]
+        stays = "" if share is not None else "; its share stays, because it could not be asked for it"
+        log.info("fedbraid: client %d (%s) has left for good%s", member.client, member.name, stays)
+
+    def _ask(self, members: Sequence[Member]) -> None:
+        """Order members to train from the newest version, all with one push."""
+        self.asked += len(members)
+        self._send([self._order(member) for member in members])
+
+    def _order(self, member: Member) -> Letter:
         assert member.node is not None
-        self.asked += 1
-        base, blob = self._download(member)
+        if member.held not in self.orders:
+            self.orders[member.held] = self._download(member)
+        base, blob = self.orders[member.held]
         job = Job(secrets.token_hex(8), member.node, member.client, self.state.t, len(blob))
         order = {
             "run": self.id, "job": job.id, "client": member.client, "version": self.state.t, "names": self.names,
             "start": member.accepted, "taken": member.taken, "base": base, "blob": blob,
         }  # fmt: skip
-        self._send(job, MessageType.TRAIN, order)
+        return job, MessageType.TRAIN, order
 
     def _download(self, member: Member) -> tuple[int, bytes]:
         """(the version that the message builds on, the message)."""
@@ -437,13 +528,20 @@ class Driver:
         who = Caster(self.algorithm.downloads, t, self.settings.seed, self.layout, real=True)
         return self.algorithm.down.order(self.state.sent[t], self.state.wire, member.held, who)
 
-    def _send(self, job: Job, kind: str, content: dict[str, Any]) -> None:
-        record = RecordDict({"fedbraid": ConfigRecord(content)})
-        message = Message(
-            record, dst_node_id=job.node, message_type=kind, ttl=max(60.0, 2 * self.settings.deadline),
-            group_id=str(self.state.t),
-        )  # fmt: skip
-        for sent in self.grid.push_messages([message]):
+    def _send(self, letters: Sequence[Letter]) -> None:
+        """Push messages; the model has a record of its own, which Flower keeps once however many get it."""
+        messages = []
+        for job, kind, content in letters:
+            records = {"fedbraid": ConfigRecord({k: v for k, v in content.items() if k != "blob"})}
+            if "blob" in content:
+                records["model"] = ConfigRecord({"blob": content["blob"]})
+            messages.append(
+                Message(
+                    RecordDict(dict(records)), dst_node_id=job.node, message_type=kind, group_id=str(self.state.t),
+                    ttl=max(60.0, 2 * self.settings.deadline),
+                )
+            )  # fmt: skip
+        for sent, (job, _, _) in zip(self.grid.push_messages(messages) if messages else (), letters):
             if sent:
                 self.flying[sent] = job
 
@@ -461,9 +559,9 @@ class Driver:
                 arrival = self._read(job, message)
             except WireError as error:
                 self._note(job.node, job.client, str(error))
-                self.resting.failed((HELLO, job.node) if job.id == HELLO else job.client)
+                self.resting.failed(job.errand)
                 continue
-            self.resting.succeeded((HELLO, job.node) if job.id == HELLO else job.client)
+            self.resting.succeeded(job.errand)
             if arrival is not None:
                 arrivals.append(arrival)
         return arrivals
@@ -478,6 +576,11 @@ class Driver:
             log.info("fedbraid: node %d is client %d (%s)", job.node, member.client, member.name)
             return None
         member = self.roster.members[job.client]
+        if member.gone:
+            raise WireError("it has left for good")
+        if job.id == LEAVE:
+            self._let_go(member, content)
+            return None
         answer = _fields(content, job=str, held=int, lost=bool)
         if answer["job"] != job.id:
             raise WireError(f"it answers job {answer['job'][:32]!r}, not {job.id!r}")
@@ -520,8 +623,8 @@ class Driver:
 
     def _status(self, what: str, error: str = "") -> None:
         """A small file for whoever watches."""
-        asked = {j.client: j for j in self.flying.values() if j.id != HELLO}
-        here, now = self.roster.at(self.online), time.monotonic()
+        asked = {j.client: j for j in self.flying.values() if j.trains}
+        here, now, step = self.roster.at(self.online), time.monotonic(), self.run.state.t if self.run else 0
         nodes = [
             {
                 "client": m.client, "name": m.name, "node": str(m.node), "here": m.node in here,
@@ -532,7 +635,7 @@ class Driver:
         self.folder.write_json(
             "status.json",
             {
-                "state": what, "error": error, "step": self.state.t, "steps": self.schedule.steps, "busy": len(asked),
+                "state": what, "error": error, "step": step, "steps": self.schedule.steps, "busy": len(asked),
                 "nodes": len(here), "trouble": self.trouble.shown(), "pid": os.getpid(), "at": time.time(),
                 "wait": self.wait.note(), "fleet": nodes,
             },

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from fedbraid.core.check import number, whole
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ class Settings:
     identity: str = "key"  # a name belongs to the "key" that had it first; "name": to whoever claims it
     samples: str = "fixed"  # a client has as many as it said at first; "free": it may come back with others
     evaluate_every: int = 1
+    patience: int = (
+        0  # the run ends when so many evaluations brought nothing better; 0: it runs to its last step
+    )
+    metric: str = "accuracy"  # what patience and keep-best go by
+    keep_best: bool = False  # keep the best model beside the last, as best.safetensors
+    track: str = ""  # trackers on the server, such as "tensorboard,mlflow"
     poll: float = 0.5  # seconds between two looks at what has arrived
 
     @classmethod
@@ -44,11 +51,11 @@ class Settings:
         """From Flower's run configuration and what the user's file made; keys that nobody knows are refused."""
         known = {f.name: str(f.type).split(" ")[0] for f in fields(cls)}
         given = {key.replace("-", "_"): value for key, value in config.items()}
-        kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
+        kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
         for key, value in given.items():
             if key not in known:
                 raise unknown("key of [tool.flwr.app.config]", key, known)
-            if not isinstance(value, kinds[known[key]]) or isinstance(value, bool):
+            if not isinstance(value, kinds[known[key]]) or isinstance(value, bool) != (known[key] == "bool"):
                 raise ConfigError(f"{key}={value!r} should be of type {known[key]}")
         made = {key: value for key, value in (made or {}).items() if value is not None}
         if twice := made.keys() & given.keys():
@@ -58,20 +65,12 @@ class Settings:
         return cls(**given, **made)
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small; use {name} >= {least}")
+        for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0), ("patience", 0)):
+            whole(name, getattr(self, name), least, "is too small")
         for name in ("deadline", "poll"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} leaves no time; use {name} > 0")
-        if not self.max_norm >= 0:
-            raise ConfigError(
-                f"max_norm={self.max_norm} refuses everything; use max_norm > 0, or 0 for no bound"
-            )
-        if not self.norm_factor >= 0:
-            raise ConfigError(
-                f"norm_factor={self.norm_factor} refuses everything; use one > 1, or 0 for no bound"
-            )
+            number(name, getattr(self, name), "(0, inf)", "leaves no time")
+        for name in ("max_norm", "norm_factor"):
+            number(name, getattr(self, name), "[0, inf)", "refuses everything, and 0 nothing")
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 raise ConfigError(
@@ -93,6 +92,12 @@ class Settings:
             raise ConfigError(f"work={self.work!r} is no work; use Work(...)")
         algorithm.fits(work)
         return algorithm, work.tabled(self.when().steps)
+
+    def callbacks(self) -> list[Any]:
+        """Who watches on the server."""
+        from fedbraid.run.callbacks import watching
+
+        return watching(self.track or None, self.patience or None, self.keep_best, self.metric)
 
     def when(self) -> Schedule:
         """Rounds, or steps whenever enough uploads are there."""

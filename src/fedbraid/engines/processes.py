@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +14,9 @@ from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import check_counts, gradient
-from fedbraid.engines.client import Reply, Setup, visit
+from fedbraid.engines.client import Order, Reply, Setup, visit
+from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
-
-if TYPE_CHECKING:
-    from fedbraid.engines.client import Order
 
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
@@ -38,28 +33,15 @@ class Pool:
         check_counts(workers=self.workers, block=self.block)
 
     def open(self, setup: Setup) -> None:
-        if "fork" not in mp.get_all_start_methods():
-            raise ConfigError("the pool engine needs fork, which this system lacks; use engine='in_process'")
         if setup.task.device.type != "cpu":
             raise ConfigError(
                 f"the pool engine runs on the CPU, not on {setup.task.device}; use engine='in_process'"
             )
-        count = self.workers or len(os.sched_getaffinity(0))
-        self.setup, self.count = setup, count
+        self.setup, self.crew = setup, Crew(self._train, self.workers)
+        self.count = self.crew.count or 0
         self.grad: Gradient = gradient(setup, self.backend, 1)
-        self.shared = _Shared(setup, count)
-        ctx = mp.get_context("fork")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for _ in range(count):
-            ours, theirs = ctx.Pipe()
-            process = ctx.Process(
-                target=_work, args=(setup, self.grad, self.shared, theirs, [*self.pipes, ours]), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.shared = _Shared(setup, self.count)
+        self.crew.hire()
 
     def train(self, order: Order) -> Iterator[Reply]:
         self.shared.send(order.down)
@@ -71,19 +53,19 @@ class Pool:
     def _wave(self, clients: NDArray[np.int64], version: int) -> Reply:
         """As many clients as there are slots, handed out block by block to whoever is free."""
         each = self.block or (-(-len(clients) // self.count) if self.grad.vectorised else 1)
-        todo = [(lo, min(lo + each, len(clients))) for lo in range(0, len(clients), each)]
+        todo = iter([(lo, min(lo + each, len(clients))) for lo in range(0, len(clients), each)])
         done: dict[int, Any] = {}
-        busy: dict[Connection, int] = {}
-        free = list(self.pipes)
-        while todo or busy:
-            while todo and free:
-                pipe, (lo, hi) = free.pop(0), todo.pop(0)
-                self._tell(pipe, (version, clients[lo:hi].tolist(), lo))
-                busy[pipe] = lo
-            for ready in wait(list(busy)):
-                pipe = ready  # type: ignore[assignment]
-                done[busy.pop(pipe)] = self._hear(pipe)
-                free.append(pipe)
+
+        def following() -> Any:
+            lo, hi = next(todo, (0, 0))
+            return (version, clients[lo:hi].tolist(), lo) if hi else None
+
+        def take(block: Any, said: Any) -> None:
+            if isinstance(said, Failure):
+                raise said.error()
+            done[block[2]] = said
+
+        self.crew.run(following, take)
         facts = [done[lo] for lo in sorted(done)]
         m = len(clients)
         return Reply(
@@ -99,31 +81,28 @@ class Pool:
             torch.full((m, 1), facts[-1]["lr"], dtype=torch.float64),
         )
 
-    def _tell(self, pipe: Connection, message: Any) -> None:
+    def _train(self, block: Any, ask: Ask) -> Any:
+        """What a worker does: train a block of clients and write its rows; the facts go back by word."""
+        version, clients, lo = block
+        memory = {k: v.clone() for k, v in self.shared.view(lo, lo + len(clients), "memory").items()}
         try:
-            pipe.send(message)
-        except OSError as error:
-            raise self._death(pipe) from error
-
-    def _hear(self, pipe: Connection) -> Any:
-        try:
-            answer = pipe.recv()
-        except (EOFError, OSError) as error:
-            raise self._death(pipe) from error
-        if isinstance(answer, FedbraidError):
-            raise answer
-        if isinstance(answer, str):
-            raise EngineError(answer)
-        return answer
-
-    def _death(self, pipe: Connection) -> EngineError:
-        process = self.processes[self.pipes.index(pipe)]
-        process.join(1)
-        code = process.exitcode
-        why = "killed, perhaps for lack of memory" if code is not None and code < 0 else f"exit code {code}"
-        return EngineError(
-            f"worker process {process.pid} died ({why}); the last committed step is intact, resume the run"
-        )
+            who = np.array(clients, np.int64)
+            reply = visit(self.setup, self.grad, Order(version, who, self.shared.down, memory))
+        except FedbraidError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"training clients {clients} failed in a worker process ({type(error).__name__}: {error}); mend the model or"
+                f" the loss. What the worker saw:\n{traceback.format_exc()}"
+            ) from error
+        self.shared.write(lo, reply.uploads, "uploads")
+        self.shared.write(lo, reply.memory, "memory")
+        return {
+            "sizes": {name: v.tolist() for name, v in reply.sizes.items()},
+            "loss": reply.loss.tolist(),
+            "K": reply.K.squeeze(1).tolist(),
+            "lr": float(reply.lr[0]),
+        }
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.grad.evaluate(x, inputs, targets)
@@ -132,13 +111,7 @@ class Pool:
         return f"pool(workers={self.count}, backend={self.grad.name!r}, block={self.block!r})"
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self.crew.close()
 
 
 class _Shared:
@@ -178,41 +151,3 @@ class _Shared:
 def _shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     shared: Tensor = torch.zeros(shape, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
     return shared
-
-
-def _work(setup: Setup, grad: Gradient, shared: _Shared, pipe: Connection, others: list[Connection]) -> None:
-    """A worker's life: take a block, train it, write its rows, say so."""
-    from fedbraid.engines.client import Order
-
-    torch.set_num_threads(1)
-    for other in others:
-        other.close()  # so that the parent's end alone keeps a pipe open
-    while True:
-        try:
-            version, clients, lo = pipe.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
-            os._exit(0)
-        try:
-            memory = {k: v.clone() for k, v in shared.view(lo, lo + len(clients), "memory").items()}
-            reply = visit(setup, grad, Order(version, np.array(clients, np.int64), shared.down, memory))
-            shared.write(lo, reply.uploads, "uploads")
-            shared.write(lo, reply.memory, "memory")
-            sizes = {name: v.tolist() for name, v in reply.sizes.items()}
-            pipe.send(
-                {
-                    "sizes": sizes,
-                    "loss": reply.loss.tolist(),
-                    "K": reply.K.squeeze(1).tolist(),
-                    "lr": float(reply.lr[0]),
-                }
-            )
-        except KeyboardInterrupt:
-            os._exit(0)
-        except FedbraidError as error:
-            pipe.send(error)
-        except BaseException as error:
-            what = f"{type(error).__name__}: {error}"
-            pipe.send(
-                f"training clients {clients} failed in a worker process ({what}); mend the model or the loss."
-                f" What the worker saw:\n{traceback.format_exc()}"
-            )

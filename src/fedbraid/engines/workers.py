@@ -1,4 +1,4 @@
-"""Whole runs in worker processes: jobs are handed to forked processes of one torch thread each."""
+"""Worker processes, for clients of a pool and for whole runs alike: forked, of one torch thread each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from fedbraid import errors
+from fedbraid.core.check import whole
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 Ask = Callable[[Any], Any]  # a job sends a message to the parent and gets its answer
@@ -24,88 +26,126 @@ class Failure:
     kind: str
     message: str
 
+    def error(self) -> FedbraidError:
+        """The error, to be raised here."""
+        made: FedbraidError = FedbraidError.__new__(getattr(errors, self.kind, FedbraidError))
+        made.args = (self.message,)
+        return made
+
 
 @dataclass
 class Crew:
     """`count` processes, by default one for each core, which all do the same job on different things.
 
-    `following` gives the next thing or None, `heard` answers what a job says while it runs, and `done`
-    takes its result, or its Failure where it raised an error of ours.
+    They are hired when there is work for them, or all at once by `hire`, and dismissed by `close`.
     """
 
     job: Job
     count: int | None = None
+    hands: dict[Connection, Any] = field(default_factory=dict, repr=False)  # pipe -> process
+
+    def __post_init__(self) -> None:
+        self.count = len(os.sched_getaffinity(0)) if self.count is None else self.count
+        whole("jobs", self.count, why="runs nothing")
+        if "fork" not in mp.get_all_start_methods():
+            raise ConfigError(
+                "worker processes need fork, which this system lacks; use engine='in_process', or Linux or macOS"
+            )
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def processes(self) -> list[Any]:
+        return list(self.hands.values())
+
+    def hire(self, count: int | None = None) -> None:
+        """Have so many processes, all by default, which then know what this one knows now."""
+        ctx = mp.get_context("fork")
+        while len(self.hands) < (self.count or 0 if count is None else count):
+            ours, theirs = ctx.Pipe()
+            others = [*self.hands, ours]  # so that the parent's end alone keeps a pipe open
+            process = ctx.Process(target=_life, args=(self.job, theirs, others), daemon=True)
+            process.start()
+            theirs.close()
+            self.hands[ours] = process
 
     def run(
         self,
         following: Callable[[], Any],
-        heard: Callable[[Any, Any], Any],
         done: Callable[[Any, Any], None],
+        heard: Callable[[Any, Any], Any] = lambda thing, said: None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
-        count = len(os.sched_getaffinity(0)) if self.count is None else self.count
-        if count < 1:
-            raise ConfigError(f"jobs={count} runs nothing; use at least 1")
-        if "fork" not in mp.get_all_start_methods():
-            raise ConfigError(
-                "running cells side by side needs fork, which this system lacks; use Linux or macOS"
-            )
-        importlib.import_module(
-            "torch._dynamo"
-        )  # vmap imports it on first use: once here, not in every worker
-        busy: dict[Connection, tuple[Any, Any]] = {}
-        free: list[tuple[Connection, Any]] = []
+        """Until nothing is left to do.
+
+        `following` gives the next thing or None, `heard` answers what a job says while it runs, and `done`
+        takes its result, or its Failure where it raised an error of ours.
+        """
+        busy: dict[Connection, Any] = {}
+        free = list(self.hands)
+        while True:
+            while (free or len(self.hands) < (self.count or 0)) and (thing := following()) is not None:
+                if not free:
+                    self.hire(len(self.hands) + 1)
+                    free.append(list(self.hands)[-1])
+                pipe = free.pop(0)
+                self._tell(pipe, thing)
+                busy[pipe] = thing
+            if not busy:
+                return
+            for ready in wait(list(busy), timeout=0.2):
+                pipe = ready  # type: ignore[assignment]
+                kind, said = self._hear(pipe)
+                if kind == "ask":
+                    self._tell(pipe, heard(busy[pipe], said))
+                    continue
+                free.append(pipe)
+                done(busy.pop(pipe), said)
+            idle()
+
+    def _tell(self, pipe: Connection, message: Any) -> None:
         try:
-            while True:
-                while (free or len(busy) < count) and (thing := following()) is not None:
-                    pipe, process = free.pop() if free else self._hire([*busy])
-                    busy[pipe] = (thing, process)
-                    pipe.send(thing)
-                if not busy:
-                    return
-                for ready in wait(list(busy), timeout=0.2):
-                    self._hear(ready, busy, free, heard, done)  # type: ignore[arg-type]
-                idle()
-        finally:
-            for pipe, process in [*free, *((p, v[1]) for p, v in busy.items())]:
-                pipe.close()
-                process.join(2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            pipe.send(message)
+        except OSError as error:
+            raise self._death(pipe) from error
 
-    def _hire(self, others: list[Connection]) -> tuple[Connection, Any]:
-        ctx = mp.get_context("fork")
-        ours, theirs = ctx.Pipe()
-        process = ctx.Process(target=_life, args=(self.job, theirs, [*others, ours]), daemon=True)
-        process.start()
-        theirs.close()
-        return ours, process
-
-    def _hear(
-        self,
-        pipe: Connection,
-        busy: dict[Connection, tuple[Any, Any]],
-        free: list[tuple[Connection, Any]],
-        heard: Callable[[Any, Any], Any],
-        done: Callable[[Any, Any], None],
-    ) -> None:
-        thing, process = busy[pipe]
+    def _hear(self, pipe: Connection) -> tuple[str, Any]:
         try:
             kind, said = pipe.recv()
         except (EOFError, OSError) as error:
-            process.join(2)
-            raise EngineError(
-                f"worker process {process.pid} died (exit code {process.exitcode}); what was committed is kept,"
-                " give the same command again to continue"
-            ) from error
-        if kind == "ask":
-            return pipe.send(heard(thing, said))
+            raise self._death(pipe) from error
         if kind == "crash":
-            raise EngineError(f"a worker process failed:\n{said}")
-        del busy[pipe]
-        free.append((pipe, process))
-        done(thing, said)
+            raise EngineError(said)
+        return kind, said
+
+    def _death(self, pipe: Connection) -> EngineError:
+        process = self.hands[pipe]
+        process.join(1)
+        code = process.exitcode
+        why = "killed, perhaps for lack of memory" if code is not None and code < 0 else f"exit code {code}"
+        return EngineError(
+            f"worker process {process.pid} died ({why}); what was committed is intact, resume the run or give the same"
+            " command again"
+        )
+
+    def close(self) -> None:
+        for pipe in self.hands:
+            pipe.close()
+        for process in self.hands.values():
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.hands = {}
+
+
+def prepare() -> None:
+    """Import what vmap imports at its first use: once here, not in every worker."""
+    importlib.import_module("torch._dynamo")
 
 
 def _life(job: Job, pipe: Connection, others: list[Connection]) -> None:
@@ -114,7 +154,7 @@ def _life(job: Job, pipe: Connection, others: list[Connection]) -> None:
 
     torch.set_num_threads(1)
     for other in others:
-        other.close()  # so that the parent's end alone keeps a pipe open
+        other.close()
 
     def ask(message: Any) -> Any:
         try:
@@ -135,5 +175,5 @@ def _life(job: Job, pipe: Connection, others: list[Connection]) -> None:
         except KeyboardInterrupt:
             os._exit(0)
         except BaseException:
-            said = ("crash", traceback.format_exc())
+            said = ("crash", f"a worker process failed:\n{traceback.format_exc()}")
         pipe.send(said)

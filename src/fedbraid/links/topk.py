@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.check import number
 from fedbraid.core.codec import F32, Framed, checked
 from fedbraid.core.layout import Layout
 from fedbraid.core.wire import U8, finite
@@ -36,14 +37,7 @@ class Topk(Framed):
     kind: ClassVar[int] = 7
 
     def __post_init__(self) -> None:
-        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
-            raise ConfigError(
-                f"topk(fraction={self.fraction!r}) is not a number; use one above 0 and up to 1"
-            )
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(
-                f"topk(fraction={self.fraction!r}) keeps nothing or more than all; use 0 < fraction <= 1"
-            )
+        number("fraction", self.fraction, "(0, 1]", "keeps nothing or more than all")
         if self.values not in ("float32", "float16"):
             raise ConfigError(f"topk(values={self.values!r}) is not known; use 'float32' or 'float16'")
 

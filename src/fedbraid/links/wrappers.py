@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.codec import Codec
@@ -68,8 +70,8 @@ class OfWeights(Wrapper):
         inner = self.codec.for_client(client)
         return inner if inner.of_model else OfWeights(inner)
 
-    def quantises(self, client: int) -> bool:
-        return self.codec.quantises(client)
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        return self.codec.quantised(clients)
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,8 +113,8 @@ class Mixed(Wrapper):
     def for_client(self, client: int) -> Codec:
         return self.codec if self.chosen(client) else self._plain
 
-    def quantises(self, client: int) -> bool:
-        return self.chosen(client) and self.codec.quantises(client)
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        return self.codec.quantised(clients[np.array([self.chosen(int(c)) for c in clients], bool)])
 
     def decode(self, data: bytes, layout: Layout) -> Tensor:
         return (self._plain if kind_of(data) == Identity.kind else self.codec).decode(data, layout)

@@ -34,7 +34,7 @@ class Stored:
     @property
     def steps(self) -> int:
         """How many server steps the run is to make."""
-        _, args, settings = _schedule(self.config)
+        _, args, settings = call(self.config["schedule"])
         return int(settings.get("steps", args[0] if args else 0))
 
     @property
@@ -204,30 +204,11 @@ def _names(firsts: Sequence[Stored]) -> list[str]:
 
 
 def _differing(run: Stored, twins: Sequence[Stored]) -> str:
-    every = [{**call(t.config["work"])[2], **_schedule(t.config)[2]} for t in twins]
-    mine = {**call(run.config["work"])[2], **_schedule(run.config)[2]}
+    every = [{**call(t.config["work"])[2], **call(t.config["schedule"])[2]} for t in twins]
+    mine = {**call(run.config["work"])[2], **call(run.config["schedule"])[2]}
     return (
         ", ".join(f"{k}={v}" for k, v in mine.items() if any(e.get(k) != v for e in every)) or run.path.name
     )
-
-
-def _schedule(config: Record) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name, arguments and keywords of a schedule; calls inside it as text."""
-    import ast
-
-    node = ast.parse(config["schedule"], mode="eval").body
-    assert isinstance(node, ast.Call)
-    values = {str(k.arg): _literal(k.value) for k in node.keywords}
-    return ast.unparse(node.func), [_literal(a) for a in node.args], values
-
-
-def _literal(node: Any) -> Any:
-    import ast
-
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
 
 
 def _task_name(run: Stored) -> str:

@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from fedbraid.core.check import whole
-from fedbraid.engines.client import Engine
 from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
 from fedbraid.run.checkpoint import Folder, Record
@@ -20,7 +19,13 @@ from fedbraid.run.checkpoint import Folder, Record
 SOURCES = ("codegen.py", "layers.py", "ops.py", "trace.py", "kernels.hpp", "runtime.hpp", "sequence.hpp")
 
 
-def describe(engine: Engine) -> Record:
+class Described(Protocol):
+    """Whatever computes a run's numbers, and says how."""
+
+    def describe(self) -> str: ...
+
+
+def describe(engine: Described) -> Record:
     """What the numbers of this engine, once open, depend on here."""
     from fedbraid import __version__
 
@@ -37,7 +42,7 @@ def describe(engine: Engine) -> Record:
     return said
 
 
-def _native(engine: Engine) -> Record:
+def _native(engine: Described) -> Record:
     source: Any = getattr(getattr(engine, "grad", None), "source", None)
     if source is None:  # the workers have it
         source = "".join(files("fedbraid.engines.native").joinpath(name).read_text() for name in SOURCES)

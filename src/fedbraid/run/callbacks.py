@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbraid.core.check import whole
+from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
-from fedbraid.errors import ConfigError, MissingExtra, unknown
+from fedbraid.errors import MissingExtra, unknown
 from fedbraid.run.checkpoint import Record, save_model
 from fedbraid.run.simulate import Result, Run, parts
 
@@ -36,8 +36,7 @@ class EarlyStopping:
 
     def __init__(self, patience: int = 10, metric: str = "accuracy", by: float = 0.0) -> None:
         whole("patience", patience)
-        if by < 0:
-            raise ConfigError(f"by={by} calls a loss an improvement; use by >= 0")
+        number("by", by, "[0, inf)", "calls a loss an improvement")
         self.patience, self.metric, self.by = patience, metric, by
 
     def start(self, run: Run) -> None:
@@ -240,4 +239,13 @@ def trackers(names: str) -> list[Any]:
     return [TRACKERS[name]() for name in wanted]
 
 
-__all__ = ["EarlyStopping", "KeepBest", "MLflow", "TensorBoard", "WandB", "trackers"]
+def watching(
+    track: str | None = None, patience: int | None = None, keep_best: bool = False, metric: str = "accuracy"
+) -> list[Any]:
+    """The callbacks that settings name: trackers, when to stop early, whether to keep the best model."""
+    found = [] if track is None else trackers(track)
+    found += [] if patience is None else [EarlyStopping(patience, metric)]
+    return [*found, KeepBest(metric)] if keep_best else found
+
+
+__all__ = ["EarlyStopping", "KeepBest", "MLflow", "TensorBoard", "WandB", "trackers", "watching"]

@@ -1,4 +1,4 @@
-"""Where a step's replies come from: simulated jobs."""
+"""Where a run's steps and replies come from: simulated jobs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,42 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.layout import Layout
 from fedbraid.engines.client import Order
 from fedbraid.run.state import State
 from fedbraid.schedule import Tick
 
 if TYPE_CHECKING:
-    from fedbraid.engines.client import Engine, Reply
+    from fedbraid.engines.client import Engine, Reply, Setup
+    from fedbraid.run.checkpoint import Record
+    from fedbraid.run.simulate import Run
 
 
-class Source(Protocol):
-    """Where a step's replies come from: simulated jobs, or clients that are really apart."""
+class Replies(Protocol):
+    """What a step is made of."""
 
     real: bool  # whether broadcasts are really sent
 
-    def opens(self, tick: Tick) -> None: ...
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Samples by client number, 0 for numbers that nobody has."""
 
     def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
         """In blocks with the versions they trained from, no client twice in one block."""
 
-    def closes(self, tick: Tick) -> None: ...
+
+class Source(Replies, Protocol):
+    """Where a run's steps come from: simulated jobs, or clients that are really apart."""
+
+    def ticks(self, run: Run) -> Iterator[Tick]:
+        """Each next step of a run, asked for when the one before it is committed."""
+
+    def taken(self, tick: Tick) -> Record:
+        """What a record says besides, once its step is taken."""
+
+    def note(self) -> Record:
+        """What is committed with a step, for `ticks` of a run that goes on."""
+
+    def describe(self) -> str: ...
 
 
 class Jobs:
@@ -43,19 +58,43 @@ class Jobs:
     real = False
     BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
 
-    def __init__(self, algorithm: Algorithm, layout: Layout, engine: Engine, concurrency: int) -> None:
+    def __init__(self, setup: Setup, engine: Engine, concurrency: int = 0) -> None:
+        algorithm, layout = setup.algorithm, setup.task.layout
         width = sum(algorithm.widths(layout).values()) * 4
-        self.engine, self.ahead = engine, 0 < concurrency * width <= self.BUDGET
+        self.task, self.engine, self.ahead = setup.task, engine, 0 < concurrency * width <= self.BUDGET
         self.stateful = algorithm.stateful(layout)
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
 
-    def opens(self, tick: Tick) -> None:
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self.task.sizes
+
+    def describe(self) -> str:
+        return self.engine.describe()
+
+    def ticks(self, run: Run) -> Iterator[Tick]:
+        """The schedule's, from where the run stands; what is in flight then started in those before."""
+        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message()):
+            if tick.step >= run.state.t:
+                tick = tick.without(run.state.gone)
+            self._opens(tick)
+            if tick.step >= run.state.t:
+                yield tick
+            self._closes(tick)
+
+    def taken(self, tick: Tick) -> Record:
+        return {}
+
+    def note(self) -> Record:
+        return {}
+
+    def _opens(self, tick: Tick) -> None:
         """Note who started, before their replies are asked for."""
         if self.ahead and not self.stateful:
             self.blocks[tick.step] = list(dict.fromkeys(tick.started.tolist()))
 
-    def closes(self, tick: Tick) -> None:
+    def _closes(self, tick: Tick) -> None:
         """Note who is in flight from this step's version, and drop versions that nobody needs."""
         if self.ahead and self.stateful:
             done = Counter(tick.clients[tick.versions == tick.step].tolist())

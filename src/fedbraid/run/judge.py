@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from fedbraid.data import tree
 from fedbraid.data.call import by_signature
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.client import Engine
 from fedbraid.engines.gradients import Torch
 from fedbraid.errors import DataError, RunError
 from fedbraid.run.checkpoint import Record
@@ -24,7 +23,13 @@ from fedbraid.run.checkpoint import Record
 _JUDGES: weakref.WeakKeyDictionary[Task, Torch] = weakref.WeakKeyDictionary()
 
 
-def judge(engine: Engine, task: Task, x: Tensor, on: str = "test", step: int | None = None) -> Record:
+class Evaluates(Protocol):
+    """Whoever can evaluate a model: an engine, or a gradient."""
+
+    def evaluate(self, x: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]: ...
+
+
+def judge(engine: Evaluates, task: Task, x: Tensor, on: str = "test", step: int | None = None) -> Record:
     """Loss, accuracy and metrics of a model on the pooled test set, or also by client."""
     if task.test is None:
         raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")

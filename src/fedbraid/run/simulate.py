@@ -23,7 +23,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
 from fedbraid.core.optim import Momentum, Optimise
-from fedbraid.core.rule import Rule
+from fedbraid.core.rule import Rule, Vectors
 from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
@@ -36,8 +36,8 @@ from fedbraid.run import bits
 from fedbraid.run.budget import Budget, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
-from fedbraid.run.jobs import Jobs
-from fedbraid.run.judge import judge
+from fedbraid.run.jobs import Jobs, Source
+from fedbraid.run.judge import Evaluates, judge
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import advance
@@ -143,11 +143,12 @@ class Result:
 
 @dataclass
 class Run:
-    """One run while it goes on."""
+    """One run while it goes on, whatever its steps come from."""
 
     setup: Setup
     schedule: Schedule
-    engine: Engine
+    source: Source
+    engine: Evaluates
     options: Options
     state: State
     folder: Folder | None = None
@@ -163,34 +164,33 @@ class Run:
         What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
         sends. One that cannot be reached leaves its share behind, and the next record says so.
         """
-        if not 0 <= client < self.setup.task.clients or client in self.state.gone:
-            raise ConfigError(
-                f"client {client} is not there to leave; there are {self.setup.task.clients} from 0 on"
-            )
-        rule = self.setup.algorithm.rule
-        share = rule.leave(self.state.clients.get([client])) if reachable else None
+        self._check_here(client)
+        own = self.state.clients.get([client])
+        self.dismiss(client, self.setup.algorithm.rule.leave(own) if reachable else None)
+
+    def dismiss(self, client: int, share: Vectors | None) -> None:
+        """The same with the negative share that the client sent, None where it could not be asked."""
+        self._check_here(client)
         self.state, stays = self.state.without(self.setup.algorithm, client, share)
         self._left.setdefault("left", []).append(client)
         if stays:
             self._left.setdefault("left_share", []).append(client)
 
+    def _check_here(self, client: int) -> None:
+        if not 0 <= client < len(self.source.sizes) or client in self.state.gone:
+            raise ConfigError(
+                f"client {client} is not there to leave; there are {len(self.source.sizes)} from 0 on"
+            )
+
     def go(self) -> Result:
         """Run to the end, or from where the state stands."""
-        setup, task = self.setup, self.setup.task
-        concurrency = self.schedule.concurrency if isinstance(self.schedule, Buffered) else 0
-        jobs = Jobs(setup.algorithm, task.layout, self.engine, concurrency)
         self._tell("start", self)
         pending: list[Record] = []
-        for tick in self.schedule.ticks(task.clients, setup.seed, self._message()):
-            if tick.step < self.state.t:
-                jobs.opens(tick)
-                jobs.closes(tick)
-                continue
-            if self.note.get("stopped"):
-                break
-            before, tick = self.state.x, tick.without(self.state.gone)
-            self.state, record = advance(setup, jobs, self.state, tick, self.options.keep_going)
+        for tick in () if self.note.get("stopped") else self.source.ticks(self):
+            before = self.state.x
+            self.state, record = advance(self.setup, self.source, self.state, tick, self.options.keep_going)
             record |= {
+                **self.source.taken(tick),
                 **self._measure(before),
                 **self._left,
                 **(self.budget.spent(self.state.t) if self.budget else {}),
@@ -198,8 +198,7 @@ class Run:
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers) or (self.budget is not None and self.budget.ends(self.state.t))
-            if stop:
-                self.note = {"stopped": self.state.t}
+            self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
                 self.history += pending
@@ -207,6 +206,8 @@ class Run:
             elif stop or self._due():
                 self.checkpoint.commit(self.state, pending, self.note)
                 pending = []
+            if stop:
+                break
         return self._result()
 
     def model(self) -> nn.Module:
@@ -216,7 +217,11 @@ class Run:
     def _due(self) -> bool:
         """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
         t, last = self.state.t, self.state.t == self.schedule.steps
-        return last or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
+        return (
+            last
+            or self.source.real
+            or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
+        )
 
     def _measure(self, before: Tensor) -> Record:
         t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
@@ -237,7 +242,7 @@ class Run:
             task,
             self.state,
             self.setup.algorithm,
-            self.engine.describe(),
+            self.source.describe(),
             self.folder.path if self.folder else None,
             self.setup.work,
         )
@@ -246,7 +251,7 @@ class Run:
         self._tell("end", result)
         return result
 
-    def _message(self) -> tuple[float, float]:
+    def message(self) -> tuple[float, float]:
         """Bytes down and up of one visit, for schedules that charge transfer time."""
         a, newest = self.setup.algorithm, self.state.sent[max(self.state.sent)]
         return float(sum(newest.sizes.values())), float(a.up.size(a.uploads, self.setup.task.layout))
@@ -321,28 +326,36 @@ def simulate(
                 folder.create(config)
                 note_task(folder, task)
             else:
-                _same(folder, known, config)
-        return _go(setup, schedule, runner, options, folder, budget)
+                same(folder, known, config)
+        jobs = Jobs(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
+        return drive(setup, schedule, jobs, runner, options, folder, budget, bits.describe(runner))
 
 
-def _go(
+def drive(
     setup: Setup,
     schedule: Schedule,
-    runner: Engine,
+    source: Source,
+    engine: Evaluates,
     options: Options,
     folder: Folder | None,
-    budget: Budget | None,
+    budget: Budget | None = None,
+    here: Record | None = None,
 ) -> Result:
-    state = State.first(setup.algorithm, setup.task.layout, setup.task.initial(setup.seed), setup.seed)
-    run = Run(setup, schedule, runner, options, state, folder, budget=budget)
+    """Steps from any source to the end of the schedule, from where the folder stands if it holds some.
+
+    `here` is what the bits depend on, where they are promised to be the same.
+    """
+    x = setup.task.initial(setup.seed)
+    state = State.first(setup.algorithm, setup.task.layout, x, setup.seed, source.real)
+    run = Run(setup, schedule, source, engine, options, state, folder, budget=budget)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):
             return run.go()
     run.checkpoint = Checkpoint(folder, state, options.store, setup.task.clients)
     try:
         run.state, run.note = run.checkpoint.restore(state)
-        if run.state.t < schedule.steps:
-            bits.agree(folder, bits.describe(runner), run.state.t, options.accept_other_bits)
+        if run.state.t < schedule.steps and here is not None:
+            bits.agree(folder, here, run.state.t, options.accept_other_bits)
         return run.go()
     finally:
         run.checkpoint.close()
@@ -413,7 +426,9 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def describe(setup: Setup, schedule: Schedule, engine: Engine, options: Options, device: str) -> Record:
+def describe(
+    setup: Setup, schedule: Schedule, engine: bits.Described, options: Options, device: str
+) -> Record:
     """Everything that a run needs to be run again."""
     from fedbraid import __version__
 
@@ -447,7 +462,7 @@ def parts(algorithm: Algorithm) -> Record:
     return {name: repr(getattr(algorithm, name)) for name in ("rule", "gather", "server", "up", "down")}
 
 
-def _same(folder: Folder, known: Record, config: Record) -> None:
+def same(folder: Folder, known: Record, config: Record) -> None:
     """Refuse to mix two runs in one folder."""
     for key in ("data", "parts", "work", "schedule", "seed", "engine", "device"):
         if known.get(key) != config[key]:

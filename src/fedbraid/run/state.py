@@ -77,8 +77,8 @@ class State:
         What the server holds of it goes. What the client holds goes by the negative share that it sends, such as
         `rule.leave` makes of its memory; None where it cannot be asked.
         """
-        own = self.clients.get([client])
-        mirrored = algorithm.rule.leave(own) if own.keys() >= algorithm.rule.init(self.x).keys() else {}
+        fresh = {name: v.reshape(1, -1) for name, v in algorithm.rule.init(self.x).items()}
+        mirrored = algorithm.rule.leave(fresh)
         server = self.server
         if share is not None:
             server = algorithm.server.leave(

@@ -18,7 +18,7 @@ from fedbraid.core.link import Caster
 from fedbraid.core.rule import Vectors
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.errors import Diverged, WireError
-from fedbraid.run.jobs import Source
+from fedbraid.run.jobs import Replies
 from fedbraid.run.state import State
 from fedbraid.run.tally import Tally
 from fedbraid.schedule import Tick
@@ -27,24 +27,22 @@ T = TypeVar("T")
 
 
 def advance(
-    setup: Setup, source: Source, state: State, tick: Tick, keep_going: bool = False
+    setup: Setup, source: Replies, state: State, tick: Tick, keep_going: bool = False
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather what the tick's clients upload, step, broadcast."""
     algorithm, task = setup.algorithm, setup.task
-    layout, x, sizes = task.layout, state.x, known_sizes(setup, state)
+    layout, x, sizes = task.layout, state.x, known_sizes(source, state)
     tally = Tally(algorithm.gather.weights, state.t + 1)
     acc = algorithm.gather.zero(x)
     state.clients.expect()
-    source.opens(tick)
     for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
-        up = uploads(setup, state, reply, versions)
+        up = uploads(setup, sizes, state, reply, versions)
         down, synced = _charge(algorithm, state, reply, versions)
-        tally.add(up, reply, down, sum(algorithm.up.quantises(int(c)) for c in reply.clients))
+        tally.add(up, reply, down, algorithm.up.quantised(reply.clients))
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
-    source.closes(tick)
-    N = int(np.count_nonzero(sizes)) if state.gone or source.real else task.clients
+    N = int(np.count_nonzero(sizes)) if state.gone or source.real else len(sizes)
     if tally.count or algorithm.gather.alone:
         lr = tally.mean("lr") if tally.count else setup.work.rate(state.t)
         info = Info(
@@ -100,18 +98,20 @@ def two_strokes(
     return new, average, server
 
 
-def known_sizes(setup: Setup, state: State) -> NDArray[np.int64]:
+def known_sizes(source: Replies, state: State) -> NDArray[np.int64]:
     """Samples by client number, 0 for who has left."""
-    sizes = setup.task.sizes
+    sizes = source.sizes
     if state.gone:
         sizes = sizes.copy()
         sizes[list(state.gone)] = 0
     return sizes
 
 
-def uploads(setup: Setup, state: State, reply: Reply, versions: NDArray[np.int64]) -> Uploads:
+def uploads(
+    setup: Setup, sizes: NDArray[np.int64], state: State, reply: Reply, versions: NDArray[np.int64]
+) -> Uploads:
     """A block of replies as the server sees it, each with what its sender was sent."""
-    x, sizes = state.x, setup.task.sizes
+    x = state.x
     return Uploads(
         reply.clients, reply.uploads, torch.from_numpy(sizes[reply.clients]).to(x)[:, None], reply.K,
         setup.work.effective(reply.K), torch.from_numpy(state.t - versions).to(x)[:, None], reply.lr, _sent(state, versions),
@@ -139,9 +139,8 @@ def _charge(
     """(bytes down by name, what the clients then remember of the link)."""
     if reply.down is not None:
         return {name: int(sizes.sum()) for name, sizes in reply.down.items()}, {}
-    fetched = [state.sent[int(v)] for v in versions]
     memory = state.clients.get(reply.clients) if algorithm.down.remembers() else {}
-    sizes, synced = algorithm.down.charge(fetched, memory)
+    sizes, synced = algorithm.down.charge(state.sent, versions, memory)
     return {name: int(each.sum()) for name, each in sizes.items()}, synced
 
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
+from fedbraid.core.check import number
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule.availability import availability as availability
 
@@ -25,8 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def _positive(name: str, value: float, zero: bool = False) -> None:
-    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
-        raise ConfigError(f"{name}={value} is no duration; use {name} {'>=' if zero else '>'} 0")
+    number(name, value, "[0, inf)" if zero else "(0, inf)", "is no duration")
 
 
 def _normal(u: Floats) -> Floats:
@@ -293,7 +293,9 @@ def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
         for client, began, ended in zip(record["clients"], record.get("began", ()), record.get("ended", ())):
             took.setdefault(client, []).append(ended - began)
         for client, at in record.get("came", ()):
-            there.setdefault(client, []).append([at, math.inf])
+            spans = there.setdefault(client, [])
+            if not spans or spans[-1][1] < math.inf:  # else the server was started again, and met it anew
+                spans.append([at, math.inf])
         for client, at in record.get("went", ()):
             there[client][-1][1] = at
     if not took:

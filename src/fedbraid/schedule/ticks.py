@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.core.check import plain_numbers, whole
+from fedbraid.core.check import number, plain_numbers, whole
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
 from fedbraid.schedule.availability import Idle, Reachable
@@ -141,10 +141,9 @@ class Rounds(Schedule):
             raise ConfigError(
                 "given cohorts are waited for as they are; leave out over, timeout, bandwidth and availability"
             )
-        if not self.over >= 1:
-            raise ConfigError(f"over={self.over} asks fewer clients than are needed; use over >= 1")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"timeout={self.timeout} lets nobody finish; use timeout > 0")
+        number("over", self.over, "[1, inf)", "asks fewer clients than are needed")
+        if self.timeout is not None:
+            number("timeout", self.timeout, "(0, inf)", "lets nobody finish")
 
     def cohort(self, N: int) -> int:
         """How many clients a round waits for."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import number, whole
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
-from fedbraid.engines.workers import Ask, Crew, Failure
+from fedbraid.engines.workers import Ask, Crew, Failure, prepare
 from fedbraid.errors import ConfigError, EngineError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
@@ -349,7 +349,9 @@ class Grid:
                 watcher.done(cell)
 
         tick = (lambda: None) if watcher is None else watcher.tick
-        Crew(self._job, jobs).run(lambda: next(todo, None), heard, done, tick)
+        prepare()
+        with Crew(self._job, jobs) as crew:
+            crew.run(lambda: next(todo, None), done, heard, tick)
 
     def _job(self, cell: Cell, ask: Ask) -> None:
         c = cell.contestant
@@ -405,8 +407,8 @@ def _check(who: Sequence[Contestant], seeds: Sequence[int], target: float | None
         if len(set(values)) < len(values):
             raise ConfigError(f"two {what} are the same in {values}; give each once, under its own name")
     whole("seeds", len(seeds))
-    if target is not None and not 0 < target <= 1:
-        raise ConfigError(f"target={target!r} is no accuracy; use a share such as 0.95")
+    if target is not None:
+        number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
 
 
 callable_module(__name__)

@@ -133,9 +133,8 @@ def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crow
     version = a.down.send(vectors, state.wire, Caster(a.downloads, 1, 0, layout)).version
     missed = math.ceil(crowd.clients / crowd.per_round) * sum(version.sizes.values())
     since = replace(version, upto=missed)
-    sizes, _ = a.down.charge(
-        [since], {name: torch.zeros_like(v)[None] for name, v in a.down.remembers().items()}
-    )
+    new = {name: torch.zeros_like(v)[None] for name, v in a.down.remembers().items()}
+    sizes, _ = a.down.charge({1: since}, np.ones(1, np.int64), new)
     return {name: int(size[0]) * crowd.per_round for name, size in sizes.items()}
 
 

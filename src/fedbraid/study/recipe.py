@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import tomli_w
+
 import fedbraid.files as files
 from fedbraid.core.work import WORK, Work
-from fedbraid.parse import evaluate
+from fedbraid.parse import evaluate, literal, written
 from fedbraid.run.metrics import Record
 from fedbraid.run.simulate import SCHEDULES
 from fedbraid.schedule import Buffered, Rounds, Schedule
@@ -41,10 +42,8 @@ def _task(spec: str) -> str:
     """`load('digits', clients=100)` as `digits(clients=100)`."""
     if files.names_file(spec):
         return spec
-    call = ast.parse(spec, mode="eval").body
-    assert isinstance(call, ast.Call)
-    name = ast.literal_eval(call.args[0])
-    return f"{name}({', '.join(ast.unparse(k) for k in call.keywords)})"
+    _, (name,), given = written(spec)
+    return f"{literal(name)}({', '.join(f'{k}={v}' for k, v in given.items())})"
 
 
 def _work(work: Work) -> dict[str, Any]:
@@ -114,16 +113,4 @@ def command(said: Mapping[str, Mapping[str, Any]], seeds: Sequence[int] = ()) ->
 
 def toml(said: Mapping[str, Mapping[str, Any]]) -> str:
     """The sections as a file for `fedbraid run`."""
-    lines = []
-    for section, values in said.items():
-        if values:
-            lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return tomli_w.dumps({section: values for section, values in said.items() if values})

@@ -8,7 +8,6 @@ commands may share a grid, and a killed one leaves nothing behind.
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import hashlib
 import importlib.util
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
+from fedbraid.parse import written
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 if TYPE_CHECKING:
@@ -246,13 +246,12 @@ def terse(text: str) -> str:
     >>> terse("Work(lr=0.1, epochs=2, batch=20, last='keep')")
     'Work(lr=0.1, epochs=2)'
     """
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call)
-    kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[ast.unparse(call.func)]
+    name, _, given = written(text)
+    kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[name]
     plain = {
         f.name: repr(f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind)
     }
-    told = [f"{k.arg}={v}" for k in call.keywords if (v := ast.unparse(k.value)) != plain.get(str(k.arg))]
+    told = [f"{key}={v}" for key, v in given.items() if v != plain.get(key)]
     return f"{kind.__name__}({', '.join(told)})"
 
 

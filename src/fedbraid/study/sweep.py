@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from fedbraid.core import rng
-from fedbraid.core.check import whole
+from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
 from fedbraid.data import tree
 from fedbraid.data.task import Task
-from fedbraid.engines.workers import Ask, Crew, Failure
+from fedbraid.engines.workers import Ask, Crew, Failure, prepare
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Run, simulate
@@ -133,10 +133,7 @@ def integer(low: int, high: int, points: int = 4) -> Range:
 
 def hold_out(task: Task, share: float, seed: int = 0) -> Task:
     """The task of the other clients, judged on the data of this share of them instead of the test set."""
-    if not 0 < share < 1:
-        raise ConfigError(
-            f"hold_out={share} is no share of the clients; use one between 0 and 1, such as 0.2"
-        )
+    number("hold_out", share, "(0, 1)", "is no share of the clients")
     count = max(1, round(share * task.clients))
     if count >= task.clients:
         raise DataError(
@@ -345,9 +342,9 @@ class _Search:
             if watcher is not None:
                 watcher.done(trial)
 
-        Crew(self._train, jobs).run(
-            self._following, heard, done, (lambda: None) if watcher is None else watcher.tick
-        )
+        prepare()
+        with Crew(self._train, jobs) as crew:
+            crew.run(self._following, done, heard, (lambda: None) if watcher is None else watcher.tick)
 
     def _following(self) -> _Job | None:
         """The next setting to try: first what a kill left, then another that was not tried yet."""

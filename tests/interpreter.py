@@ -491,13 +491,15 @@ class Memory(Mean):
 
 
 class Mifa(Memory):
-    """MIFA and ACE: the mean of what is remembered of every client seen so far; ACED forgets the old."""
+    """MIFA and ACE: the mean of what is remembered of every client seen so far; ACED forgets what is of old versions."""
 
     def __call__(self, updates, c):
         for v, u in zip(c.visits, updates):
-            self.state[v.client] = (u, c.t)
+            self.state[v.client] = (u, c.t - v.tau)
         limit = self.o.get("limit")
         kept = {j: u for j, (u, t) in self.state.items() if limit is None or c.t - t <= limit}
+        if not kept:
+            return np.zeros_like(updates[0])
         weights = {j: c.weight(self.setting.sizes[j]) for j in kept}
         return sum(weights[j] * u for j, u in kept.items()) / sum(weights.values())
 

@@ -241,7 +241,7 @@ def algorithm(spec: Spec) -> fb.Algorithm:
 
 
 def _rule(p: Part) -> tuple[Any, ...]:
-    from fedbraid.algorithms import adabest, averaging, feddyn, fedgbo, scaffold
+    from fedbraid.algorithms import adabest, averaging, feddyn, fedgbo, ghbm, scaffold, scallion
 
     match p.name:
         case "sgd":
@@ -254,6 +254,10 @@ def _rule(p: Part) -> tuple[Any, ...]:
             return scaffold.ControlVariates(), scaffold.ControlVariate()
         case "scaffold_m":
             return scaffold.LocalEstimate(), scaffold.GlobalEstimate()
+        case "scallion":
+            return scallion.ScaledVariates(p["alpha"]), scallion.AddBack(), scaffold.ControlVariate()
+        case "ghbm":
+            return ghbm.HeavyBall(p["beta"]), ghbm.Trail(p["tau"])
         case "feddyn":
             return (feddyn.DynamicRegulariser(p["mu"]),)
         case "adabest":
@@ -268,7 +272,7 @@ def _rule(p: Part) -> tuple[Any, ...]:
             }[p.name]
             o = _statistics(p)
             return client(o), server(o)
-    raise Missing(p.name)
+    raise ValueError(p.name)
 
 
 def _statistics(p: Part) -> Any:
@@ -283,7 +287,7 @@ def _statistics(p: Part) -> Any:
 
 
 def _gather(spec: Spec) -> Any:
-    from fedbraid.algorithms import fedadavr, memory
+    from fedbraid.algorithms import fedadavr, late, memory
     from fedbraid.core.gather import Mean, Staleness
 
     g, how = spec.gather, (spec.weights, Staleness(spec.staleness))
@@ -297,12 +301,13 @@ def _gather(spec: Spec) -> Any:
             return memory.Varp(*how)
         case "mifa":
             return memory.Mifa(*how)
-        case "clusters":
-            return memory.ClusterVarp(*how, clusters=g["clusters"])
-    raise Missing(g.name)
+        case "aced":
+            return late.YoungMifa(*how, limit=g["limit"])
+    return memory.ClusterVarp(*how, clusters=g["clusters"])
 
 
 def _optimiser(spec: Spec) -> list[Any]:
+    from fedbraid.algorithms import late
     from fedbraid.core import optim
     from fedbraid.core.transform import Scale
 
@@ -313,7 +318,8 @@ def _optimiser(spec: Spec) -> list[Any]:
         case "momentum":
             made = optim.Momentum(o["beta"])
         case "fadas":
-            raise Missing(o.name)
+            step = late.CautiousScale(spec.lr, o["limit"])
+            return [optim.Optimise(late.AMSGrad(o["beta1"], o["beta2"], o["eps"]), spec.decay), step]
         case name:
             kind = {"adagrad": optim.Adagrad, "adabelief": optim.AdaBelief, "yogi": optim.Yogi}.get(
                 name, optim.Adam
@@ -361,22 +367,6 @@ def _down(link: Part | None) -> Any:
 def averaged(run: Any) -> np.ndarray:
     """x̄ of a run that goes on: the model that is evaluated."""
     return run.state.average.double().numpy().copy()
-
-
-class Missing(Exception):
-    """The package has no such part yet."""
-
-
-def _there(axis: str, name: str) -> bool:
-    try:
-        algorithm(make(NEUTRAL | {axis: name}, 0).spec)
-    except Missing:
-        return False
-    return True
-
-
-for _axis, _names in AXES.items():
-    _names[:] = [_name for _name in _names if _there(_axis, _name)]
 
 
 # Schedules: the package's own, or a script in which clients join -----------------------------------------

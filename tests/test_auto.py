@@ -11,9 +11,11 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.engines import auto
+from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import compiler
 
 WORK = fb.Work(lr=0.1, batch=5)
+LARGE = 1e6  # seconds of work
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,7 @@ def test_a_small_job_is_guessed_and_leaves_nothing_behind(blobs, cache):
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_a_large_job_is_measured_once(cache, monkeypatch):
+    monkeypatch.setattr(auto, "COMPILING", 0.0)
     task, schedule = convolutional(), fb.rounds(400, clients=2)
     first = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert "backend='native'" in first.engine
@@ -54,6 +57,8 @@ def test_a_large_job_is_measured_once(cache, monkeypatch):
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_a_measured_run_records_the_bits_of_its_engine(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(auto, "WORTH", 0.0)
+    monkeypatch.setattr(auto, "SHARE", 1e9)
+    monkeypatch.setattr(auto, "COMPILING", 0.0)
     monkeypatch.setattr(auto, "_candidates", lambda *_: {"native": lambda: 1.0})
     found = []
     for engine in ("auto", "in_process(backend='native')"):
@@ -63,26 +68,51 @@ def test_a_measured_run_records_the_bits_of_its_engine(cache, monkeypatch, tmp_p
     assert found[0] == found[1]
 
 
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_a_job_shorter_than_a_compiler_uses_what_is_compiled(cache, monkeypatch):
+    """And what it chose without the best candidate is not remembered."""
+    task = convolutional()
+    monkeypatch.setattr(auto, "_native_time", lambda *_: 0.0)
+    assert auto.best(task, WORK, 2, 2.0).way == auto.best(task, WORK, 2, 20.0).way == "pool"
+    assert not cache.exists()
+    Native(task)
+    assert auto.best(task, WORK, 2, 0.6).way == "native"
+    assert json.loads(cache.read_text())["fastest"]
+
+
+def test_measuring_is_a_small_share_of_the_work(cache, monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        auto, "_candidates", lambda *_: {"vmap": lambda: timed.append(1) or 1.0, "loop": lambda: 2.0}
+    )
+    step = auto.expected_seconds(convolutional(), fb.Work(steps=1, batch=5), 1)
+    for steps in (10, 10_000):
+        assert auto.best(convolutional(), WORK, 1, steps * step).way == "vmap"
+        assert bool(timed) == (steps > 10)
+
+
 @pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])
 def test_a_damaged_memory_is_only_forgotten(cache, junk):
     cache.parent.mkdir(mode=0o700)
     cache.write_text(junk)
-    assert auto.best(convolutional(), WORK, 2).way in ("native", "pool", "loop")
+    assert auto.best(convolutional(), WORK, 2, LARGE).way in ("native", "pool", "loop")
     assert json.loads(cache.read_text())["fastest"]
 
 
 def test_another_machine_remembers_nothing(cache, monkeypatch):
     monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: 1.0})
-    assert auto.best(convolutional(), WORK, 2).measured
-    assert not auto.best(convolutional(), WORK, 2).measured
+    assert auto.best(convolutional(), WORK, 2, LARGE).measured
+    assert not auto.best(convolutional(), WORK, 2, LARGE).measured
     monkeypatch.setattr(auto, "cpu_model", lambda: ("another", "sse"))
-    assert auto.best(convolutional(), WORK, 2).measured
+    assert auto.best(convolutional(), WORK, 2, LARGE).measured
     assert len(json.loads(cache.read_text())["fastest"]) == 1
 
 
 @pytest.mark.parametrize(("promised", "doubted"), [(1e-9, True), (1e3, False)])
 def test_a_choice_that_does_not_hold_is_measured_again(cache, monkeypatch, promised, doubted):
     monkeypatch.setattr(auto, "WORTH", 0.0)
+    monkeypatch.setattr(auto, "SHARE", 1e9)
+    monkeypatch.setattr(auto, "COMPILING", 0.0)
     monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: promised})
     task, schedule = convolutional(), fb.rounds(2, clients=2)
 
@@ -112,7 +142,7 @@ def test_a_choice_that_does_not_hold_is_measured_again(cache, monkeypatch, promi
 def test_without_a_compiler_everything_still_runs(monkeypatch, cache):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    assert auto.best(convolutional(), WORK, 2).way in ("pool", "loop")
+    assert auto.best(convolutional(), WORK, 2, LARGE).way in ("pool", "loop")
     with pytest.raises(fb.errors.EngineError, match="no C\\+\\+ compiler"):
         fb.simulate(
             convolutional(), fb.fedavg(), WORK, fb.rounds(1, clients=2), engine="in_process(backend='native')"

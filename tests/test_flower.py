@@ -514,6 +514,25 @@ def test_trial_says_at_once_what_cannot_be_read(tmp_path):
     assert not (tmp_path / "fleet" / "runs").exists()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        ("server = apps.server\nclient = apps.client", "server, client = apps", "server = apps.server"),
+        ("client = apps.client", "", "client = apps.client"),
+        ("def model():", "def model(:", "cannot be read"),
+    ],
+)
+def test_slips_in_the_users_file_are_said_before_anything_starts(old, new, word, tmp_path):
+    init(tmp_path / "fleet")
+    file = tmp_path / "fleet" / "fleet.py"
+    file.write_text(file.read_text().replace(old, new))
+    done = fedbraid("deploy", "trial", str(tmp_path / "fleet"))
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("place", ["\n", "def model():\n"])
 def test_trial_says_why_the_server_does_not_start(tmp_path, place):
     init(tmp_path / "fleet")

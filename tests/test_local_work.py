@@ -254,7 +254,7 @@ def test_bad_rates_are_refused_before_anything_runs(blobs, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="0 <= warmup < 5"):
         fb.rates.cosine(0.1, 5, warmup=5)
-    with pytest.raises(ConfigError, match="0 <= least <= 0.1"):
+    with pytest.raises(ConfigError, match=r"0 <= least <= 0\.1"):
         fb.rates.cosine(0.1, 5, least=0.2)
     with pytest.raises(ConfigError, match="does not train"):
         fb.rates.warmup(-0.1, 5)

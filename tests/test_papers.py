@@ -7,21 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from oracles import Trial
 from test_properties import Watch, watch
 from torch import nn
 
 import fedbraid as fb
+from fedbraid.core.gather import Info
 from fedbraid.run.simulate import algorithm_from
+from fedbraid.run.step import two_strokes
 from fedbraid.study import hours
 from fedbraid.study import page as p
 from fedbraid.study import reproduce as r
-from fedbraid.study.cost import operations
+from fedbraid.study.cost import Elements, operations
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "experiments"
 
-# AdaBest's Theorems 1 and 2, Table 4 ---------------------------------------------------------------------
+# AdaBest's Theorems 1 and 2, Tables 4 and 5 ---------------------------------------------------------------------
 
 
 def test_feddyns_h_can_only_shrink_against_the_update():
@@ -72,6 +75,28 @@ def test_what_adabests_rules_add_to_fedavgs_arithmetic():
     counted = {a: operations(a, fb.Work()).per_step for a in printed}
     assert all(counted[a] <= n for a, n in printed.items())
     assert counted[fb.adabest()] == 3
+
+
+def test_what_adabests_server_adds_to_fedavgs_arithmetic():
+    """After the mean a step takes no more than Table 5 says, in numbers written: SCAFFOLD/m 4, FedDyn 4, AdaBest 3."""
+    d = 100
+    layout, x = fb.Layout.from_shapes([("w", (d,))]), torch.zeros(d)
+    info = Info(0, 5, 100, 100.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(100), 0)
+
+    def written(a):
+        u, server = {name: torch.ones(d) for name in a.gathered}, a.server.init(x, layout)
+        with Elements() as counter:
+            two_strokes(a, u, server, x, info)
+        return counter.count / d
+
+    plain = written(fb.fedavg())
+    added = {
+        n: written(a) - plain
+        for n, a in (("SCAFFOLD/m", fb.scaffold_m()), ("FedDyn", fb.feddyn()), ("AdaBest", fb.adabest()))
+    }
+    assert added["AdaBest"] == 3
+    assert added["FedDyn"] <= 4
+    assert added["SCAFFOLD/m"] <= 4
 
 
 # The page ------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import fedbraid as fb
-from fedbraid.algorithms.private import Clipped, Noised
+from fedbraid.algorithms.private import Noised
 from fedbraid.core.gather import Info, Uploads
+from fedbraid.links.private import clipped as cut
 
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
 from dp_accounting import pld, rdp  # noqa: E402
@@ -26,6 +27,21 @@ def poisson(steps):
 
 def spent(accountant, event, steps, delta=DELTA):
     return accountant.compose(dp.SelfComposedDpEvent(event, steps)).get_epsilon(delta)
+
+
+class Stop:
+    """Ends a run at a step that is not yet committed, as a crash would."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def step(self, record, run):
+        if record["step"] == self.at:
+            raise Stopped
+
+
+class Stopped(Exception):
+    pass
 
 
 # Accounting -----------------------------------------------------------------------------------------------
@@ -111,19 +127,19 @@ def test_one_client_moves_the_noiseless_sum_by_no_more_than_the_clip():
     torch.manual_seed(0)
     for scale in (1e-3, 0.1, 1.0, 1e6):
         raw = {"delta": scale * torch.randn(5, 50)}
-        clipped = a.up.clipped(raw, a.uploads)
+        clipped = cut(raw, 0.7, a.uploads)
         assert clipped["delta"].norm(dim=1).max() <= 0.7 * (1 + 1e-6)
         g = gather(a)
         whole = closed(g, uploads(clipped, a.uploads), x)
         without = closed(g, uploads({"delta": clipped["delta"][1:]}, a.uploads), x)
         assert 4 * (whole - without).norm() <= 0.7 * (1 + 1e-4)
     small = {"delta": torch.full((1, 50), 1e-3)}
-    assert a.up.clipped(small, a.uploads)["delta"].equal(small["delta"])
+    assert cut(small, 0.7, a.uploads)["delta"].equal(small["delta"])
 
 
 def test_several_uploads_are_clipped_together_by_their_scales():
     declared = {"a": fb.Upload("a", scale=1.0), "b": fb.Upload("b", scale=10.0)}
-    got = Clipped(clip=1.0).clipped({"a": torch.tensor([[3.0]]), "b": torch.tensor([[40.0]])}, declared)
+    got = cut({"a": torch.tensor([[3.0]]), "b": torch.tensor([[40.0]])}, 1.0, declared)
     torch.testing.assert_close(got["a"], torch.tensor([[0.6]]))
     torch.testing.assert_close(got["b"], torch.tensor([[8.0]]))
 
@@ -143,7 +159,7 @@ def test_a_client_counts_once_in_a_step():
     a, x = fb.private(fb.fedavg(), noise=1.0), torch.zeros(3)
     g, up = gather(a, planned=1.0), uploads({"delta": torch.ones(2, 3)}, a.uploads)
     acc = g.add(g.add(g.zero(x), up, {}, x), up, {}, x)
-    assert acc[0].vectors["delta"].tolist() == [2.0, 2.0, 2.0]
+    assert acc.sums.vectors["delta"].tolist() == [2.0, 2.0, 2.0]
 
 
 def test_no_step_goes_without_a_run_that_knows_its_noise():
@@ -151,15 +167,217 @@ def test_no_step_goes_without_a_run_that_knows_its_noise():
     assert closed(a.gather, None, torch.zeros(3)).isnan().all()
 
 
-@pytest.mark.parametrize("build", [fb.fedavg, fb.feddyn, fb.adabest, fb.fedadam])
-def test_without_noise_and_with_a_wide_clip_it_is_the_algorithm(blobs, build):
-    extra = {} if build is fb.fedadam else {"weights": "uniform"}
-    plain = fb.simulate(blobs, build(weights="uniform"), WORK, fb.rounds(5, clients=3), seed=1)
-    quiet = fb.simulate(
-        blobs, fb.private(build(**extra), clip=1e6, noise=0.0), WORK, fb.rounds(5, clients=3), seed=1
+EVEN = fb.Work(lr=0.05, steps=3, batch=8)
+ONE_NAME = {
+    "fedavg": fb.fedavg(weights="uniform"),
+    "fedavgm": fb.fedavgm(weights="uniform"),
+    "fedprox": fb.fedprox(mu=0.1, weights="uniform"),
+    "fedadam": fb.fedadam(weights="uniform"),
+    "fedyogi": fb.fedyogi(weights="uniform"),
+    "fedadagrad": fb.fedadagrad(weights="uniform"),
+    "fedlamb": fb.fedlamb(weights="uniform"),
+    "feddyn": fb.feddyn(weights="uniform"),
+    "adabest": fb.adabest(weights="uniform"),
+    "fedgbo": fb.fedgbo(),
+    "fedgbo-adam": fb.fedgbo("adam"),
+    "ghbm": fb.ghbm(tau=2, weights="uniform"),
+    "scallion": fb.scallion(alpha=0.7, weights="uniform"),
+    "scaffold_m": fb.scaffold_m(weights="uniform"),
+    "fedvarp": fb.fedvarp(held="client", weights="uniform"),
+    "mifa": fb.mifa(held="client", weights="uniform"),
+    "fedadavr": fb.fedadavr("adam", lr=0.02, eps=1e-3, held="client", weights="uniform"),
+    "qafel": fb.qafel(up=fb.codecs.qsgd(8)),
+    "fedpaq": fb.fedpaq(fb.codecs.int8(), weights="uniform"),
+    "of_weights": fb.fedpaq(fb.codecs.of_weights(fb.codecs.int8()), weights="uniform"),
+    "fedef": fb.fedef(fb.codecs.topk(0.3), weights="uniform"),
+}
+SCALED = {
+    "scaffold": (fb.scaffold(weights="uniform"), {"dc": 10.0}),
+    "mimelite": (fb.mimelite(), {"grad": 10.0}),
+    "fednova": (fb.fednova(weights="uniform"), {"a": 5.0, "delta": 10.0}),
+}
+EVERY = {name: (a, None) for name, a in ONE_NAME.items()} | SCALED
+
+
+@pytest.mark.parametrize("where", ["server", "client"])
+@pytest.mark.parametrize("name", EVERY)
+def test_without_noise_and_with_a_wide_clip_it_is_the_algorithm(blobs, name, where):
+    a, scales = EVERY[name]
+    if (name, where) == ("fednova", "client"):
+        pytest.skip("refused: noise on what the server divides by")
+    plain = fb.simulate(blobs, a, EVEN, fb.rounds(5, clients=3), seed=1)
+    quiet = fb.private(a, clip=1e6, noise=0.0, where=where, scales=scales)
+    run = fb.simulate(blobs, quiet, EVEN, fb.rounds(5, clients=3), seed=1)
+    torch.testing.assert_close(run.x, plain.x, rtol=1e-4, atol=1e-5)
+    assert "epsilon" not in run.history[-1]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_one_runs_with_noise_and_empty_rounds(blobs, name):
+    a, scales = EVERY[name]
+    quiet = fb.private(a, clip=0.5, noise=3.0, scales=scales)
+    run = fb.simulate(blobs, quiet, EVEN, fb.rounds(5, clients=1, sampling="poisson"), seed=3)
+    assert any(not r["clients"] for r in run.history)
+    assert run.x.isfinite().all()
+    assert run.history[-1]["epsilon"] > 0
+
+
+def test_server_held_memory_is_private_where_clients_noise(blobs):
+    for a in (fb.fedvarp(), fb.fedadavr("sgd", lr=1.0, memory="int8"), fb.mifa(), fb.cluster_fedvarp(2)):
+        run = fb.simulate(
+            blobs, fb.private(a, noise=2.0, where="client"), WORK, fb.rounds(3, clients=3), seed=1
+        )
+        assert run.history[-1]["epsilon"] > 0
+
+
+def test_fednova_is_clipped_after_it_is_rescaled(blobs):
+    """d_i = Δ_i/(η a_i) and a_i together, by their scales, against NumPy."""
+    a = fb.private(fb.fednova(), clip=0.8, noise=0.0, scales={"a": 4.0, "delta": 2.0})
+    run = fb.simulate(blobs, a, WORK, fb.rounds(1, clients=6), seed=1)
+    seen: dict[int, tuple] = {}
+    for client in range(6):
+        alone = fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(1, clients=[[client]]), seed=1)
+        steps = math.ceil(blobs.sizes[client] / 8)
+        d = (blobs.initial(1) - alone.x).double() / (0.05 * steps)
+        shrink = min(1.0, 0.8 / math.hypot(float(d.norm()) / 2.0, steps / 4.0))
+        seen[client] = (d * shrink, steps * shrink)
+    mean_d = sum(d for d, _ in seen.values()) / 6
+    mean_a = sum(k for _, k in seen.values()) / 6
+    torch.testing.assert_close(
+        run.x.double(), blobs.initial(1).double() - 0.05 * mean_a * mean_d, rtol=1e-4, atol=1e-6
     )
-    torch.testing.assert_close(quiet.x, plain.x, rtol=1e-4, atol=1e-5)
-    assert "epsilon" not in quiet.history[-1]
+
+
+# A clip that follows the median ---------------------------------------------------------------------------
+
+
+def test_an_adaptive_clip_finds_the_median_norm():
+    """20 clients with norms 1 to 20, little noise."""
+    from dataclasses import replace
+
+    a = fb.private(fb.fedavg(), clip="adaptive", noise=0.3)
+    g, x = replace(a.gather, z=0.3, planned=20.0, seed=5), torch.zeros(4)
+    rows = torch.nn.functional.normalize(
+        torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), dim=1
+    )
+    raw, s, clips = torch.arange(1.0, 21.0)[:, None] * rows, g.init(x, None), []
+    layout = fb.Layout.from_shapes([("w", (4,))])
+    for t in range(120):
+        up = uploads({"delta": cut({"delta": raw}, s["clip"], a.uploads)["delta"]}, a.uploads)
+        up.sent = {"clip": s["clip"][None]}
+        info = Info(t, 20, 20, 20.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(20, np.int64))
+        u, s = g.close(g.add(g.zero(x), up, s, x), s, info)
+        clips.append(float(u["clip"]))
+    assert clips[0] > 0.1
+    assert np.mean(clips[60:]) == pytest.approx(10.5, rel=0.15)
+
+
+def test_an_adaptive_clip_is_sent_recorded_and_resumed(blobs, tmp_path):
+    a, schedule = fb.private(fb.feddyn(), clip="adaptive", noise=0.4), fb.rounds(6, clients=6)
+    work = fb.Work(lr=1.0, epochs=2, batch=8)
+    run = fb.simulate(blobs, a, work, schedule, seed=2)
+    clips = [r["clip"] for r in run.history]
+    assert clips[-1] > 0.13  # from 0.1 up: norms are near 1
+    assert float(run.state.sent[6].vectors["clip"]) == pytest.approx(clips[-1])
+    held = (
+        run.state.clients.get(range(6))["h_i"].norm(dim=1) / 0.02
+    )  # Σ Δ_i as they were clipped, over six visits
+    assert held.max() <= sum([0.1, *clips[:-1]]) * 1.0001
+    assert held.max() > 0.3
+    with pytest.raises(Stopped):
+        fb.simulate(blobs, a, work, schedule, seed=2, out=tmp_path / "run", callbacks=[Stop(3)])
+    assert [r["clip"] for r in fb.resume(tmp_path / "run").history] == clips
+
+
+def test_a_late_client_is_clipped_to_the_clip_of_today(blobs):
+    a = fb.private(fb.fedbuff(), clip="adaptive", noise=0.3)
+    run = fb.simulate(blobs, a, fb.Work(lr=1.0, batch=8), fb.buffered(6, buffer=4, concurrency=5), seed=1)
+    assert run.history[-1]["clip"] > 0.1
+    quiet = gather(a, planned=1.0)
+    up = uploads({"delta": torch.full((1, 4), 3.0)}, a.uploads)
+    up.sent = {"clip": torch.tensor([[6.0]])}
+    acc = quiet.add(quiet.zero(torch.zeros(4)), up, {"clip": torch.tensor([2.0])}, torch.zeros(4))
+    assert float(acc.sums.vectors["delta"].norm()) == pytest.approx(2.0)
+    assert acc.below == -0.5  # it was cut by the clip that it was sent
+
+
+def test_the_count_takes_its_part_of_the_noise():
+    from dataclasses import replace
+
+    a = fb.private(fb.fedavg(), clip="adaptive", noise=2.0)
+    g = replace(a.gather, z=2.0, planned=50.0)
+    assert g.z_below == 2.5
+    assert g.z_sum**-2 + (2 * g.z_below) ** -2 == pytest.approx(2.0**-2)
+
+
+# Noise of clients' own ------------------------------------------------------------------------------------
+
+
+def test_a_clients_epsilon_is_of_its_own_visits(blobs, tmp_path):
+    a, schedule = fb.private(fb.fedavg(), noise=5.0, where="client"), fb.rounds(8, clients=2)
+    run = fb.simulate(blobs, a, WORK, schedule, seed=1)
+    visits = np.zeros(6, int)
+    for r in run.history:
+        np.add.at(visits, r["clients"], 1)
+        assert r["epsilon"] == dp.get_epsilon_gaussian(5 / 2 / math.sqrt(visits.max()), DELTA)
+    with pytest.raises(Stopped):
+        fb.simulate(blobs, a, WORK, schedule, seed=1, out=tmp_path / "run", callbacks=[Stop(3)])
+    resumed = fb.resume(tmp_path / "run")
+    assert [r["epsilon"] for r in resumed.history] == [r["epsilon"] for r in run.history]
+    assert resumed.x.equal(run.x)
+
+
+def test_own_noise_is_solved_for_the_visits_and_ends_with_the_budget(blobs):
+    a = fb.private(fb.fedavg(), epsilon=3.0, where="client")
+    run = fb.simulate(blobs, a, WORK, fb.rounds(8, clients=2), seed=1)
+    assert len(run.history) == 8
+    assert 2.98 < run.history[-1]["epsilon"] <= 3.0
+    a = fb.private(fb.fedavg(), noise=5.0, epsilon=3.0, where="client")
+    ended = fb.simulate(blobs, a, WORK, fb.rounds(30, clients=2), seed=1)
+    assert 1 < len(ended.history) < 30
+    assert ended.history[-1]["epsilon"] <= 3.0
+    visits = np.bincount([c for r in ended.history for c in r["clients"]], minlength=6)
+    following = list(fb.rounds(30, clients=2).ticks(6, 1))[len(ended.history)].clients
+    np.add.at(visits, following, 1)
+    assert dp.get_epsilon_gaussian(5 / 2 / math.sqrt(visits.max()), DELTA) > 3.0
+
+
+def sender(a, clients, layout, version=0, frames=None):
+    from fedbraid.core.link import Sender
+
+    return Sender(np.array(clients), version, 0, torch.zeros(1, layout.size), a.uploads, layout, frames)
+
+
+def test_own_noise_has_its_deviation_and_is_never_the_same_twice():
+    from dataclasses import replace
+
+    a = fb.private(fb.fedavg(), clip=0.5, noise=2.0, where="client")
+    layout, link = fb.Layout.from_shapes([("w", (50_000, 2))]), replace(a.up, z=2.0)
+    zero = {"delta": torch.zeros(2, 100_000)}
+    got = [link.send(zero, {}, sender(a, [0, 1], layout, version)).received["delta"] for version in (0, 1, 0)]
+    for noise in got[:2]:
+        assert noise.std(dim=1).tolist() == pytest.approx([1.0, 1.0], rel=0.01)
+    several = torch.cat(got[:2])
+    apart = (several @ several.T / 1e5).fill_diagonal_(0)
+    assert apart.abs().max() < 5 / math.sqrt(1e5)
+    assert got[0].equal(got[2])  # in simulation it repeats with the seed
+    real = [
+        link.send({"delta": zero["delta"][:1]}, {}, sender(a, [0], layout, 0, {})).received["delta"]
+        for _ in range(2)
+    ]
+    assert not real[0].equal(real[1])  # and on a real client it must not
+    assert float(real[0].std()) == pytest.approx(1.0, rel=0.01)
+    assert abs(float((real[0] * real[1]).mean())) < 5 / math.sqrt(1e5)
+
+
+def test_own_noise_goes_on_before_anything_is_encoded():
+    from dataclasses import replace
+
+    a = fb.private(fb.fedpaq(fb.codecs.int4()), clip=0.5, noise=1.0, where="client")
+    layout = fb.Layout.from_shapes([("w", (64, 64))])
+    sent = replace(a.up, z=1.0).send({"delta": torch.ones(1, 4096)}, {}, sender(a, [0], layout))
+    per_layer = sent.received["delta"].unique()
+    assert len(per_layer) <= 15  # what arrives is int4's levels, not levels plus noise
 
 
 def test_client_held_memory_stays_the_sum_of_what_was_clipped(blobs):
@@ -175,14 +393,6 @@ def test_client_held_memory_stays_the_sum_of_what_was_clipped(blobs):
 
 
 def test_an_empty_round_makes_a_noised_update_and_resumes_to_the_bit(blobs, tmp_path):
-    class Stopped(Exception):
-        pass
-
-    class Stop:
-        def step(self, record, run):
-            if record["step"] == 3:
-                raise Stopped
-
     a, schedule = fb.private(fb.feddyn(), noise=3.0), fb.rounds(5, clients=1, sampling="poisson")
     straight = fb.simulate(blobs, a, WORK, schedule, seed=3)
     empty = [r["step"] for r in straight.history if not r["clients"]]
@@ -190,7 +400,7 @@ def test_an_empty_round_makes_a_noised_update_and_resumes_to_the_bit(blobs, tmp_
     assert empty
     assert all(norms[t] != norms[t - 1] for t in empty if t > 1)
     with pytest.raises(Stopped):
-        fb.simulate(blobs, a, WORK, schedule, seed=3, out=tmp_path / "run", callbacks=[Stop()])
+        fb.simulate(blobs, a, WORK, schedule, seed=3, out=tmp_path / "run", callbacks=[Stop(3)])
     resumed = fb.resume(tmp_path / "run")
     assert resumed.x.equal(straight.x)
     assert [r["epsilon"] for r in resumed.history] == [r["epsilon"] for r in straight.history]
@@ -219,19 +429,38 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
         (lambda: fb.private(fb.scaffold(), noise=1.0), "scaffold uploads 'dc', whose scale nobody declared"),
         (lambda: fb.private(fb.mfl("adam"), noise=1.0), "mfl uploads 'v', which is never negative"),
         (lambda: fb.private(fb.fedvarp(), noise=1.0), r"remembers single clients' updates.*held='client'"),
-        (lambda: fb.private(fb.scallion(), noise=1.0), "accounts for every single upload"),
+        (
+            lambda: fb.private(fb.adabest(weights="progressive"), noise=1.0),
+            "accounts for every single client's samples",
+        ),
+        (lambda: fb.private(fb.mimelite(), noise=1.0), "mimelite uploads 'grad', whose scale"),
+        (lambda: fb.private(fb.fednova(), noise=1.0), "fednova uploads 'a', whose scale"),
+        (lambda: fb.private(fb.fedasync(form="mixing"), noise=1.0), "gathers by Mixing"),
+        (
+            lambda: fb.private(fb.scaffold(), noise=1.0, scales={"dd": 1.0}),
+            "unknown upload 'dd'; known: dc, delta",
+        ),
+        (
+            lambda: fb.private(fb.scaffold(), noise=1.0, scales={"dc": 0.0}),
+            r"scales\['dc'\]=0.0 divides by nothing",
+        ),
+        (
+            lambda: fb.private(fb.fednova(), noise=1.0, scales={"a": 10.0}, where="client"),
+            "their own noise may bring to zero",
+        ),
+        (
+            lambda: fb.private(fb.fedavg(), noise=1.0, clip="adaptive", where="client"),
+            "only a trusted server sees",
+        ),
         (lambda: fb.private(fb.private(fb.fedavg(), noise=1.0), noise=1.0), "private already"),
         (lambda: fb.private(fb.fedavg()), "needs noise= .* or epsilon="),
         (lambda: fb.private(fb.fedavg(), noise=-1.0), "noise=-1.0 is no deviation"),
         (lambda: fb.private(fb.fedavg(), noise=0.0, epsilon=1.0), "noise=0 keeps no budget"),
         (lambda: fb.private(fb.fedavg(), epsilon=0.0), "a budget that no noise can keep"),
-        (lambda: fb.private(fb.fedavg(), noise=1.0, clip=0.0), "clip=0.0 lets nothing through"),
-        (
-            lambda: fb.private(fb.fedavg(), noise=1.0, clip="adaptive"),
-            "clip='adaptive'; give it a finite number",
-        ),
+        (lambda: fb.private(fb.fedavg(), noise=1.0, clip=0.0), "clip=0.0 bounds nothing or lets nothing"),
+        (lambda: fb.private(fb.fedavg(), noise=1.0, clip="median"), "use a number > 0 or 'adaptive'"),
         (lambda: fb.private(fb.fedavg(), noise=1.0, delta=0.0), "delta=0.0 is no small probability"),
-        (lambda: fb.private(fb.fedavg(), noise=1.0, where="client"), "use where='server'"),
+        (lambda: fb.private(fb.fedavg(), noise=1.0, where="clients"), "did you mean 'client'"),
     ],
 )
 def test_what_cannot_be_private_says_why(build, said):
@@ -246,6 +475,18 @@ def test_what_cannot_be_private_says_why(build, said):
         (fb.private(fb.fedavg(), noise=1.0), fb.rounds(2, clients=[[0], [1]]), "cohorts that are drawn"),
         (fb.private(fb.fedavg(), noise=1.0), fb.rounds(2, clients=2, over=1.5), "leave out over and timeout"),
         (fb.private(fb.fedavg(), noise=0.1, epsilon=0.1), fb.buffered(2), "more than the budget of 0.1"),
+        (
+            fb.private(fb.fedavg(), noise=0.1, epsilon=0.1, where="client"),
+            fb.rounds(2, clients=2),
+            "more than the budget of 0.1",
+        ),
+        (
+            fb.private(fb.fedavg(), noise=0.7, clip="adaptive"),
+            fb.rounds(2, clients=6),
+            "cohorts of at least 8 clients",
+        ),
+        (fb.private(fb.fedgbo(), noise=1.0), fb.buffered(2, buffer=2), "sent different versions"),
+        (fb.private(fb.fedgbo(), noise=1.0), fb.rounds(2, clients=2), r"use Work\(steps=…\)"),
     ],
 )
 def test_what_a_run_cannot_account_for_is_refused_before_anything_is_written(
@@ -266,3 +507,13 @@ def test_clients_that_remember_are_not_private_where_they_may_come_twice(blobs):
     for a in (fb.feddyn(mu=0.1), fb.fedvarp(held="client"), fb.fedef(fb.codecs.topk(0.5))):
         with pytest.raises(fb.errors.ConfigError, match="may hand in twice within one step"):
             fb.simulate(blobs, fb.private(a, noise=1.0), fb.Work(), fb.buffered(2, buffer=2, concurrency=3))
+
+
+def test_its_name_builds_it_again():
+    from fedbraid.run.simulate import algorithm_of, parts
+
+    a = fb.private(fb.scaffold(lr=0.5), clip="adaptive", epsilon=8.0, scales={"dc": 10.0})
+    assert a.name == "private(scaffold(lr=0.5), clip='adaptive', epsilon=8.0, scales={'dc': 10.0})"
+    assert parts(algorithm_of(a.name)) == parts(a)
+    own = fb.private(fb.fedadavr(), clip=2, noise=1.0, where="client")
+    assert parts(algorithm_of(own.name)) == parts(own)

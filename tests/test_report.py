@@ -524,6 +524,38 @@ def test_the_timeline(browser, report):
     assert seen.errors == []
 
 
+def reached(folder):
+    """A run on a clock whose clients come and go."""
+    table = {c: [[0.0, 3.0], [5.0, 40.0]] if c % 2 else [[0.0, 60.0]] for c in range(10)}
+    task = fb.tasks.load("digits", clients=10)
+    when = fb.clock.availability(table, away="delayed", period=60.0)
+    schedule = fb.buffered(6, buffer=2, concurrency=4, availability=when)
+    fb.simulate(task, fb.fedbuff(), fb.Work(lr=0.1, steps=1), schedule, out=folder)
+    return folder
+
+
+def test_the_timeline_tells_who_could_be_reached(tmp_path):
+    line = page.describe(collect([reached(tmp_path / "run")]))["groups"][0]["timeline"]
+    end = max(line["jobs"]["ended"])
+    spans = list(zip(*line["online"].values(), strict=True))
+    assert [s for s in spans if s[0] == 0] == [(0, 0.0, end)]
+    assert [s for s in spans if s[0] == 1] == [
+        (1, a, min(b, end)) for a, b in ((0.0, 3.0), (5.0, 40.0)) if a < end
+    ]
+    for client, began in zip(line["jobs"]["client"], line["jobs"]["began"], strict=True):
+        assert any(c == client and a <= began <= b for c, a, b in spans)
+
+
+@pytest.mark.browser
+def test_who_could_be_reached_is_drawn(browser, tmp_path):
+    out = tmp_path / "page.html"
+    assert main(["report", str(reached(tmp_path / "run")), "-o", str(out), "--quiet"]) == 0
+    seen = Seen(browser, out.as_uri())
+    assert seen.page.evaluate("document.getElementById('timeline-plot').online") >= 10
+    assert "can be reached" in seen.page.inner_text("#timeline-key")
+    assert seen.errors == []
+
+
 @pytest.mark.browser
 def test_a_timeline_of_many_clients(browser, single, tmp_path):
     data = page.describe(collect([single]))

@@ -41,7 +41,7 @@ def report(done):
     rows = [[n, spread([tail(v, 2) for k, v in done.items() if f"/{{n}}/" in k], 3)] for n in names]
     return {{"accuracy": markdown(["method", "ours"], rows)}}
 """
-PAGE = "# tiny\n\n<!-- table accuracy -->\n<!-- end -->\n\nafter\n"
+PAGE = "# tiny\n\n<!-- table claims -->\n<!-- end -->\n\n<!-- table accuracy -->\n<!-- end -->\n\nafter\n"
 
 
 @pytest.fixture

@@ -389,10 +389,3 @@ def test_what_cannot_be_trained_on_is_named(case):
     with pytest.raises(DataError, match=f"(?s){said}") as refusal:
         make()
     assert "\n" not in str(refusal.value).rstrip()
-
-
-def test_native_code_leaves_trees_to_others(dicts):
-    from fedbraid.engines.native import Native
-
-    assert "more than one tensor" in str(Native.supports(dicts))
-    assert "loop" in fb.simulate(dicts, fb.fedavg(), WORK, fb.rounds(1), engine=LOOP).engine

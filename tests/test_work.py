@@ -69,6 +69,14 @@ def test_batches_with_replacement_are_full_and_repeat_samples(task):
         fb.Work(batch=None, replace=True)
 
 
+def test_without_shuffling_every_epoch_goes_through_the_samples_as_they_lie(task):
+    steps = samples(task, fb.Work(batch=5, epochs=2, shuffle=False), 3)
+    assert steps == 2 * [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
+    assert steps != samples(task, fb.Work(batch=5, epochs=2), 3)
+    with pytest.raises(ConfigError, match="shuffle=False takes them as they lie"):
+        fb.Work(replace=True, shuffle=False)
+
+
 def test_an_epoch_sees_every_sample_once_in_an_order_of_its_own(task):
     steps = samples(task, fb.Work(batch=5, epochs=2), 3)
     assert [len(s) for s in steps] == [5, 5, 2, 5, 5, 2]
@@ -241,6 +249,29 @@ def test_jitter_crops_and_keeps_colours_in_range():
     assert torch.allclose(bright, (1.25 * x[:, :, :6, 1:7]).clamp(0, 1), atol=1e-2)
     dull = CropJitter(8, strength=0.9)(x, still.index_fill(1, torch.tensor([5]), 0.0))
     assert (dull.std(1) < 0.2 * x.std(1)).all()
+
+
+class Twice:
+    """Doubles every image, so that a gradient over them is known."""
+
+    draws, per = 1, "sample"
+
+    def __call__(self, x, draws):
+        return 2 * x
+
+
+def test_a_gradient_over_the_whole_local_set_is_augmented_too():
+    """Mimelite's first moment after one full step is (1 − β) times it."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(36, 2, bias=False))
+    work, doubled = fb.Work(lr=0.1, batch=None, steps=1), [(2 * x, y) for x, y in images()]
+    first, second = (
+        fb.simulate(task, fb.mimelite("sgdm", beta=0.5), work, fb.rounds(3, clients=3), engine=LOOP).x
+        for task in (
+            fb.Task.from_arrays(module, images(), augment=Twice()),
+            fb.Task.from_arrays(module, doubled),
+        )
+    )
+    assert torch.allclose(first, second, atol=1e-6)
 
 
 def test_augmentation_touches_training_alone():

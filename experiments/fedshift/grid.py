@@ -21,7 +21,18 @@ import fedbraid as fb
 from fedbraid.data.augment import FlipCrop
 from fedbraid.run.simulate import Run, judge
 from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail
+from fedbraid.study.reproduce import (
+    Cell,
+    Claim,
+    Line,
+    Panel,
+    markdown,
+    picture,
+    pictured,
+    spread,
+    tail,
+    verdict,
+)
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
@@ -36,6 +47,8 @@ METHODS = {
     "FedProx": "fedprox(mu=0.01)",
     "SCAFFOLD": "scaffold()",
 }
+THEIRS = "kmeans, 4 iterations"  # where the authors' stops
+CODECS = {"uniform": "uniform({bits})", "kmeans": "kmeans({bits})", THEIRS: "kmeans({bits}, iterations=4)"}
 INFERIOR = list(range(50, 100))  # parity_shards gives these the odd labels
 WORK = fb.Work(lr=0.05, epochs=1, batch=50)
 ROUNDS, LAST = 60, 5
@@ -66,7 +79,8 @@ def algorithm(method: str, quantiser: str, bits: int, shift: bool) -> str:
     """Half of the clients send quantised weights."""
     if bits == 32:
         return METHODS[method]
-    text = f"with_codecs({METHODS[method]}, up=of_weights(mixed({quantiser}({bits}), clients={INFERIOR})))"
+    codec = CODECS[quantiser].format(bits=bits)
+    text = f"with_codecs({METHODS[method]}, up=of_weights(mixed({codec}, clients={INFERIOR})))"
     return f"fedshift({text})" if shift else text
 
 
@@ -103,9 +117,12 @@ def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed
 
 IMAGES, LONG = 50, 200  # a client's, and rounds
 THEIR_WORK = fb.Work(lr=0.005, epochs=10, batch=50, momentum=0.9)
-THEIR_ALGORITHM = (
-    f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed(uniform(8), clients={INFERIOR})))"
-)
+
+
+def their_algorithm(quantiser: str = "uniform", bits: int = 8, shift: bool = False) -> str:
+    codec = CODECS[quantiser].format(bits=bits)
+    text = f"with_codecs(fedavg(weights='uniform'), up=of_weights(mixed({codec}, clients={INFERIOR})))"
+    return f"fedshift({text})" if shift else text
 
 
 def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
@@ -165,11 +182,26 @@ def effect_cell(bias: bool, augment: bool, shift: bool, seed: int) -> Cell:
     return Cell(
         f"effect/{kind}/{'shifted' if shift else 'plain'}/seed {seed}",
         FEW[seed, bias, augment],
-        f"fedshift({THEIR_ALGORITHM})" if shift else THEIR_ALGORITHM,
+        their_algorithm(shift=shift),
         THEIR_WORK,
         fb.rounds(LONG, clients=cohorts(seed, LONG)),
         seed=seed, every=10, probe=probe, keep=("accuracy", "loss", "train_loss", "before", "after", "means", "dead"),
     )  # fmt: skip
+
+
+def bits_cell(quantiser: str, bits: int, shift: bool, seed: int) -> Cell:
+    """Tables I and II in the effect's setting, without biases and augmentation."""
+    made = effect_cell(False, False, shift, seed)
+    return replace(
+        made, name=f"bits/{quantiser}/32+{bits}{' shifted' * shift}/seed {seed}",
+        algorithm=their_algorithm(quantiser, bits, shift),
+    )  # fmt: skip
+
+
+def bits_cells() -> list[Cell]:
+    """What is not the effect's own uniform 8, the narrowest first."""
+    kinds = [(q, b) for b in BITS for q in CODECS if (q, b) != ("uniform", 8)]
+    return [bits_cell(q, b, shift, seed) for seed in SEEDS for q, b in kinds for shift in (False, True)]
 
 
 AFTER = {4: 0.1, 8: 0.3}  # SCALLION's alpha by bits
@@ -195,7 +227,10 @@ def effect() -> list[Cell]:
 
 def cells() -> list[Cell]:
     """At 4 and 6 bits, then at 8: k-means with 256 clusters takes longer than the training."""
-    found = effect() + after()
+    found = effect() + bits_cells() + after()
+    for seed in SEEDS:
+        for bits in BITS:
+            found += both("table1", "parity shards", THEIRS, "FedPAQ", bits, seed)
     for some in ((4, 6), (8,)):
         for method in METHODS:
             for seed in SEEDS:
@@ -218,7 +253,7 @@ FULL_METHODS = {
     "FedPAQ": "fedavg(weights='uniform')", "Fed-EF": "error_feedback(fedavg(weights='uniform'))",
     "FedProx": "fedprox(mu=0.01, weights='uniform')", "SCAFFOLD": "scaffold(weights='uniform')",
 }  # fmt: skip
-THEIR_CODECS = {"uniform": "uniform({bits})", "kmeans": "kmeans({bits}, iterations=4)"}
+THEIR_CODECS = {"uniform": CODECS["uniform"], "kmeans": CODECS[THEIRS]}
 THEIR_PARTITIONS = PARTITIONS | {"parity shards": "parity_shards(copies=2)"}
 
 
@@ -412,6 +447,29 @@ def effect_table(done: Done) -> str:
     return markdown(head, rows)
 
 
+def bits_lines(done: Done, quantiser: str, bits: int, shift: bool) -> dict[int, Line]:
+    if (quantiser, bits) == ("uniform", 8):
+        return effect_lines(done, False, False, shift)
+    found = {seed: done.get(bits_cell(quantiser, bits, shift, seed).name) for seed in SEEDS}
+    return {seed: line for seed, line in found.items() if line is not None and not line["diverged"]}
+
+
+def bits_table(done: Done) -> str:
+    """Accuracy over the second half of the rounds, plain and shifted, and the gain by seed."""
+    rows = []
+    for quantiser in CODECS:
+        row = [quantiser]
+        for bits in BITS:
+            plain, shifted = (bits_lines(done, quantiser, bits, shift) for shift in (False, True))
+            gain = ", ".join(
+                f"{late(shifted[s]) - late(plain[s]):+.2f}" for s in SEEDS if s in plain and s in shifted
+            )
+            told = " / ".join(spread([late(x) for x in some.values()]) for some in (plain, shifted))
+            row.append(f"{told} ({gain})" if gain else told)
+        rows.append(row)
+    return markdown(["plain / shifted (gain by seed)", *(f"32+{b}" for b in BITS)], rows)
+
+
 def draw_effect(done: Done) -> None:
     panels = []
     for bias, augment in EFFECT:
@@ -435,9 +493,16 @@ def draw_effect(done: Done) -> None:
     picture(HERE / "effect.png", panels)
 
 
+def errors_table() -> str:
+    """What each quantiser leaves of the authors' network at its start, from overhead.py."""
+    found = json.loads((HERE / "overhead.json").read_text())["errors"]
+    rows = [[q, *(f"{found[q][str(b)]:.2e}" for b in BITS)] for q in CODECS]
+    return markdown(["‖w − Q(w)‖²/‖w‖²", *(f"{b} bits" for b in BITS)], rows)
+
+
 def overhead() -> str:
     """Table III, from overhead.py."""
-    found = json.loads((HERE / "overhead.json").read_text())
+    found = json.loads((HERE / "overhead.json").read_text())["codecs"]
     rows = [
         [f["codec"], f"{f['bytes'] / 1024:,.1f}", f["paper_kb"], f"{f['ms']:.0f}", str(f["paper_ms"])]
         for f in found
@@ -455,11 +520,14 @@ def report(done: Done) -> dict[str, str]:
     ]
     draw(done)
     draw_effect(done)
-    shards = [("parity shards", "kmeans", m) for m in METHODS]
+    shards = [("parity shards", "kmeans", m) for m in METHODS] + [("parity shards", THEIRS, "FedPAQ")]
     mixed = [(p, q, "FedPAQ") for q in ("uniform", "kmeans") for p in list(PARTITIONS)[1:]]
     return {
         "state": markdown(["part", "cells done"], state),
-        "effect": effect_table(done),
+        "effect": effect_table(done)
+        + pictured(HERE / "effect.png", "accuracy, the first dense layer's mean, its dead units"),
+        "bits": bits_table(done),
+        "errors": errors_table(),
         "after": after_table(done),
         "bias": bias(done),
         "overhead": overhead(),
@@ -488,6 +556,16 @@ def gains(done: Done, part: str, partition: str, quantiser: str) -> str:
     return " / ".join(found)
 
 
+SHORT = "another network and optimiser, 60 rounds of one epoch, so not the authors' training"
+FULL_COMMAND = "fedbraid reproduce fedshift --full"
+
+
+def error_ratio(bits: int) -> float:
+    """The authors' k-means' squared error as a multiple of ours."""
+    found = json.loads((HERE / "overhead.json").read_text())["errors"]
+    return float(found[THEIRS][str(bits)] / found["kmeans"][str(bits)])
+
+
 def effect_claim(done: Done) -> Claim:
     told, positive, three = [], [], True
     for bias, augment in EFFECT:
@@ -499,18 +577,74 @@ def effect_claim(done: Done) -> Claim:
             told.append(f"{kind}: {', '.join(f'{g:+.2f}' for g in gain)} points")
             positive += [g > 0 for g in gain]
             three = three and len(both) == len(SEEDS)
-    status = (
-        "open"
-        if not told or not three
-        else "in small"
-        if all(positive)
-        else "differs"
-        if not any(positive)
-        else "partly"
-    )
+    status = verdict(positive if told and three else [None])
     return Claim(
         "the gain itself", "centring the layers' means lifts accuracy, by 3 to 4 points at 8 bits, where quantising costs nothing",
         status, f"by seed, rounds {LONG // 2 + 1} to {LONG}: " + ("; ".join(told) or "not run"), "fedbraid reproduce fedshift --part effect",
+    )  # fmt: skip
+
+
+def gain_claim(done: Done, item: str, part: str, partition: str, quantiser: str) -> Claim:
+    """Whether the shift gains at 4, 6 and 8 bits in the short runs of the tables."""
+    found = []
+    for bits in BITS:
+        pair = [mean_accuracy(done, part, partition, quantiser, bits, s) for s in (True, False)]
+        found.append(None if pair[0] is None or pair[1] is None else pair[0] > pair[1])
+    paper = [gain_printed(partition, quantiser, bits) for bits in BITS]
+    return Claim(
+        item, f"the shift gains {' / '.join(paper)} points at 4 / 6 / 8 bits", verdict(found),
+        f"{gains(done, part, partition, quantiser)} points ({SHORT}; full size: {FULL_COMMAND} --part full-{part})",
+        f"fedbraid reproduce fedshift --part {part}",
+    )  # fmt: skip
+
+
+def gain_printed(partition: str, quantiser: str, bits: int) -> str:
+    """The paper's shifted accuracy less its plain one."""
+    pair = [printed().get((partition, quantiser, "FedPAQ", bits, s), "fails") for s in (True, False)]
+    if "fails" in pair:
+        return "(fails)"
+    return f"{float(pair[0].split()[0]) - float(pair[1].split()[0]):+.1f}"
+
+
+def bits_claim(done: Done) -> Claim:
+    """Tables I and II in the effect's own setting."""
+    told, parts = [], []
+    for quantiser in CODECS:
+        for bits in BITS:
+            plain, shifted = (bits_lines(done, quantiser, bits, shift) for shift in (False, True))
+            both = [late(shifted[s]) - late(plain[s]) for s in SEEDS if s in plain and s in shifted]
+            if both:
+                told.append(f"{quantiser} {bits} bits {', '.join(f'{g:+.2f}' for g in both)}")
+            parts.append(all(g > 0 for g in both) if len(both) == len(SEEDS) else None)
+    return Claim(
+        "Tables I and II, in the authors' kind of training", "the shift gains at every width, with either quantiser", verdict(parts),
+        "by seed: " + ("; ".join(told) or "not run"), "fedbraid reproduce fedshift --part bits",
+    )  # fmt: skip
+
+
+def after_claim(done: Done) -> Claim:
+    told, parts = [], []
+    for bits in AFTER:
+        plain = {
+            m: [100 * tail(done[n], LAST) for s in SEEDS if (n := cell("table1", "parity shards", "kmeans", m, bits, False, s).name) in done]
+            for m in ("FedPAQ", "Fed-EF")
+        }  # fmt: skip
+        lines = [
+            done[n] for s in SEEDS if (n := f"after/parity shards/kmeans/SCALLION 32+{bits}/seed {s}") in done
+        ]
+        mine = [100 * tail(x, LAST) for x in lines if not x["diverged"]]
+        if lines:
+            told.append(
+                f"{bits} bits: SCALLION {spread(mine) if mine else 'diverges'}, "
+                + ", ".join(f"{m} {spread(v)}" for m, v in plain.items())
+            )
+        known = len(lines) == len(SEEDS)
+        parts.append(
+            (not mine or sum(plain["Fed-EF"]) / len(SEEDS) > sum(mine) / len(mine)) if known else None
+        )
+    return Claim(
+        "beside SCALLION (2024)", "(not in the paper) Fed-EF is not beaten by it", verdict(parts), "; ".join(told) or "not run",
+        "fedbraid reproduce fedshift --part after",
     )  # fmt: skip
 
 
@@ -531,30 +665,28 @@ def claims(done: Done) -> list[Claim]:
     lost = " / ".join("–" if v is None or cost[0] is None else f"{v - cost[0]:+.1f}" for v in cost[1:])
     odd = [100 * sum(s[1::2]) for s in labels(done, "32+4")]
     ratio = distance_ratio(done)
-    short = "another network and optimiser, 60 rounds of one epoch"
+    falls = [None if v is None or cost[0] is None else cost[0] - v for v in cost[1:]]
+    ordered = None if None in falls else falls[0] > 2 and falls[0] > falls[1] >= falls[2] and falls[2] < 1
+    sizes = {
+        f["codec"]: f["bytes"] / 1024 for f in json.loads((HERE / "overhead.json").read_text())["codecs"]
+    }
     return [
         effect_claim(done),
-        Claim("Table I, bits", "FedPAQ loses 6.5 / 1.9 / 0.2 points at 4 / 6 / 8 bits", "in small", f"{lost} points ({short})", f"{run} --part table1"),
+        bits_claim(done),
+        Claim("Table I, bits", "FedPAQ loses 6.5 / 1.9 / 0.2 points at 4 / 6 / 8 bits", verdict([ordered]), f"{lost} points ({SHORT})", f"{run} --part table1"),
+        gain_claim(done, "Table I, shift", "table1", "parity shards", "kmeans"),
+        *(gain_claim(done, f"Table II, {p}, {q}", "table2", p, q) for p in list(PARTITIONS)[1:] for q in ("uniform", "kmeans")),
+        after_claim(done),
         Claim(
-            "Table I, shift", "it gains 2.8 / 5.0 / 4.4 points at 4 / 6 / 8 bits, and beats 32 bits from 5 bits on", "differs",
-            f"{gains(done, 'table1', 'parity shards', 'kmeans')} points ({short}, so not yet the authors' setting)", f"{run} --full --part full-table1",
-        ),
-        *(
-            Claim(
-                f"Table II, {p}, {q}", "the shift gains at every width; uniform quantising fails at 4 bits" if q == "uniform" else "the shift gains at every width",
-                "differs", f"{gains(done, 'table2', p, q)} points at 4 / 6 / 8 bits ({short})", f"{run} --full --part full-table2",
-            )
-            for p in list(PARTITIONS)[1:] for q in ("uniform", "kmeans")
-        ),
-        Claim(
-            "Table III", "1,052 KB at 4 bits, 2,105 at 8, and tables of 0.25 to 89 KB", "agrees",
-            "; ".join(f"{f['codec']} {f['bytes'] / 1024:,.1f} KiB in all" for f in json.loads((HERE / "overhead.json").read_text())),
+            "Table III", "1,052 KB at 4 bits, 2,105 at 8, and tables of 0.25 to 89 KB",
+            verdict([sizes[f"{k}({b})"] <= weights + table for k, b, weights, table in (("uniform", 4, 1053, 0.25), ("kmeans", 4, 1053, 6.19), ("uniform", 8, 2106, 0.25), ("kmeans", 8, 2106, 88.82))], small=False),
+            "; ".join(f"{f['codec']} {f['bytes'] / 1024:,.1f} KiB in all" for f in json.loads((HERE / "overhead.json").read_text())["codecs"]),
             "python experiments/fedshift/overhead.py",
         ),
         Claim("Figure 7", "accuracy over rounds, with the shift above", "open", "with Table I in full size; curves of the small runs in effect.png", f"{run} --full --part full-table1"),
         Claim(
-            "Figure 8", "mixed precision favours the quantised clients' labels, the shift mends it", "differs",
-            f"at 4 bits the quantised clients' labels are given to {spread(odd)} % of the test set, not to more than half", f"{run} --cells 'table1/*/FedPAQ 32+4*'",
+            "Figure 8", "mixed precision favours the quantised clients' labels, the shift mends it", verdict([sum(odd) / len(odd) > 50 if odd else None]),
+            f"at 4 bits the quantised clients' labels are given to {spread(odd)} % of the test set", f"{run} --cells 'table1/*/FedPAQ 32+4*'",
         ),
         Claim(
             "Figure 9", "with the shift layers move less from round to round", "open" if ratio is None else "in small" if ratio < 1 else "differs",
@@ -562,7 +694,7 @@ def claims(done: Done) -> list[Claim]:
         ),
         by_test("tests/test_properties.py::test_fedshifts_mean_and_divergence", "equation 30 to the last digits; equation 12 as printed is wrong", "Theorem 2", "how the shift changes the distance between rounds"),
         by_test("tests/test_pseudocode.py::test_fedshift", "equal to a loop-by-loop transcription", "Algorithm 2", "the server's shift"),
-        by_test("tests/test_codecs.py::test_a_few_iterations_of_kmeans_are_worse_and_come_from_the_seed", "theirs stops early: 2.6 times Lloyd's error at 4 bits (iterations=4)", "Algorithm 1", "k-means quantisation"),
+        by_test("tests/test_codecs.py::test_a_few_iterations_of_kmeans_are_worse_and_come_from_the_seed", f"theirs stops early: {' / '.join(f'{error_ratio(b):.1f}' for b in BITS)} times Lloyd's error at 4 / 6 / 8 bits", "Algorithm 1", "k-means quantisation"),
         Claim("Theorem 1", "converges at O(1/T) for strongly convex losses and everybody taking part", "open", "a bound, which no single run can show", "–"),
         Claim("Figures 1 to 6, 10", "drawings of the idea and of the partitions", "agrees", "nothing to measure; `parity_shards`, `dirichlet` are the partitions", "fedbraid list"),
     ]  # fmt: skip

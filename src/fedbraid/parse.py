@@ -133,13 +133,16 @@ def _value(node: ast.expr, names: Names, kind: str) -> Any:
             return [_value(i, names, kind) for i in items]
         case ast.Tuple(elts=items):
             return tuple(_value(i, names, kind) for i in items)
+        case ast.Dict(keys=keys, values=items) if all(isinstance(k, ast.Constant) for k in keys):
+            words = [k.value for k in keys if isinstance(k, ast.Constant)]
+            return {k: _value(i, names, kind) for k, i in zip(words, items)}
         case ast.Name(id=name):
             return _made(name, [], {}, names, kind)
         case ast.Call(func=func, args=args, keywords=keywords) if word := _called(func):
             given = {k.arg or "": _inner(k.value, names, f"{k.arg} of {word}") for k in keywords}
             return _made(word, [_inner(a, names, f"argument of {word}") for a in args], given, names, kind)
     raise ConfigError(
-        f"{ast.unparse(node)!r} is not a value, a list or a call; write names as 'text' in quotes"
+        f"{ast.unparse(node)!r} is not a value, a list, a dict or a call; write names as 'text' in quotes"
     )
 
 

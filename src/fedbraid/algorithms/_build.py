@@ -63,9 +63,9 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
     """The value if it is of the kind that the parameter's annotation names; numbers as plain floats."""
     kind, _, optional = str(parameter.annotation).partition(" | ")
+    value = value.item() if isinstance(value, np.generic) else value
     if kind not in _KINDS or (value is None and optional):
         return value
-    value = value.item() if isinstance(value, np.generic) else value
     wanted, said = _KINDS[kind]
     fits = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
     if fits and kind == "float":

@@ -92,7 +92,7 @@ class MeanSamples(Transform):
     def sends(self) -> tuple[Download, ...]:
         return (Download("n_mean", width=1, signed=False),)
 
-    def send(self, s: Visits, N: int) -> Vectors:
+    def send(self, s: Visits, x: Tensor, N: int) -> Vectors:
         return {"n_mean": torch.full((1,), s.samples / max(s.count, 1))}
 
     def accounts(self) -> tuple[Upload, ...]:

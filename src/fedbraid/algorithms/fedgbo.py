@@ -76,7 +76,7 @@ class Statistics(Transform):
     def sends(self) -> tuple[Download, ...]:
         return tuple(Download(name, signed=name != "v") for name in self.optimiser.statistics)
 
-    def send(self, s: Vectors, N: int) -> Vectors:
+    def send(self, s: Vectors, x: Tensor, N: int) -> Vectors:
         return s
 
 

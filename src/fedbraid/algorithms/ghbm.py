@@ -37,35 +37,36 @@ class HeavyBall(Rule):
 
 
 @dataclass(frozen=True)
-class Moves:
-    """The last τ moves x_t − x_{t+1}, one written over the oldest, and how many there were."""
+class Past:
+    """The last τ models, each written over the oldest, and how many there were."""
 
-    last: Tensor  # [τ, d]
+    models: Tensor  # [τ, d]
     count: int
 
 
 @dataclass(frozen=True)
 class Trail(Transform):
-    """Sends M = (x_{t−τ} − x_t)/τ, the mean of the last τ moves, and nothing while t < τ."""
+    """Sends M = (x_{t−τ} − x_t)/τ, whatever moved the model, and nothing while t < τ."""
 
     tau: int
 
     def __post_init__(self) -> None:
         whole("tau", self.tau)
 
-    def init(self, x: Tensor, layout: Layout) -> Moves:
-        return Moves(torch.zeros(self.tau, len(x), device=x.device), 0)
+    def init(self, x: Tensor, layout: Layout) -> Past:
+        return Past(torch.zeros(self.tau, len(x), device=x.device), 0)
 
     def sends(self) -> tuple[Download, ...]:
         return (Download("M"),)
 
-    def send(self, s: Moves, N: int) -> Vectors:
-        return {"M": s.last.mean(0) if s.count >= self.tau else torch.zeros_like(s.last[0])}
+    def send(self, s: Past, x: Tensor, N: int) -> Vectors:
+        oldest = s.models[s.count % self.tau]
+        return {"M": (oldest - x) / self.tau if s.count >= self.tau else torch.zeros_like(x)}
 
-    def settle(self, move: Tensor, s: Moves, info: Info) -> tuple[Tensor | None, Moves]:
-        last = s.last.clone()
-        last[s.count % self.tau] = move
-        return None, Moves(last, s.count + 1)
+    def update(self, u: Vectors, s: Past, x: Tensor, info: Info) -> tuple[Vectors, Past]:
+        models = s.models.clone()
+        models[s.count % self.tau] = x
+        return u, Past(models, s.count + 1)
 
 
 @builder

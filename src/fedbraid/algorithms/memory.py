@@ -83,7 +83,7 @@ class OwnMemory(Rule):
         check_weights(self.weights)
 
     def uploads(self) -> tuple[Upload, ...]:
-        first = (Upload("first", width=1, uniform=True, signed=False),) if self.counted else ()
+        first = (Upload("first", width=1, uniform=True, signed=False, scale=1.0),) if self.counted else ()
         return (Upload("change", scale=1.0), *first)
 
     def init(self, x: Tensor) -> Vectors:
@@ -95,11 +95,13 @@ class OwnMemory(Rule):
         return change | ({"first": self._p(loc) - loc.memory["w_i"]} if self.counted else {})
 
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"y_i": loc.memory["y_i"] + got["change"], "w_i": self._p(loc)}
+        w = loc.memory["w_i"] + got["first"] if self.counted else self._p(loc)
+        return {"y_i": loc.memory["y_i"] + got["change"], "w_i": w}
 
     def leave(self, memory: Vectors) -> Vectors:
         w = memory["w_i"]
-        return {"change": -w * memory["y_i"]} | ({"first": -w} if self.counted else {})
+        change = -w * memory["y_i"] if self.weights == "samples" else -memory["y_i"]
+        return {"change": change} | ({"first": -w} if self.counted else {})
 
     def _p(self, loc: Local) -> Tensor:
         return loc.n if self.weights == "samples" else torch.ones_like(loc.n)
@@ -160,7 +162,7 @@ class MifaOfMemories(SumOfMemories):
     """MIFA: Σ p_j y_j over every client seen so far, the memories as they are now."""
 
     def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
-        return (new.total / new.seen).float()
+        return (new.total / max(new.seen, 1.0)).float()  # less than one is noise
 
 
 def remembering(

@@ -1,4 +1,7 @@
-"""Central differential privacy of clients (McMahan et al. 2018): clip what each uploads, noise the sum."""
+"""Differential privacy of whole clients: what each uploads is clipped, and noise goes on the sum, or on every upload.
+
+Noise on the sum is McMahan et al. 2018, a clip that follows the median norm Andrew et al. 2021.
+"""
 
 from __future__ import annotations
 
@@ -11,74 +14,45 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.codec import Codec
-from fedbraid.core.declare import Upload
+from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import Beside, Gather, Info, Mean, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Plain, Sender, Sent, Up
 from fedbraid.core.rule import Vectors
-from fedbraid.core.transform import Transform
-from fedbraid.errors import ConfigError
+from fedbraid.core.transform import Transform, pipeline
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.links.private import Around, Clipped, OwnNoise, Scales, clipped, length, scale_of, scaled
 
 log = logging.getLogger("fedbraid")
 
 T = TypeVar("T")
+Clip = float | str
+
+START = 0.1  # an adaptive clip before the first step
+MEDIAN, PACE = 0.5, 0.2  # γ, the share of norms below it, and how fast it moves there
+JUST = 1 - 1e-5  # what is shorter than this share of the clip was not cut
 
 
 @dataclass(frozen=True)
-class Clipped(Up):
-    """A link whose every upload is clipped once it is decoded, so that client and server account for the same."""
+class Cohort:
+    """Who came to a step, the sums of what they sent, and Σ(b_i − ½), b_i being 1 where nothing was cut off."""
 
-    link: Up = field(default_factory=Plain)
-    clip: float = 1.0
-
-    def over(self, codec: Codec) -> Up:
-        return replace(self, codec=codec, link=self.link.over(codec))
-
-    def fits(self, declared: Mapping[str, Upload]) -> None:
-        self.link.fits(declared)
-
-    def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
-        return self.link.remembers(declared, layout)
-
-    def quantised(self, clients: NDArray[np.int64]) -> int:
-        return self.link.quantised(clients)
-
-    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
-        return self.link.size(declared, layout)
-
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
-        sent = self.link.send(vectors, memory, who)
-        return replace(sent, received=self.clipped(sent.received, who.declared))
-
-    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
-        return self.clipped(self.link.receive(frames, who), who.declared)
-
-    def clipped(self, vectors: Vectors, declared: Mapping[str, Upload]) -> Vectors:
-        """All of a client's vectors, laid end to end and each divided by its scale, no longer than `clip`."""
-        parts = [(v / _scale(declared[name])).double().norm(dim=1) for name, v in vectors.items()]
-        norm = torch.stack(parts, 1).norm(dim=1, keepdim=True)
-        shrink = (self.clip / norm.clamp_min(self.clip)).float()
-        return {name: v * shrink.to(v) for name, v in vectors.items()}
-
-
-def _scale(what: Upload) -> float:
-    assert what.scale is not None  # private refuses uploads that nobody scaled
-    return what.scale
+    sums: Sums
+    seen: frozenset[int] = frozenset()
+    below: float = 0.0
 
 
 @dataclass(frozen=True)
 class Noised(Gather):
     """(Σ_S s(τ_i) v_i + N(0, (zC)²)) over the planned cohort, whoever came; a client counts once in a step.
 
-    What server parts make of uploads is made of the noised mean. The run binds what only it knows; unbound, the noise
-    is not a number, so that no step can go without it.
+    An `adaptive` clip follows the median norm: C ← C·exp(−0.2(b̃ − ½)), b̃ the noised share of norms below it. What
+    server parts make of uploads is made of the noised mean; where they rescale each (`later`), the clip comes after.
+    The run binds what only it knows; unbound, the noise is not a number, so that no step can go without it.
     """
 
     clip: float = 1.0
@@ -86,46 +60,95 @@ class Noised(Gather):
     epsilon: float | None = None
     delta: float = 1e-5
     staleness: Staleness = field(default_factory=Staleness)
+    adaptive: bool = False
+    later: bool = False
     z: float = field(default=math.nan, repr=False, compare=False)
     planned: float = field(default=1.0, repr=False, compare=False)
-    seed: int = field(default=0, repr=False, compare=False)
+    seed: int | None = field(default=None, repr=False, compare=False)  # None: the operating system's noise
     uploads: Mapping[str, Upload] = field(default_factory=dict, repr=False, compare=False)
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
 
     alone: ClassVar[bool] = True
 
+    def init(self, x: Tensor, layout: Layout) -> Tree:
+        return {"clip": torch.full((1,), self.clip, device=x.device)} if self.adaptive else {}
+
     def cohort(self, came: int) -> float:
         return self.planned
 
-    def zero(self, x: Tensor) -> tuple[Sums, frozenset[int]]:
-        """The sums, and who is in them."""
-        shapes = {name: torch.zeros_like(x[:1].expand(w)) for name, w in self._widths(len(x)).items()}
-        return Sums(shapes, 0.0, 0), frozenset()
+    def zero(self, x: Tensor) -> Cohort:
+        sums = {name: torch.zeros_like(x[:1].expand(w)) for name, w in self._widths(len(x)).items()}
+        return Cohort(Sums(sums, 0.0, 0))
 
     def _widths(self, d: int) -> dict[str, int]:
         return {name: d if what.width is None else what.width for name, what in self.uploads.items()}
 
-    def add(
-        self, acc: tuple[Sums, frozenset[int]], up: Uploads, s: Tree, x: Tensor
-    ) -> tuple[Sums, frozenset[int]]:
-        sums, seen = acc
-        again = torch.tensor([int(c) in seen for c in up.clients], device=x.device)[:, None]
-        own = {name: torch.where(again, 0.0, up.vectors[name]) for name in self.uploads}
-        sums = Mean("uniform", self.staleness).add(sums, up.having(own), s, x)
-        return sums, seen | {int(c) for c in up.clients}
+    def add(self, acc: Cohort, up: Uploads, s: Tree, x: Tensor) -> Cohort:
+        own, below = {name: up.vectors[name] for name in self.uploads}, acc.below
+        again = torch.tensor([int(c) in acc.seen for c in up.clients], device=x.device)[:, None]
+        if self.adaptive:
+            cut = length(own, self.uploads) > JUST * up.sent["clip"]
+            below += float((0.5 - cut.double()).masked_fill(again, 0.0).sum())
+        if self.adaptive or self.later:  # a late client was sent another clip
+            own = clipped(own, s["clip"] if self.adaptive else self.clip, self.uploads)
+        if bool(again.any()):
+            own = {name: torch.where(again, 0.0, v) for name, v in own.items()}
+        sums = Mean("uniform", self.staleness).add(acc.sums, up.having(own), s, x)
+        return Cohort(sums, acc.seen | {int(c) for c in up.clients}, below)
 
-    def close(self, acc: tuple[Sums, frozenset[int]], s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: Cohort, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+        clip = s["clip"] if self.adaptive else self.clip
         mean = {
-            name: (total + self.z * self.clip * _scale(self.uploads[name]) * self._draw(name, total, info.t))
+            name: (total + self.z_sum * clip * scale_of(self.uploads[name]) * self._draw(name, total, info.t))
             / self.planned
-            for name, total in acc[0].vectors.items()
+            for name, total in acc.sums.vectors.items()
         }
-        return {**mean, **accounted(self.server, mean, self.uploads, info)}, s
+        u = mean if self.later else {**mean, **accounted(self.server, mean, self.uploads, info)}
+        if not self.adaptive:
+            return u, s
+        noise = self.z_below * float(self._draw("below", torch.zeros(1), info.t))
+        share = 0.5 + (acc.below + noise) / self.planned
+        new = s["clip"] * math.exp(-PACE * (share - MEDIAN))
+        return {**u, "clip": new}, {"clip": new}
+
+    @property
+    def z_below(self) -> float:
+        """σ_b: the deviation of the noise on the count of norms below the clip."""
+        return self.planned / 20
+
+    @property
+    def z_sum(self) -> float:
+        """z_Δ: what z leaves for the sum once the count has had its part."""
+        if not self.adaptive or not self.z > 0:
+            return self.z
+        return 1 / math.sqrt(self.z**-2 - (2 * self.z_below) ** -2)
+
+    def notes(self, s: Tree) -> dict[str, float]:
+        return {"clip": float(s["clip"])} if self.adaptive else {}
 
     def _draw(self, name: str, like: Tensor, t: int) -> Tensor:
-        return torch.from_numpy(rng.generator(self.seed, f"noise:{name}", t).standard_normal(len(like))).to(
-            like
-        )
+        if self.seed is None:
+            return torch.from_numpy(rng.unpredictable(len(like))).to(like)
+        return torch.from_numpy(rng.normal(self.seed, f"noise:{name}", len(like), t)).to(like)
+
+
+@dataclass(frozen=True)
+class SentClip(Transform):
+    """The clip that the next clients are to use, sent with the model."""
+
+    start: float = START
+
+    def init(self, x: Tensor, layout: Layout) -> Vectors:
+        return {"clip": torch.full((1,), self.start, device=x.device)}
+
+    def sends(self) -> tuple[Download, ...]:
+        return (Download("clip", width=1, signed=False),)
+
+    def send(self, s: Vectors, x: Tensor, N: int) -> Vectors:
+        return s
+
+    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
+        return u, {"clip": u["clip"]}
 
 
 def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], info: Info) -> Vectors:
@@ -134,7 +157,8 @@ def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], i
     declared = {**uploads, **{d.name: d for d in server.accounts()}}
     vectors = {name: v[None] for name, v in mean.items()}
     as_one = Uploads(
-        np.zeros(1, np.int64), vectors, math.nan * one, math.nan * one, math.nan * one, 0 * one, info.lr * one.double(), {}, declared
+        np.zeros(1, np.int64), vectors, math.nan * one, info.K * one, info.a * one, 0 * one, info.lr * one.double(), info.sent,
+        declared,
     )  # fmt: skip
     return {name: v[0] for name, v in server.account(as_one).items()}
 
@@ -142,40 +166,58 @@ def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], i
 @builder
 def private(
     a: Algorithm,
-    clip: float = 1.0,
+    clip: Clip = 1.0,
     noise: float | None = None,
     epsilon: float | None = None,
     delta: float = 1e-5,
     where: str = "server",
+    scales: Mapping[str, float] | None = None,
 ) -> Algorithm:
-    """Any algorithm with (ε, δ)-differential privacy of whole clients, against all who see what the server sends out.
+    """Any algorithm with (ε, δ)-differential privacy of whole clients.
 
-    Every client's uploads are clipped to norm `clip`, and Gaussian noise of deviation noise·clip goes on their sum.
-    Given `epsilon` alone, the noise is solved for the whole schedule before anything runs; given both, the run ends
-    before the step that would spend more.
+    Every client's uploads are clipped to norm `clip`, or to one that follows the median norm ("adaptive"). Gaussian
+    noise of deviation noise·clip goes on their sum, or with where="client" on each upload before it leaves. Given
+    `epsilon` alone, the noise is solved for the whole schedule before anything runs; given both, the run ends before
+    the step that would spend more. `scales` says for names that nobody declared by what they are divided to be clipped.
     """
-    _check(clip, noise, epsilon, delta, where)
-    who = a.name.split("(")[0] or "this algorithm"
-    _check_uploads(who, a.uploads)
-    _check_gather(who, a.gather)
-    assert isinstance(a.gather, Mean)
-    if a.gather.weights != "uniform":
+    who, own = a.name.split("(")[0] or "this algorithm", _scales(a, scales)
+    bound = _check(clip, noise, epsilon, delta, where)
+    uploads = scaled(a.uploads, own)
+    _check_uploads(who, uploads)
+    if isinstance(a.gather, Noised) or isinstance(a.up, Around):
+        raise ConfigError(f"{who} is private already; call private once")
+    if getattr(a.gather, "weights", "uniform") != "uniform":
         _say_once(
             "private: all clients count alike, because a weight by samples would tell of a client's data"
         )
     rule, server = _uniform(a.rule), _uniform(a.server)
-    _check_accounts(who, server, a.uploads)
-    gather = Noised(clip, noise, epsilon, delta, a.gather.staleness, uploads=a.uploads, server=server)
-    return replace(a, rule=rule, gather=gather, server=server, up=Clipped(a.up.codec, a.up, clip), name="")
-
-
-def _check(clip: float, noise: float | None, epsilon: float | None, delta: float, where: str) -> None:
-    if where != "server":
+    later = bool(names := {d.name for d in server.accounts()}) and names <= uploads.keys()
+    if not later:
+        _check_accounts(who, server, uploads)
+    if where == "client":
+        _check_own(who, clip, later)
+        up = OwnNoise(a.up.codec, a.up, bound, own, noise, epsilon, delta)
+        return replace(a, rule=rule, gather=_uniform(a.gather), server=server, up=up, name="")
+    _check_gather(who, a.gather)
+    assert isinstance(a.gather, Mean)
+    if later and a.stateful(Layout.from_shapes([("w", (2, 2))])):
         raise ConfigError(
-            f"where={where!r} is not to be had: noise is added by the server; use where='server'"
+            f"{who}'s clients remember what they sent, but its server rescales it before it is clipped; use fedavg or feddyn"
         )
-    if not clip > 0:
-        raise ConfigError(f"clip={clip} lets nothing through; use clip > 0")
+    adaptive = clip == "adaptive"
+    gather = Noised(
+        bound, noise, epsilon, delta, a.gather.staleness, adaptive, later, uploads=uploads, server=server
+    )
+    if adaptive:
+        server = pipeline(server, SentClip(bound))
+    link = Clipped(a.up.codec, a.up, bound, own, adaptive, later)
+    return replace(a, rule=rule, gather=gather, server=server, up=link, name="")
+
+
+def _check(clip: Any, noise: float | None, epsilon: float | None, delta: float, where: str) -> float:
+    """Refuse numbers that keep nobody's privacy; the clip to start with."""
+    if where not in ("server", "client"):
+        raise unknown("where", str(where), ["server", "client"])
     if noise is None and epsilon is None:
         raise ConfigError("private needs noise= (its deviation in clips) or epsilon= (a budget); give one")
     if noise is not None and not noise >= 0:
@@ -188,6 +230,29 @@ def _check(clip: float, noise: float | None, epsilon: float | None, delta: float
         )
     if not 0 < delta < 1:
         raise ConfigError(f"delta={delta} is no small probability; use one below 1/clients, such as 1e-5")
+    if clip == "adaptive":
+        return START
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
+        raise ConfigError(
+            f"clip={clip!r} bounds nothing or lets nothing through; use a number > 0 or 'adaptive'"
+        )
+    return float(clip)
+
+
+def _scales(a: Algorithm, scales: Mapping[str, float] | None) -> Scales:
+    """Scales as they are kept, of names that are uploaded."""
+    if scales is None:
+        return ()
+    if not isinstance(scales, Mapping):
+        raise ConfigError(
+            f"scales={scales!r} says nothing by name; give a dict such as {{{min(a.uploads)!r}: 1.0}}"
+        )
+    for name, scale in scales.items():
+        if name not in a.uploads:
+            raise unknown("upload", str(name), a.uploads)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ConfigError(f"scales[{name!r}]={scale!r} divides by nothing; use a number > 0")
+    return tuple(sorted((name, float(scale)) for name, scale in scales.items()))
 
 
 def _check_uploads(who: str, uploads: Mapping[str, Upload]) -> None:
@@ -199,41 +264,61 @@ def _check_uploads(who: str, uploads: Mapping[str, Upload]) -> None:
             )
         if what.scale is None:
             raise ConfigError(
-                f"{who} uploads {name!r}, whose scale nobody declared, so that no clip bounds it; declare"
-                f" Upload({name!r}, scale=…) or use an algorithm that uploads updates alone, such as fedavg or feddyn"
+                f"{who} uploads {name!r}, whose scale nobody declared, so that no clip bounds it; give"
+                f" scales={{{name!r}: …}} or use an algorithm that uploads updates alone, such as fedavg or feddyn"
             )
 
 
+def _check_own(who: str, clip: Clip, rescales: bool) -> None:
+    if clip == "adaptive":
+        raise ConfigError(
+            "clip='adaptive' follows the cohort's norms, which only a trusted server sees; give clip a number with"
+            " where='client'"
+        )
+    if rescales:
+        raise ConfigError(
+            f"{who}'s server divides by numbers that clients upload, which their own noise may bring to zero; use"
+            " where='server' or an algorithm that uploads updates alone"
+        )
+
+
 def _check_gather(who: str, gather: Gather) -> None:
-    if isinstance(gather, Noised):
-        raise ConfigError(f"{who} is private already; call private once")
     if isinstance(gather, Beside):
         raise ConfigError(
             f"{who}'s server remembers single clients' updates, which noise on a sum does not hide; use one whose clients"
-            " remember, such as fedadavr(held='client')"
+            " remember, such as fedadavr(held='client'), or where='client'"
         )
     if type(gather) is not Mean:
         raise ConfigError(
-            f"{who} gathers by {type(gather).__name__}, whose sensitivity is not known; use an algorithm that averages"
+            f"{who} gathers by {type(gather).__name__}, whose sensitivity is not known; use an algorithm that averages,"
+            " or where='client'"
         )
 
 
 def _check_accounts(who: str, server: Transform, uploads: Mapping[str, Upload]) -> None:
     """Refuse server parts that need more of each client than its place in a sum."""
+    if not of_mean(server, uploads, with_sent=True):
+        raise ConfigError(
+            f"{who}'s server accounts for every single client's samples, which noise on a sum does not hide; use one that"
+            " needs the mean alone, such as fedavg, feddyn or adabest"
+        )
+
+
+def of_mean(server: Transform, uploads: Mapping[str, Upload], with_sent: bool) -> bool:
+    """Whether what server parts make of uploads can be made of their mean, and of what one version was sent."""
     if not server.accounts():
-        return
+        return True
     layout = Layout.from_shapes([("w", (2, 1)), ("b", (2,))])
-    info = Info(0, 1, 1, 1.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(1, np.int64))
+    x = torch.zeros(4)
+    sent = {"x": x[None], **{k: v[None] for k, v in server.send(server.init(x, layout), x, 2).items()}}
+    info = Info(
+        0, 1, 1, 1.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(1, np.int64), sent=sent if with_sent else {}
+    )
     mean = {name: torch.ones(what.size(layout)) for name, what in uploads.items()}
     try:
-        known = all(v.isfinite().all() for v in accounted(server, mean, uploads, info).values())
+        return all(bool(v.isfinite().all()) for v in accounted(server, mean, uploads, info).values())
     except KeyError:
-        known = False
-    if not known:
-        raise ConfigError(
-            f"{who}'s server accounts for every single upload by what its client was sent or holds, which noise on a sum"
-            " does not hide; use one that needs the mean alone, such as fedavg, feddyn or adabest"
-        )
+        return False
 
 
 def _uniform(part: T) -> T:

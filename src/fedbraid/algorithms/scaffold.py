@@ -66,7 +66,7 @@ class ControlVariate(Transform):
     def sends(self) -> tuple[Download, ...]:
         return (Download("c"),)
 
-    def send(self, s: Total, N: int) -> Vectors:
+    def send(self, s: Total, x: Tensor, N: int) -> Vectors:
         return {"c": s.total / N}
 
     def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
@@ -115,7 +115,7 @@ class GlobalEstimate(Transform):
     def sends(self) -> tuple[Download, ...]:
         return (Download("h"),)
 
-    def send(self, s: Total, N: int) -> Vectors:
+    def send(self, s: Total, x: Tensor, N: int) -> Vectors:
         return {"h": s.total / N}
 
     def accounts(self) -> tuple[Upload, ...]:

@@ -75,7 +75,7 @@ class Algorithm:
 
     def send(self, x: Tensor, server: Any, N: int) -> Vectors:
         """What is broadcast when the server's model and state are these."""
-        return {"x": x, **{name: v.to(x.device) for name, v in self.server.send(server, N).items()}}
+        return {"x": x, **{name: v.to(x.device) for name, v in self.server.send(server, x, N).items()}}
 
     def widths(self, layout: Layout) -> dict[str, int]:
         """How many numbers a client uploads, by name."""
@@ -121,7 +121,7 @@ def rehearse(a: Algorithm) -> None:
         _as_declared("the server accounts for", made, by_name(a.server.accounts(), "account for"), layout)
         uploads = uploads.having({**up, **made})
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
-        info = Info(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64))
+        info = Info(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64), sent=sent)
         u, gather = a.gather.close(acc, gather, info)
         u, server = a.server.update(u, server, x, info)
         if not isinstance(u.get("delta"), Tensor) or u["delta"].shape != x.shape:

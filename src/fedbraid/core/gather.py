@@ -56,6 +56,9 @@ class Info:
     layout: Layout
     sizes: NDArray[np.int64]  # n_j by client number, 0 for numbers that nobody has
     stalest: int = 0  # the age of the oldest upload
+    sent: Vectors = field(
+        default_factory=dict
+    )  # [1, ·] each: this version's model and what else is sent with it
 
 
 # Staleness ------------------------------------------------------------------------------------------
@@ -115,6 +118,10 @@ class Gather:
     def cohort(self, came: int) -> float:
         """For how many uploads its update stands."""
         return came
+
+    def notes(self, s: Tree) -> dict[str, float]:
+        """What the record of a step says of its state."""
+        return {}
 
     def leave(self, s: Tree, client: int) -> Tree:
         """The state without this client, who goes for good."""

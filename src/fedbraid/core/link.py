@@ -46,6 +46,7 @@ class Sender:
     declared: Mapping[str, Upload]
     layout: Layout
     frames: dict[str, bytes] | None = None
+    down: Vectors = field(default_factory=dict)  # [1, ·] each, what else they were sent
 
 
 @dataclass

@@ -6,6 +6,7 @@ So results do not depend on block size, number of processes, engine, or on being
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -58,3 +59,17 @@ def key(seed: int, purpose: str, *counters: int) -> int:
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     """A NumPy generator of its own for this purpose and these counters, for long draws."""
     return np.random.Generator(np.random.SFC64(key(seed, purpose, *counters)))
+
+
+def normal(seed: int, purpose: str, count: int, *counters: int) -> NDArray[np.float32]:
+    """So many standard normal numbers of this purpose and these counters."""
+    return generator(seed, purpose, *counters).standard_normal(count, dtype=np.float32)
+
+
+def unpredictable(count: int) -> NDArray[np.float64]:
+    """So many standard normal numbers from the operating system's generator, which no seed repeats (Box and Muller)."""
+    half = (count + 1) // 2
+    words = np.frombuffer(os.urandom(16 * half), np.uint64).reshape(2, half)
+    u = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius, angle = np.sqrt(-2 * np.log(u[0])), 2 * np.pi * u[1]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]

@@ -30,8 +30,8 @@ class Transform:
         """What goes down to clients beside the model."""
         return ()
 
-    def send(self, s: Tree, N: int) -> Vectors:
-        """The declared downloads, `[width]` each; N is how many clients are known."""
+    def send(self, s: Tree, x: Tensor, N: int) -> Vectors:
+        """The declared downloads, `[width]` each, that go with the model x; N is how many clients are known."""
         return {}
 
     def accounts(self) -> tuple[Upload, ...]:
@@ -78,8 +78,8 @@ class Pipeline(Transform):
     def sends(self) -> tuple[Download, ...]:
         return tuple(d for link in self.links for d in link.sends())
 
-    def send(self, s: Tree, N: int) -> Vectors:
-        return {name: v for link, mine in zip(self.links, s) for name, v in link.send(mine, N).items()}
+    def send(self, s: Tree, x: Tensor, N: int) -> Vectors:
+        return {name: v for link, mine in zip(self.links, s) for name, v in link.send(mine, x, N).items()}
 
     def accounts(self) -> tuple[Upload, ...]:
         return tuple(d for link in self.links for d in link.accounts())

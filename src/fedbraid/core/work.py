@@ -20,7 +20,8 @@ class Work:
     """What a client does in one visit: `epochs` over its data, or a number of `steps`.
 
     `batch=None` is the full local set. A `last` batch that is short is kept, dropped, or filled with
-    the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement.
+    the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement, and
+    with `shuffle=False` every epoch goes through the samples as they lie.
     `lr` is a number, a list by version whose last entry holds from there on, or a function of the version, such
     as those of `fb.rates`. The `optimizer` starts anew at each visit and follows what the rule made of the gradient.
     """
@@ -35,6 +36,7 @@ class Work:
     lr_decay: float = 1.0  # per round
     last: str = "keep"
     replace: bool = False
+    shuffle: bool = True
     optimizer: str = "sgd"
 
     def __post_init__(self) -> None:
@@ -56,6 +58,10 @@ class Work:
         number("weight_decay", self.weight_decay, "[0, inf)", "makes weights grow")
         if self.replace and self.batch is None:
             raise ConfigError("replace=True draws batches, and batch=None is the full local set; give batch=")
+        if self.replace and not self.shuffle:
+            raise ConfigError(
+                "replace=True draws samples, and shuffle=False takes them as they lie; give one"
+            )
         if self.last not in ("keep", "drop", "fill"):
             raise ConfigError(f"last={self.last!r} is not known; use 'keep', 'drop' or 'fill'")
         if self.local is not None and self.momentum:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.core.device import placed
 from fedbraid.data import tree
 from fedbraid.data.augment import Augment
 from fedbraid.data.tree import Tree
@@ -122,11 +122,11 @@ class Plan:
         return self._make((draw * self.n[:, None]).astype(np.int64), inside, k)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """A fresh order of each client's samples, `[m, max n]`; a client's full batch keeps its own."""
+        """A fresh order of each client's samples, `[m, max n]`; a full batch, and what is not shuffled, keep their own."""
         if epoch != self._epoch:
             self._epoch = epoch
             column = np.arange(self.n.max())
-            if self.work.batch is None or self.work.batch >= self.n.max():
+            if not self.work.shuffle or self.work.batch is None or self.work.batch >= self.n.max():
                 self._order = np.broadcast_to(column, (len(self.n), len(column)))
             else:
                 keys = rng.bits(self.seed, "batch", self.version, self.clients[:, None], epoch, column)
@@ -141,20 +141,25 @@ class Plan:
         rows = task.row_ids(self.clients, picked)
         weight = None
         if inside is not None and not inside.all():
-            weight = torch.from_numpy(inside.astype(np.float32)).to(task.device)
-        draws = None
-        if (augment := task.augment) is not None:
-            column = (
-                np.arange(picked.shape[1]) if augment.per == "sample" else np.zeros(picked.shape[1], np.int64)
-            )
-            axes = (self.clients[:, None, None], k, column[:, None], np.arange(augment.draws))
-            draws = torch.from_numpy(rng.uniform(self.seed, "augment", self.version, *axes)).to(task.device)
+            weight = placed(inside.astype(np.float32), task.device)
+        draws = augmenting(task, self.seed, "augment", self.version, self.clients, k, picked.shape[1])
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
             if task.stochastic
             else None
         )
         return Batch(task.inputs, task.targets, rows, weight, task.augment, draws, noise)
+
+
+def augmenting(
+    task: Task, seed: int, purpose: str, version: int, clients: NDArray[np.int64], k: int, count: int
+) -> Tensor | None:
+    """The numbers that augment a block's k-th batch, `[m, count, ·]`."""
+    if (augment := task.augment) is None:
+        return None
+    column = np.arange(count) if augment.per == "sample" else np.zeros(count, np.int64)
+    axes = (clients[:, None, None], k, column[:, None], np.arange(augment.draws))
+    return placed(rng.uniform(seed, purpose, version, *axes), task.device)
 
 
 def batch_sizes(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:

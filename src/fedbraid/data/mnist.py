@@ -29,14 +29,14 @@ EMNIST = Home(
 Pair = tuple[Bytes, Bytes]
 
 
-def mnist(root: Root = None) -> DataSet:
-    """60,000 and 10,000 handwritten digits."""
-    return _ten_classes(MNIST, "ylecun/mnist", root)
+def mnist(root: Root = None, statistics: str = "own") -> DataSet:
+    """60,000 and 10,000 handwritten digits, normalised by their "own" `statistics` or by "none"."""
+    return _ten_classes(MNIST, "ylecun/mnist", root, statistics)
 
 
-def fmnist(root: Root = None) -> DataSet:
-    """60,000 and 10,000 pieces of clothing."""
-    return _ten_classes(FMNIST, "zalando-datasets/fashion_mnist", root)
+def fmnist(root: Root = None, statistics: str = "own") -> DataSet:
+    """60,000 and 10,000 pieces of clothing, normalised by their "own" `statistics` or by "none"."""
+    return _ten_classes(FMNIST, "zalando-datasets/fashion_mnist", root, statistics)
 
 
 def emnist(root: Root = None) -> DataSet:
@@ -51,14 +51,17 @@ def emnist(root: Root = None) -> DataSet:
     return _dataset((train[0], train[1] - 1), (test[0], test[1] - 1), 26)
 
 
-def _ten_classes(home: Home, repository: str, root: Root) -> DataSet:
+def _ten_classes(home: Home, repository: str, root: Root, statistics: str) -> DataSet:
     train = _idx_pair(home, root, "train") or _parquet_pair(home, root, "train")
     test = _idx_pair(home, root, "t10k") or _parquet_pair(home, root, "test")
     if train and test:
-        return _dataset(train, test, 10)
+        return _dataset(train, test, 10, statistics)
     if fetched := hub(repository, ("image", "label")):
         return _dataset(
-            (fetched["train"][0], fetched["train"][1]), (fetched["test"][0], fetched["test"][1]), 10
+            (fetched["train"][0], fetched["train"][1]),
+            (fetched["test"][0], fetched["test"][1]),
+            10,
+            statistics,
         )
     raise home.missing(root)
 
@@ -86,6 +89,6 @@ def _parquet_pair(home: Home, root: Root, part: str) -> Pair | None:
     return images(blobs, files[0]), np.asarray(labels)
 
 
-def _dataset(train: Pair, test: Pair, classes: int) -> DataSet:
-    inputs, test_inputs = normalised(train[0], test[0])
+def _dataset(train: Pair, test: Pair, classes: int, statistics: str = "own") -> DataSet:
+    inputs, test_inputs = normalised(train[0], test[0], statistics)
     return DataSet(inputs, class_numbers(train[1]), (test_inputs, class_numbers(test[1])), classes)

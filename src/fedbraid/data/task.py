@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedbraid.core import rng
+from fedbraid.core.device import placed
 from fedbraid.core.layout import Layout
 from fedbraid.core.names import TAKEN
 from fedbraid.data import arrays, columns, tree
@@ -336,7 +337,7 @@ class Task:
 
     def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
         """Rows of the table for the picked samples `[m, B]` of these clients."""
-        at = torch.from_numpy(self.offsets[clients][:, None] + picked).to(self.rows.device)
+        at = placed(self.offsets[clients][:, None] + picked, self.device)
         return at if self._in_order else self.rows[at]
 
     @cached_property

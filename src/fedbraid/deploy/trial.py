@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -245,8 +246,32 @@ def checked(app: Path, config: dict[str, Any]) -> None:
     """What cannot be read is better said before anything is started."""
     if not (app / "pyproject.toml").exists():
         raise ConfigError(f"{app} holds no app; make one with: fedbraid deploy init {app}")
-    asked = Settings.read(_written(app) | config)
+    about = _written(app)
+    asked = Settings.read(about.get("config", {}) | config)
     asked.what(), asked.when()
+    for part in ("serverapp", "clientapp"):
+        _check_part(app, str(about.get("components", {}).get(part, "")), part)
+
+
+def _check_part(app: Path, reference: str, part: str) -> None:
+    """Flower finds the halves of an app by reading the file, where each must have a line of its own."""
+    module, colon, name = reference.partition(":")
+    path = app / f"{module.replace('.', '/')}.py"
+    if not colon or not path.is_file():
+        raise ConfigError(
+            f"{app / 'pyproject.toml'} says {part} = {reference!r}, which names no file here; write {part} ="
+            f' "fleet:{part.removesuffix("app")}"'
+        )
+    try:
+        lines = ast.walk(ast.parse(path.read_text()))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    targets = [target for line in lines if isinstance(line, ast.Assign) for target in line.targets]
+    if not any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        raise ConfigError(
+            f"{path} has no line that gives {name} alone a value, and Flower looks for one; write"
+            f" {name} = apps.{part.removesuffix('app')}"
+        )
 
 
 def watch(flower: Flower, folder: Folder, run: str) -> Iterator[tuple[Record, list[Record]]]:
@@ -290,9 +315,9 @@ def read_status(folder: Folder) -> Record:
 
 
 def _written(app: Path) -> dict[str, Any]:
-    """The configuration in an app's pyproject.toml."""
+    """What an app's pyproject.toml says of it."""
     try:
-        found = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"].get("config", {})
+        found = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{app / 'pyproject.toml'} is no Flower app ({error!r}); compare it with what this makes:"

@@ -16,11 +16,19 @@ if TYPE_CHECKING:
     from fedbraid.engines.processes import Pool
 
 
-def in_process(block: int | None = None, backend: str = "auto", threads: int | None = None) -> InProcess:
-    """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop"."""
+def in_process(
+    block: int | None = None,
+    backend: str = "auto",
+    threads: int | None = None,
+    precision: str = "float32",
+) -> InProcess:
+    """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop".
+
+    With `precision="bfloat16"` or `"float16"`, PyTorch's autocast computes gradients; weights stay float32.
+    """
     from fedbraid.engines.blocks import InProcess
 
-    return InProcess(block, backend, threads)
+    return InProcess(block, backend, threads, precision)
 
 
 def pool(workers: int | None = None, backend: str = "auto", block: int | None = None) -> Pool:
@@ -64,8 +72,9 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
             raise ConfigError(f"engine {engine!r}: {error}") from error
     from fedbraid.engines import auto
 
-    if auto.expected_seconds(task, work, cohort * steps) < auto.WORTH:
+    seconds = auto.expected_seconds(task, work, cohort * steps)
+    if seconds < auto.WORTH:
         return in_process(backend=auto.guess(task))
-    chosen = auto.best(task, work, cohort)
+    chosen = auto.best(task, work, cohort, seconds)
     fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
     return auto.Watched(fastest, chosen)

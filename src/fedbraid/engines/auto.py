@@ -1,15 +1,18 @@
 """Which way is fastest for this model on this machine: guessed for small jobs, measured once for large ones.
 
-A small job takes the same way every time, so that it repeats to the bit; what was measured for a large one is
-remembered for the model, the batch and the cohort, in the user's cache folder, as long as the machine is the same.
-A run that turns out slower than was promised is measured again the next time.
+No job pays for what it cannot earn back: a compiler runs for those that take longer than it, and ways are timed where
+that is a small share of the work. A small job takes the same way every time, so that it repeats to the bit; what was
+measured for a large one is remembered for the model, the batch and the cohort, in the user's cache folder, as long as
+the machine is the same. A run that turns out slower than was promised is measured again the next time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import time
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fedbraid.core.device import finish
 from fedbraid.core.rule import Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import Plan, batch_sizes, step_counts
@@ -38,7 +42,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedbraid")
 
-WORTH = 0.5  # seconds of plain autograd from which compiling and measuring pay
+WORTH = 0.5  # seconds of plain autograd from which looking for a faster way pays,
+COMPILING = 15.0  # and from which, on all cores, a compiler does
+SHARE = 0.02  # of the work that measuring may take
 OVERHEAD, RATE = (
     4e-4,
     2e10,
@@ -89,17 +95,43 @@ class Choice:
     measured: bool = False  # in this process, not long ago
 
 
-def best(task: Task, work: Work, cohort: int) -> Choice:
-    """How a large job runs: "native" or "vmap" in this process, "loop" in it, or "pool"."""
+def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
+    """How a large job runs: "native" or "vmap" in this process, "loop" in it, or "pool".
+
+    `seconds` is about what plain autograd on one core would take for it.
+    """
     memory, key = _Memory(), _key(task, work, cohort)
     known = memory.get(key)
     if known is not None and (known.way != "native" or Native.supports(task) is None):
         return known
-    times = {name: timed() for name, timed in _candidates(task, work, cohort).items()}
+    wall = seconds / _hands(cohort)
+    ways = _candidates(task, work, cohort)
+    complete = not (ways.keys() >= {"native"} and too_short(task, wall))
+    if not complete:
+        del ways["native"]
+    if _measuring(task, work, cohort, len(ways)) > SHARE * wall:
+        return Choice(next(iter(ways)), math.inf, key)
+    times = {name: timed() for name, timed in ways.items()}
     chosen = min(times, key=lambda name: times[name])
     log.info("measured per client step: %s", ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in times.items()))
-    memory.put(key, chosen, times[chosen])
+    if complete:
+        memory.put(key, chosen, times[chosen])
     return Choice(chosen, times[chosen], key, measured=True)
+
+
+def too_short(task: Task, wall: float) -> bool:
+    """Whether so many seconds of work do not pay for a compiler, which they would need."""
+    return wall < COMPILING and not Native.ready(task)
+
+
+def _hands(cohort: int) -> int:
+    return min(len(os.sched_getaffinity(0)), cohort)
+
+
+def _measuring(task: Task, work: Work, cohort: int, ways: int) -> float:
+    """About how many seconds timing so many ways takes: two steps each, and of a block with all but the last."""
+    step = expected_seconds(task, dataclasses.replace(work, steps=1, epochs=None), 1)
+    return step * (2 * ways + (ways - 1) * (0 if step > LONG else min(cohort, 1024)))
 
 
 SLOWER = 1.5  # times the promised seconds from which a choice is doubted
@@ -151,12 +183,11 @@ class Watched:
 
 
 def _candidates(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
-    cores = len(os.sched_getaffinity(0))
-    forks = min(cores, cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
+    forks = _hands(cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
     on_cpu = task.device.type == "cpu"
     ways: dict[str, Callable[[], float]] = {}
     if on_cpu and Native.supports(task) is None:
-        ways["native"] = lambda: _native_time(task, work, cohort) / min(cores, cohort)
+        ways["native"] = lambda: _native_time(task, work, cohort) / _hands(cohort)
     if Vmap.suits(task):
         ways["vmap"] = lambda: _time(Vmap(task), task, work, cohort)
     if on_cpu and forks > 1:
@@ -193,10 +224,12 @@ LONG = 0.02  # seconds of one client's step from which a block of them says no m
 def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
     y, batch = task.initial(0).repeat(m, 1), Plan(task, work, np.arange(m), 0, 0).batch(0)
     taken = []
+    clock = time.process_time if task.device.type == "cpu" else time.perf_counter
     for _ in range(times):
-        start = time.process_time()
+        start = clock()
         grad(y, batch)
-        taken.append(time.process_time() - start)
+        finish(task.device)
+        taken.append(clock() - start)
     return min(taken[1:]) / m
 
 

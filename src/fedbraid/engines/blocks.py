@@ -21,7 +21,9 @@ from torch import Tensor
 from fedbraid.core.check import whole
 from fedbraid.core.gather import WIDE
 from fedbraid.core.rule import Gradient
-from fedbraid.engines.auto import WORTH, expected_seconds, guess
+from fedbraid.data import tree
+from fedbraid.data.tree import Tree
+from fedbraid.engines.auto import WORTH, expected_seconds, guess, too_short
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
@@ -46,14 +48,17 @@ class InProcess:
     block: int | None = None
     backend: str = "auto"
     threads: int | None = None
+    precision: str = "float32"  # or "bfloat16" or "float16", of products in the forward and backward pass
 
     def __post_init__(self) -> None:
         check_counts(block=self.block, threads=self.threads)
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS)
 
     def open(self, setup: Setup) -> None:
         self.setup = setup
         self.torch_threads = torch.get_num_threads()
-        self.grad = gradient(setup, self.backend, self.threads or 0)
+        self.grad = gradient(setup, self.backend, self.threads or 0, PRECISIONS[self.precision])
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
         wide = setup.task.layout.size >= WIDE and setup.cohort > 1
@@ -68,18 +73,22 @@ class InProcess:
         parts = (_part(order, slice(lo, hi)) for lo, hi in pairwise(ends))
         if self.hands:
             return self.hands.map(lambda grad, part: visit(self.setup, grad, part), parts)
+        if self.setup.task.device.type == "cuda":
+            return on_streams(lambda part: visit(self.setup, self.grad, part), parts, self.setup.task.device)
         return (visit(self.setup, self.grad, part) for part in parts)
 
-    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.hands is None:
             return self.grad.evaluate(x, inputs, targets)
-        shares = zip(inputs.tensor_split(self.hands.count), targets.tensor_split(self.hands.count))
+        rows = torch.arange(len(targets)).tensor_split(self.hands.count)
+        shares = ((tree.take(inputs, at), targets[at]) for at in map(_slice, rows))
         found = list(self.hands.map(lambda grad, share: grad.evaluate(x, *share), shares))
         classes = [c for _, c in found if c is not None]
         return torch.cat([losses for losses, _ in found]), torch.cat(classes) if classes else None
 
     def describe(self) -> str:
-        return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r})"
+        precision = "" if self.precision == "float32" else f", precision={self.precision!r}"
+        return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r}{precision})"
 
     def close(self) -> None:
         self.setup.task.close()
@@ -96,6 +105,37 @@ def shares(clients: int, hands: int, most: int) -> list[int]:
     """
     blocks = min(clients, hands * -(-clients // (hands * most)))
     return [(clients + i) // blocks for i in range(blocks)]
+
+
+def on_streams(
+    work: Callable[[Order], Reply], parts: Iterable[Order], device: torch.device
+) -> Iterator[Reply]:
+    """Blocks on two streams of a GPU in turn: one is asked for while another computes, and nobody waits for either."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    waiting: deque[tuple[Reply, torch.cuda.Stream]] = deque()
+    for k, part in enumerate(parts):
+        stream = streams[k % 2]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            waiting.append((work(part), stream))
+        if len(waiting) == len(streams):
+            yield _joined(*waiting.popleft(), device)
+    while waiting:
+        yield _joined(*waiting.popleft(), device)
+
+
+def _joined(reply: Reply, stream: torch.cuda.Stream, device: torch.device) -> Reply:
+    """A reply that the current stream may read, once the other has made it."""
+    now = torch.cuda.current_stream(device)
+    now.wait_stream(stream)
+    for tensor in (*reply.uploads.values(), *reply.memory.values(), reply.loss, reply.K, reply.lr):
+        if tensor.is_cuda:
+            tensor.record_stream(now)
+    return reply
+
+
+def _slice(rows: Tensor) -> slice:
+    return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
 
 
 def _part(order: Order, some: slice) -> Order:
@@ -147,13 +187,24 @@ def check_counts(**counts: int | None) -> None:
             whole(name, value)
 
 
-def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtype | None = None) -> Gradient:
     """The gradient function of this name; "auto" compiles a native one where there is enough to do."""
     task = setup.task
+    if precision is not None and backend == "native":
+        raise ConfigError("native gradients are float32; use backend='loop' or 'vmap' for another precision")
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
-    if backend == "auto" and expected_seconds(task, setup.work, setup.visits) < WORTH:
-        backend = guess(task)
+    if backend == "auto":
+        seconds = expected_seconds(task, setup.work, setup.visits)
+        if precision is not None or seconds < WORTH or too_short(task, seconds):
+            backend = guess(task)
     if backend in ("auto", "native"):
         native = _native(task, threads, required=backend == "native")
         if native is not None:
@@ -164,7 +215,8 @@ def gradient(setup: Setup, backend: str, threads: int = 0) -> Gradient:
         )
     if backend == "vmap" and task.layout.buffers is not None:
         raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
-    return Vmap(task) if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop(task)
+    kind = Vmap if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop
+    return kind(task, precision)
 
 
 def _native(task: Task, threads: int, required: bool) -> Gradient | None:

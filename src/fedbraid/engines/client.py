@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.core.device import placed
 from fedbraid.core.link import Sender, Sizes
 from fedbraid.core.rule import Gradient, Local, Vectors, finished, train
-from fedbraid.data.batches import Batch, Plan
+from fedbraid.data.batches import Batch, Plan, augmenting
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -106,7 +107,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     a, work = setup.algorithm, setup.work
     plan = Plan(task, work, order.clients, order.version, setup.seed)
     x = order.down["x"][None]
-    K = torch.from_numpy(plan.K).to(x)[:, None]
+    K = placed(plan.K, x.device).to(x.dtype)[:, None]
     loc = Local(
         x=x,
         down={name: v[None] for name, v in order.down.items() if name != "x"},
@@ -114,7 +115,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         lr=work.rate(order.version),
         K=K,
         a=work.effective(K),
-        n=torch.from_numpy(plan.n).to(x)[:, None],
+        n=placed(plan.n, x.device).to(x.dtype)[:, None],
         t=order.version,
         layout=task.layout,
         full_grad=full_gradient(setup, grad, order.clients, order.version),
@@ -122,7 +123,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     with torch.random.fork_rng(devices=[], enabled=task.stochastic):
         y, s, loss = train(a.rule, grad, loc, plan, work)
         vectors = finished(a.rule, y, s, loc)
-    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames)
+    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, loc.down)
     sent = a.up.send(vectors, order.memory, who)
     memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)
@@ -130,11 +131,14 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
 
 
 def full_gradient(
-    setup: Setup, grad: Gradient, clients: NDArray[np.int64], version: int, chunk: int = 256
+    setup: Setup, grad: Gradient, clients: NDArray[np.int64], version: int
 ) -> Callable[[Tensor], Tensor]:
-    """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory."""
+    """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory.
+
+    Samples are augmented as they are in training, in batches of 128 as FedGBO's authors have it.
+    """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
-    n = task.sizes[clients]
+    n, chunk = task.sizes[clients], 256 if task.augment is None else 128
 
     def at(y: Tensor) -> Tensor:
         y = y.expand(len(clients), -1).contiguous()
@@ -143,11 +147,14 @@ def full_gradient(
             column = np.arange(lo, min(lo + chunk, int(n.max())))
             inside = column < n[:, None]
             rows = task.row_ids(clients, np.minimum(column, n[:, None] - 1))
-            weight = torch.from_numpy(inside.astype(np.float32)).to(y.device)
+            weight = placed(inside.astype(np.float32), y.device)
             noise = rng.bits(seed, "full", version, clients, lo) >> np.uint64(1) if task.stochastic else None
-            some = Batch(task.inputs, task.targets, rows, None if inside.all() else weight, noise=noise)
+            draws = augmenting(task, seed, "augment the whole", version, clients, lo, len(column))
+            some = Batch(
+                task.inputs, task.targets, rows, None if inside.all() else weight, task.augment, draws, noise
+            )
             g, _ = grad(y, some)
-            total += g * torch.from_numpy(inside.sum(1) / n).to(y)[:, None]
+            total += g * placed(inside.sum(1) / n, y.device).to(y.dtype)[:, None]
         return total + decay * y if decay else total
 
     return at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +25,9 @@ CHUNK = 512  # samples of an evaluation batch
 class Torch:
     """What both share: a module and a batched forward pass to judge a model with."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
         self.layout, self.loss, self.run = task.layout, task.per_example, task.run
+        self.device, self.precision = task.device, precision
         self.module = task.module().to(task.device)
         self.guess = task.guess
         self.judge = task.module().to(task.device).eval()
@@ -34,6 +35,12 @@ class Torch:
         self.channels_last = convolves and isinstance(task.inputs, Tensor) and task.inputs.ndim == 4
         self.test = None if task.test is None else task.test[0]
         self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
+
+    def cast(self) -> AbstractContextManager[Any]:
+        """Inside, products are of the wished precision; a cache of weights would outlive them."""
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.precision, cache_enabled=False)
 
     def outputs(self, x: Tensor, inputs: Tree) -> Iterator[tuple[slice, Tree, Any]]:
         """(rows, inputs, outputs) of a table, chunk by chunk."""
@@ -62,8 +69,8 @@ class Loop(Torch):
 
     name, vectorised = "loop", False
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
+        super().__init__(task, precision)
         self.module.train()
         named = dict(self.module.named_parameters())
         buffers = dict(self.module.named_buffers())
@@ -93,7 +100,7 @@ class Loop(Torch):
         x, t = batch.alone()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext():
+        with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext(), self.cast():
             loss = self.loss(self.run(self.module, x), t, x).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         for slot, buffer in self.buffers:
@@ -118,8 +125,8 @@ class Vmap(Torch):
 
     name, vectorised = "vmap", True
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
+        super().__init__(task, precision)
 
         called = Called(self.module, self.run)
 
@@ -137,15 +144,18 @@ class Vmap(Torch):
                 self._ones = torch.ones(batch.rows.shape, device=y.device)
             weight = self._ones
         params = {f"module.{name}": v for name, v in self.layout.views(y).items()}
-        grads, losses = self._both(params, batch.x(), batch.y(), weight)
+        with self.cast():
+            grads, losses = self._both(params, batch.x(), batch.y(), weight)
         return torch.cat([g.reshape(len(y), -1) for g in grads.values()], 1), losses
 
     @staticmethod
     def suits(task: Task) -> bool:
-        """Whether vmap is the faster of the two: a chain of linear maps, nothing random, no statistics."""
+        """Whether vmap is the faster of the two: nothing random, no statistics, and on a CPU a chain of linear maps."""
         plain = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Softmax, nn.LogSoftmax)
         leaves = [m for m in task.module().modules() if not list(m.children())]
-        if not all(isinstance(m, plain) for m in leaves) or task.stochastic:
+        if task.device.type == "cpu" and not all(isinstance(m, plain) for m in leaves):
+            return False
+        if task.stochastic or task.layout.buffers is not None:
             return False
         rows, y = task.rows[[0, -1]].view(2, 1), task.layout.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow

@@ -183,7 +183,7 @@ const charts = (() => {
       ],
       cursor: { drag: { x: true, y: true, uni: 20 }, points: { show: false } },
       hooks: {
-        draw: [(u) => segments(u, jobs, line.steps, place)],
+        draw: [(u) => segments(u, jobs, line, place)],
         setCursor: [(u) => tell(u.cursor.left < 0 ? null : near(u, jobs, line), u)],
       },
     }, [[0, end], [null, null]]);
@@ -211,13 +211,14 @@ const charts = (() => {
     return { client, version, step, began, ended, ages, rows, end };
   }
 
-  function segments(u, jobs, steps, place) {
+  function segments(u, jobs, line, place) {
     const begun = performance.now(), pen = u.ctx, { left, top, width, height } = u.bbox;
     const x = range(u, "x"), y = range(u, "y"), kx = width / (x.max - x.min), ky = height / (y.max - y.min);
     const thick = Math.max(1, Math.min(9 * devicePixelRatio, 0.72 * ky));
     pen.save();
     pen.beginPath(); pen.rect(left, top, width, height); pen.clip();
-    lines(pen, steps.filter((t) => t >= x.min && t <= x.max).map((t) => left + (t - x.min) * kx), top, height, width);
+    place.online = reachable(pen, line.online, { x, y, left, top, height, kx, ky });
+    lines(pen, line.steps.filter((t) => t >= x.min && t <= x.max).map((t) => left + (t - x.min) * kx), top, height, width);
     let drawn = 0;
     AGES.forEach(([, , name], k) => {
       pen.beginPath();
@@ -233,6 +234,22 @@ const charts = (() => {
     pen.restore();
     place.drawn = drawn;
     place.took = performance.now() - begun;
+  }
+
+  // Who can be reached, behind what they do; how many spans are drawn.
+  function reachable(pen, online, { x, y, left, top, height, kx, ky }) {
+    if (!online) return 0;
+    let drawn = 0;
+    pen.beginPath();
+    online.client.forEach((client, i) => {
+      const from = online.from[i], to = online.to[i];
+      if (to < x.min || from > x.max || client < y.min - 1 || client > y.max + 1) return;
+      pen.rect(left + (from - x.min) * kx, top + height - (client - y.min + 0.5) * ky, Math.max((to - from) * kx, 1), Math.max(ky, 1));
+      drawn += 1;
+    });
+    pen.fillStyle = faded(paint("ink"), 0.1);
+    pen.fill();
+    return drawn;
   }
 
   // When the server stepped: a line each, fainter where they are many.

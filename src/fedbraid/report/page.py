@@ -7,13 +7,16 @@ import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from fedbraid.errors import FedbraidError, RunError
+from fedbraid.parse import evaluate
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.simulate import SCHEDULES
 from fedbraid.study import recipe, stats
 
 FILES = {
@@ -139,12 +142,25 @@ def _timeline(group: Group, most: int) -> Record | None:
     every = -(-count // most)
     return {
         "name": group.name,
+        "online": _online(run.config, max(jobs["ended"]), most),
         "seed": run.config["seed"],
         "clients": run.config["clients"],
         "steps": [r["time"] for r in run.records],
         "jobs": {name: values[::every] for name, values in jobs.items()},
         "note": "" if every == 1 else f"One job in {every} of {count:,} is drawn.",
     }
+
+
+def _online(config: Record, until: float, most: int) -> Record | None:
+    """Who could be reached when, where the schedule says it and there are not too many to draw."""
+    try:
+        when = getattr(evaluate(config["schedule"], SCHEDULES, "schedule"), "availability", None)
+    except FedbraidError:  # its file is gone, or another
+        return None
+    spans = [] if when is None else list(islice(when.spans(config["clients"], until), most + 1))
+    if not 0 < len(spans) <= most:
+        return None
+    return dict(zip(("client", "from", "to"), (list(column) for column in zip(*spans)), strict=True))
 
 
 def _plain_curve(curve: Record | None) -> Record | None:

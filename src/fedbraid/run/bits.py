@@ -16,7 +16,16 @@ from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
 from fedbraid.run.checkpoint import Folder, Record
 
-SOURCES = ("codegen.py", "layers.py", "ops.py", "trace.py", "kernels.hpp", "runtime.hpp", "sequence.hpp")
+SOURCES = (
+    "codegen.py",
+    "layers.py",
+    "ops.py",
+    "trace.py",
+    "kernels.hpp",
+    "images.hpp",
+    "runtime.hpp",
+    "sequence.hpp",
+)
 
 
 class Described(Protocol):

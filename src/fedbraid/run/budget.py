@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
-from fedbraid.algorithms.private import Clipped, Noised
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbraid.algorithms.private import Noised, of_mean
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
+from fedbraid.core.work import Work
+from fedbraid.data.batches import step_counts
 from fedbraid.errors import ConfigError
+from fedbraid.links.private import Around, Clipped, OwnNoise
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
@@ -21,7 +29,11 @@ APART = 2**0.25  # steps at which ε is accounted exactly grow by this
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How a schedule draws clients: "poisson" with a rate, "fixed" so many of N, or "all", without amplification."""
+    """What is noised how often.
+
+    Cohorts are drawn "poisson" with a rate, or "fixed", so many of N; "all" is without amplification, and "own" the
+    visits of one client that noises for itself.
+    """
 
     kind: str
     rate: float = 1.0
@@ -53,6 +65,8 @@ class Mechanism:
         dp = _library()
         if self.kind == "all":  # a client's uploads may be empty ones instead, in every step
             return float(dp.get_epsilon_gaussian(z / math.sqrt(steps), delta))
+        if self.kind == "own":  # and here any others, which are up to 2C away
+            return float(dp.get_epsilon_gaussian(z / 2 / math.sqrt(steps), delta))
         if self.kind == "poisson":
             accountant = dp.pld.PLDAccountant()
             event = dp.PoissonSampledDpEvent(self.rate, dp.GaussianDpEvent(z))
@@ -62,64 +76,202 @@ class Mechanism:
         return float(accountant.compose(dp.SelfComposedDpEvent(event, steps)).get_epsilon(delta))
 
 
+OWN = Mechanism("own")
+
+
 @lru_cache(maxsize=4096)
 def epsilon_of(how: Mechanism, z: float, delta: float, steps: int) -> float:
     """ε after so many steps, each asked for once."""
     return how.epsilon(z, delta, steps)
 
 
+# Budgets --------------------------------------------------------------------------------------------
+
+
+class Spending(Protocol):
+    """What a run spends, and whether it may go on."""
+
+    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
+        """Count what steps before a resume spent, by who came to each."""
+
+    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+        """For the record of a step; nothing where there is no noise, and so no ε."""
+
+    def affords(self, coming: Sequence[int]) -> bool:
+        """Whether a step may be taken that these clients come to."""
+
+    def ends(self, step: int) -> bool:
+        """Whether the run ends after this step, whoever would come to the next."""
+
+
 @dataclass(frozen=True)
 class Budget:
-    """ε by step: exact at steps that grow geometrically and at the last, rounded up in between."""
+    """ε by step, of noise on sums: exact at steps that grow geometrically and at the last, rounded up in between."""
 
     how: Mechanism
     z: float
     delta: float
     last: int  # the step after which the run ends
 
+    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
+        """Nothing to count: a step spends the same whoever comes."""
+
+    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+        if self.z == 0:
+            return {}
+        return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(accounted_at(step), self.last))}
+
+    def affords(self, coming: Sequence[int]) -> bool:
+        return True
+
     def ends(self, step: int) -> bool:
         return step >= self.last
 
-    def spent(self, step: int) -> dict[str, float]:
-        """For the record; nothing where there is no noise, and so no ε."""
-        if self.z == 0:
+
+def accounted_at(step: int) -> int:
+    """The step at which ε is accounted for this one: the next of those that grow geometrically."""
+    at = 1
+    while at < step:
+        at = max(at + 1, math.floor(at * APART))
+    return at
+
+
+@dataclass
+class OwnBudgets:
+    """ε of every client by its own visits, of noise that it adds itself; records carry the largest."""
+
+    z: float
+    delta: float
+    most: float  # visits that a budget allows
+    cautious: bool  # whether nobody knows who comes next
+    visits: Counter[int] = field(default_factory=Counter)
+    largest: int = 0
+
+    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
+        for came in cohorts:
+            self._count(came)
+
+    def _count(self, came: Sequence[int]) -> None:
+        self.visits.update(came)
+        self.largest = max([self.largest, *(self.visits[c] for c in came)])
+
+    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+        self._count(came)
+        if self.z == 0 or not self.largest:
             return {}
-        at = 1
-        while at < step:
-            at = max(at + 1, math.floor(at * APART))
-        return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(at, self.last))}
+        return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
+
+    def affords(self, coming: Sequence[int]) -> bool:
+        return self.cautious or all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
+
+    def ends(self, step: int) -> bool:
+        return self.cautious and self.largest >= self.most
 
 
-def bound(algorithm: Algorithm, schedule: Schedule, N: int, seed: int) -> tuple[Algorithm, Budget | None]:
+# Binding --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """What privacy asks of a run: its schedule, its clients and their work; no seed where clients are real."""
+
+    schedule: Schedule
+    clients: int
+    work: Work
+    sizes: NDArray[np.int64] | None = None  # samples by client, where they are known
+    seed: int | None = None
+
+    def even(self) -> bool:
+        """Whether everybody is known to take the same number of steps."""
+        if self.sizes is None:
+            return self.work.steps is not None
+        return len(np.unique(step_counts(self.sizes, self.work))) == 1
+
+    def visits(self) -> int:
+        """The most times that any client comes, or may come where nobody knows."""
+        if self.seed is None:
+            return self.schedule.steps * (self.schedule.buffer if isinstance(self.schedule, Buffered) else 1)
+        ticks = self.schedule.ticks(self.clients, self.seed)
+        return max(Counter(c for tick in ticks for c in tick.clients.tolist()).values(), default=1)
+
+
+def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
-    if not isinstance(gather, Noised):
-        if isinstance(up, Clipped):
+    if not isinstance(gather, Noised) and not isinstance(up, OwnNoise):
+        if isinstance(up, Around):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
-        return algorithm, None
-    if not (isinstance(up, Clipped) and up.clip == gather.clip):
+        return algorithm, ()
+    _check(algorithm, crowd)
+    if isinstance(up, OwnNoise):
+        return _bound_own(algorithm, up, crowd)
+    assert isinstance(gather, Noised)
+    how, planned = Mechanism.of(crowd.schedule, crowd.clients)
+    z, last = _afford(gather.noise, gather.epsilon, gather.delta, how, crowd.schedule.steps)
+    if last < crowd.schedule.steps:
+        log.warning(
+            f"epsilon={gather.epsilon} buys {last} of {crowd.schedule.steps} steps at noise={z}; the run ends after them"
+        )
+    new = replace(gather, z=z, planned=planned, seed=crowd.seed, server=algorithm.server)
+    if gather.adaptive and not 2 * new.z_below > z:
+        raise ConfigError(
+            f"clip='adaptive' counts norms with a noise of {new.z_below:.3g} for {planned:g} clients, too little beside"
+            f" noise={z:.3g}; use cohorts of at least {math.floor(10 * z) + 1} clients, less noise, or clip=a number"
+        )
+    return replace(algorithm, gather=new), (Budget(how, z, gather.delta, last),)
+
+
+def _bound_own(algorithm: Algorithm, up: OwnNoise, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
+    z, most = _afford(up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.visits())
+    new = replace(algorithm, up=replace(up, z=z))
+    return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
+
+
+def _check(algorithm: Algorithm, crowd: Crowd) -> None:
+    """Refuse what this run could not keep private."""
+    gather, up = algorithm.gather, algorithm.up
+    if isinstance(gather, Noised) and not (isinstance(up, Clipped) and up.clip == gather.clip):
         raise ConfigError("this algorithm adds noise but does not clip; let private be the outermost call")
-    if schedule.asynchronous and algorithm.stateful(Layout.from_shapes([("w", (2, 2))])):
+    noised = gather if isinstance(gather, Noised) else up
+    assert isinstance(noised, Noised | OwnNoise)
+    if noised.delta >= 1 / max(crowd.clients, 1):
+        log.warning(
+            f"delta={noised.delta} is no less than 1/{crowd.clients}, one client among all; use a smaller one"
+        )
+    late = crowd.schedule.asynchronous
+    if late and algorithm.stateful(Layout.from_shapes([("w", (2, 2))])):
         raise ConfigError(
             "a client may hand in twice within one step here, which privacy counts once, so that what it remembers would"
             " no longer be what the server counted; use rounds(…) with an algorithm whose clients remember something"
         )
-    how, planned = Mechanism.of(schedule, N)
-    if gather.delta >= 1 / N:
-        log.warning(f"delta={gather.delta} is no less than 1/{N}, one client among all; use a smaller one")
-    z, last = _afford(gather, how, schedule.steps)
-    new = replace(gather, z=z, planned=planned, seed=seed, server=algorithm.server)
-    return replace(algorithm, gather=new), Budget(how, z, gather.delta, last)
+    if not isinstance(gather, Noised) or gather.later:
+        return
+    if late and not of_mean(algorithm.server, gather.uploads, with_sent=False):
+        raise ConfigError(
+            "the server accounts for uploads by what each sender was sent, and here they were sent different versions, which"
+            " noise on a sum does not tell apart; use rounds(…) with this algorithm"
+        )
+    if algorithm.server.plain_steps() and not crowd.even():
+        raise ConfigError(
+            "the server reads how many steps its clients take, which differ here with their samples and would tell of them;"
+            " use Work(steps=…)"
+        )
 
 
-def _afford(gather: Noised, how: Mechanism, steps: int) -> tuple[float, int]:
+def _afford(
+    z: float | None, epsilon: float | None, delta: float, how: Mechanism, steps: int
+) -> tuple[float, int]:
     """(noise multiplier, how many steps it may be used for)."""
-    z, epsilon, delta = gather.noise, gather.epsilon, gather.delta
     if z is None:
         assert epsilon is not None
         return solved(how, epsilon, delta, steps), steps
-    if epsilon is None or epsilon_of(how, z, delta, steps) <= epsilon:
-        return z, steps
+    return z, steps if epsilon is None else affordable(how, z, epsilon, delta, steps)
+
+
+def affordable(how: Mechanism, z: float, epsilon: float, delta: float, steps: int) -> int:
+    """How many steps, of so many, a budget buys at this noise."""
+    if epsilon_of(how, z, delta, steps) <= epsilon:
+        return steps
     good, bad = 0, steps
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -129,8 +281,7 @@ def _afford(gather: Noised, how: Mechanism, steps: int) -> tuple[float, int]:
             f"noise={z} spends epsilon={epsilon_of(how, z, delta, 1):.3g} in one step, more than the budget of {epsilon};"
             " raise noise= or epsilon="
         )
-    log.warning(f"epsilon={epsilon} buys {good} of {steps} steps at noise={z}; the run ends after them")
-    return z, good
+    return good
 
 
 @lru_cache

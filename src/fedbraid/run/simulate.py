@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fedbraid.files as files
 from fedbraid import algorithms
+from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
 from fedbraid.core.gather import Mean
@@ -33,7 +34,7 @@ from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
 from fedbraid.run import bits
-from fedbraid.run.budget import Budget, bound
+from fedbraid.run.budget import Crowd, Spending, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.jobs import Jobs, Source
@@ -155,7 +156,7 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: list[Record] = field(default_factory=list)
     note: Record = field(default_factory=dict)
-    budget: Budget | None = None  # what privacy may cost
+    budgets: tuple[Spending, ...] = ()  # what privacy costs
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
@@ -187,17 +188,17 @@ class Run:
         self._tell("start", self)
         pending: list[Record] = []
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
+            if not all(budget.affords(tick.clients.tolist()) for budget in self.budgets):
+                self._stop(pending)
+                break
             before = self.state.x
             self.state, record = advance(self.setup, self.source, self.state, tick, self.options.keep_going)
-            record |= {
-                **self.source.taken(tick),
-                **self._measure(before),
-                **self._left,
-                **(self.budget.spent(self.state.t) if self.budget else {}),
-            }
+            record |= {**self.source.taken(tick), **self._measure(before), **self._left}
+            for budget in self.budgets:
+                record |= budget.spent(self.state.t, record["clients"])
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
-            stop = any(answers) or (self.budget is not None and self.budget.ends(self.state.t))
+            stop = any(answers) or any(budget.ends(self.state.t) for budget in self.budgets)
             self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
@@ -209,6 +210,12 @@ class Run:
             if stop:
                 break
         return self._result()
+
+    def _stop(self, pending: list[Record]) -> None:
+        """End the run where it stands, with what is not yet committed."""
+        self.note = {**self.source.note(), "stopped": self.state.t}
+        if self.checkpoint is not None:
+            self.checkpoint.commit(self.state, pending, self.note)
 
     def model(self) -> nn.Module:
         """The torch module with the weights of this step, as they are evaluated."""
@@ -309,7 +316,7 @@ def simulate(
     for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
         if doubt is not None:
             log.warning(doubt)
-    algorithm, budget = bound(algorithm, schedule, task.clients, seed)
+    algorithm, budgets = bound(algorithm, Crowd(schedule, task.clients, work, task.sizes, seed))
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -328,7 +335,7 @@ def simulate(
             else:
                 same(folder, known, config)
         jobs = Jobs(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
-        return drive(setup, schedule, jobs, runner, options, folder, budget, bits.describe(runner))
+        return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
 
 
 def drive(
@@ -338,7 +345,7 @@ def drive(
     engine: Evaluates,
     options: Options,
     folder: Folder | None,
-    budget: Budget | None = None,
+    budgets: tuple[Spending, ...] = (),
     here: Record | None = None,
 ) -> Result:
     """Steps from any source to the end of the schedule, from where the folder stands if it holds some.
@@ -347,7 +354,7 @@ def drive(
     """
     x = setup.task.initial(setup.seed)
     state = State.first(setup.algorithm, setup.task.layout, x, setup.seed, source.real)
-    run = Run(setup, schedule, source, engine, options, state, folder, budget=budget)
+    run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:
         with _spilled(state, options.store, setup.task.clients):
             return run.go()
@@ -356,6 +363,8 @@ def drive(
         run.state, run.note = run.checkpoint.restore(state)
         if run.state.t < schedule.steps and here is not None:
             bits.agree(folder, here, run.state.t, options.accept_other_bits)
+        for budget in budgets:
+            budget.recall(record["clients"] for record in folder.records())
         return run.go()
     finally:
         run.checkpoint.close()
@@ -522,7 +531,7 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     if (algorithm.name.split("(")[0]) in ("ca2fl", "ace", "fadas"):
         return None
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
-    plain = isinstance(algorithm.gather, Mean) and type(algorithm.rule) is Rule
+    plain = isinstance(algorithm.gather, Mean | Noised) and type(algorithm.rule) is Rule
     known = all(
         isinstance(s, Scale) or (isinstance(s, Optimise) and isinstance(s.optimiser, Momentum)) for s in steps
     )

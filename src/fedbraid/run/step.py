@@ -16,6 +16,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Info, Uploads
 from fedbraid.core.link import Caster
 from fedbraid.core.rule import Vectors
+from fedbraid.data.batches import step_counts
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.errors import Diverged, WireError
 from fedbraid.run.jobs import Replies
@@ -44,10 +45,15 @@ def advance(
         del reply, up  # before the next block comes
     N = int(np.count_nonzero(sizes)) if state.gone or source.real else len(sizes)
     if tally.count or algorithm.gather.alone:
-        lr = tally.mean("lr") if tally.count else setup.work.rate(state.t)
+        lr, K, a = (
+            (tally.mean(name) for name in ("lr", "K", "a"))
+            if tally.count
+            else _on_average(setup, sizes, state.t)
+        )
         info = Info(
-            state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, tally.mean("K"), tally.mean("a"),
+            state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
             tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
+            {name: v[None] for name, v in state.sent[state.t].vectors.items()},
         )  # fmt: skip
         u, gather = algorithm.gather.close(acc, state.gather, info)
         new, average, server = two_strokes(algorithm, u, state.server, x, info)
@@ -66,6 +72,7 @@ def advance(
         **tally.record(tick, len(state.sent)),
         "norm": norm,
         **cast.notes,
+        **algorithm.gather.notes(gather),
     }
     if new is not average:
         record["norm_h"] = float(torch.linalg.vector_norm(average - new))
@@ -76,6 +83,12 @@ def advance(
         state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, watch=watch, sent=sent
     )  # fmt: skip
     return state, record
+
+
+def _on_average(setup: Setup, sizes: NDArray[np.int64], t: int) -> tuple[float, float, float]:
+    """(rate, steps, effective steps) of the clients that there are, for a step that none of them came to."""
+    K = torch.from_numpy(step_counts(sizes[sizes > 0], setup.work)).double()
+    return setup.work.rate(t), float(K.mean()), float(setup.work.effective(K).mean())
 
 
 def two_strokes(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from itertools import chain, count, pairwise
+from itertools import chain, count, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,12 @@ class availability:
             for t, comes, row in found:
                 for client in range(row, N if self.deal else row + 1, len(self._rows)):
                     yield t + lap * (self.period or 0.0), comes, client
+
+    def spans(self, N: int, until: float) -> Iterator[tuple[int, float, float]]:
+        """(client, from, to) of all times that a client can be reached before then."""
+        for client in range(N):
+            for s, e in takewhile(lambda span: span[0] < until, self._from(client, 0.0)):
+                yield client, s, min(e, until)
 
     def caution(self, N: int) -> str | None:
         """Who is never there, in a sentence."""

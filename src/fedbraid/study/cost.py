@@ -173,7 +173,7 @@ class Operations:
     full_gradients: int
 
 
-class _Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the numbers that elementwise operations write, twice where they scale what they add."""
 
     FREE = re.compile(
@@ -201,11 +201,11 @@ def operations(a: Algorithm, work: Work) -> Operations:
         return torch.ones(1, d)
 
     layout = Layout.from_shapes([("w", (d,))])
-    down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout), 1).items()}
+    down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout), x, 1).items()}
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
     loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad)
     g, y = torch.ones(1, d), x[None].clone()
-    step, visit = _Elements(), _Elements()
+    step, visit = Elements(), Elements()
     with visit:
         s = a.rule.start(loc)
     with step:
@@ -216,7 +216,7 @@ def operations(a: Algorithm, work: Work) -> Operations:
     full = full[: len(full) // 2]  # it was finished twice
     with visit:
         a.rule.remember(got, s, loc)
-    local = _Elements()
+    local = Elements()
     if (optimiser := work.local) is not None:
         with local:
             optimiser.follow(g, optimiser.init(y), 1)

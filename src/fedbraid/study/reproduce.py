@@ -13,7 +13,6 @@ import hashlib
 import importlib.util
 import json
 import math
-import multiprocessing as mp
 import os
 import shutil
 import statistics
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fedbraid.core.work import Work
+from fedbraid.engines.workers import Crew, Failure
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
 from fedbraid.parse import written
 from fedbraid.schedule import Buffered, Rounds, Schedule
@@ -358,7 +358,7 @@ def _claimed(path: Path) -> Iterator[bool]:
 
 
 def work(
-    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None, told: Any = None,
+    home: Path, paper: str, names: Sequence[str], runs: Path, parent: int | None = None,
     after: Callable[[], None] = lambda: None, again: bool = False,
 ) -> None:  # fmt: skip
     """Run those of the named cells that nobody has run or is running."""
@@ -369,28 +369,27 @@ def work(
     by_name = {cell.name: cell for cell in every(load(home, paper))}
     book = Book(home / paper / "results", again)
     waiting = list(names)
+    while waiting:  # what another process holds is looked at again: it may be killed
+        taken = []
+        for name in waiting:
+            cell = by_name[name]
+            out = runs / paper / f"{slug(name)}-{cell.key}"
+            with _claimed(runs / paper / f"{out.name}.lock") as mine:
+                if not mine:
+                    taken.append(name)
+                elif not book.done([cell]):
+                    book.append(cell.part, _ran(cell, out, parent))
+                    shutil.rmtree(out)
+                    after()
+        if waiting := taken:
+            time.sleep(0.5)
+
+
+def _ran(cell: Cell, out: Path, parent: int | None) -> Line:
     try:
-        while waiting:  # what another process holds is looked at again: it may be killed
-            taken = []
-            for name in waiting:
-                cell = by_name[name]
-                out = runs / paper / f"{slug(name)}-{cell.key}"
-                with _claimed(runs / paper / f"{out.name}.lock") as mine:
-                    if not mine:
-                        taken.append(name)
-                    elif not book.done([cell]):
-                        book.append(cell.part, run(cell, out, parent))
-                        shutil.rmtree(out)
-                        after()
-            if waiting := taken:
-                time.sleep(0.5)
+        return run(cell, out, parent)
     except FedbraidError as error:
-        if told is None:
-            raise
-        told.put(f"{name}: {error}")
-    except KeyboardInterrupt:
-        if told is None:
-            raise
+        raise EngineError(f"cell {cell.name!r} could not be run: {error}") from error
 
 
 def slug(name: str) -> str:
@@ -435,35 +434,16 @@ def go(
     if not left:
         return
     if workers == 1:
-        work(home, paper, left, runs, None, after=pace.look, again=again)
+        work(home, paper, left, runs, after=pace.look, again=again)
         return
-    context = mp.get_context("spawn")
-    told = context.Queue()
-    crew = [
-        context.Process(
-            target=work,
-            args=(home, paper, left, runs, os.getpid(), told),
-            kwargs={"again": again},
-            daemon=True,
-        )
-        for _ in range(min(workers, len(left)))
-    ]
-    for process in crew:
-        process.start()
-    try:
-        while any(process.is_alive() for process in crew) and told.empty():
-            time.sleep(0.5)
-            pace.look()
-        if not told.empty():
-            raise EngineError(f"a cell could not be run: {told.get()}")
-        if bad := [process.exitcode for process in crew if process.exitcode]:
-            raise EngineError(
-                f"a worker ended with code {bad[0]}; the same command continues where it stopped"
-            )
-    finally:
-        for process in crew:
-            process.terminate()
-            process.join()
+    share, parent = iter([left] * min(workers, len(left))), os.getpid()
+
+    def done(names: list[str], said: Failure | None) -> None:
+        if said is not None:
+            raise said.error()
+
+    with Crew(lambda names, ask: work(home, paper, names, runs, parent, again=again), workers) as crew:
+        crew.run(lambda: next(share, None), done, idle=pace.look)
 
 
 # Tables and pictures --------------------------------------------------------------------------------
@@ -472,9 +452,47 @@ def go(
 def report(home: Path, paper: str) -> list[str]:
     """Make tables and pictures anew from the results alone; gives the names of the tables."""
     grid = load(home, paper)
-    tables = grid.report(Book(home / paper / "results").done(every(grid)))
+    done = Book(home / paper / "results").done(every(grid))
+    tables = {"claims": in_words(grid.claims(done)), **grid.report(done)}
     fill(home / paper / "README.md", tables)
     return list(tables)
+
+
+HEADS = {
+    "agrees": "What agrees", "in small": "What agrees, in a smaller size", "partly": "What agrees in part",
+    "differs": "What does not agree", "open": "What is open",
+}  # fmt: skip
+
+
+def in_words(claims: Sequence[Claim]) -> str:
+    """What agrees and what does not, claim by claim.
+
+    >>> print(in_words([Claim("Table 1", "it wins", "differs", "it loses", "–"), Claim("Theorem 1", "", "tested", "", "–")]))
+    **What does not agree**
+    <BLANKLINE>
+    - Table 1: it wins. *Here:* it loses.
+    <BLANKLINE>
+    **Held by tests:** Theorem 1.
+    """
+    blocks = []
+    for status, head in HEADS.items():
+        mine = [f"- {c.item}: {c.says}. *Here:* {c.close}." for c in claims if c.status == status]
+        if mine:
+            blocks.append("\n".join([f"**{head}**", "", *mine]))
+    if tested := list(dict.fromkeys(c.item for c in claims if c.status == "tested")):
+        blocks.append(f"**Held by tests:** {', '.join(tested)}.")
+    return "\n\n".join(blocks)
+
+
+def verdict(parts: Sequence[bool | None], small: bool = True) -> str:
+    """A status from the parts of what a paper says: all, some or none of them hold; None is not known yet.
+
+    >>> verdict([True, True]), verdict([True, False]), verdict([False]), verdict([True, None]), verdict([True], small=False)
+    ('in small', 'partly', 'differs', 'open', 'agrees')
+    """
+    if not parts or None in parts:
+        return "open"
+    return ("in small" if small else "agrees") if all(parts) else "partly" if any(parts) else "differs"
 
 
 def fill(page: Path, tables: Mapping[str, str]) -> None:
@@ -535,6 +553,11 @@ class Panel:
     y: str = "test accuracy"
     log: bool = False
     limits: tuple[float, float] | None = None
+
+
+def pictured(path: Path, text: str) -> str:
+    """A picture below its table, once there is one."""
+    return f"\n\n![{text}]({path.name})" if path.exists() else ""
 
 
 def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:

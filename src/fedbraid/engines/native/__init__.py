@@ -10,14 +10,17 @@ import copy
 import ctypes
 import os
 import sys
+import threading
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
-from fedbraid.engines.native.build import FLAGS, NativeUnavailable, compiler, lanes, library
+from fedbraid.data.tree import Tree
+from fedbraid.engines.native.build import FLAGS, NativeUnavailable, built, compiler, lanes, library
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.swap import hang_in
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
@@ -26,6 +29,8 @@ from fedbraid.errors import DataError, EngineError
 __all__ = ["Native", "NativeUnavailable"]
 
 hang_in()
+
+ROOM = 64  # samples of a client that a library has room for at first, where they depend on each other
 
 
 class Native:
@@ -49,6 +54,14 @@ class Native:
             return "no C++ compiler was found; install g++ or set CXX"
         return None
 
+    @classmethod
+    def ready(cls, task: Task) -> bool:
+        """Whether this task can run natively without compiling first."""
+        try:
+            return built(generate(_graph(task), str(task.loss), lanes(), ROOM))
+        except (Unsupported, NativeUnavailable):
+            return False
+
     def __init__(self, task: Task, threads: int = 0, flags: tuple[str, ...] = FLAGS) -> None:
         try:
             graph = _graph(task)
@@ -56,17 +69,22 @@ class Native:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.size, self.classifies = task.layout.size, task.loss != "mse"
-        self.source = generate(graph, str(task.loss), lanes())
-        lib = library(self.source, flags)
+        self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.layout.buffers
+        self._compile(ROOM)
+        self._looked_at: Tree = None  # a table whose numbers are known to be in range
+        self._buffer = torch.empty(0, self.size)
+        if isinstance(task.inputs, Tensor):
+            use_large_pages(task.inputs)
+        self._check(task)
+
+    def _compile(self, batch: int) -> None:
+        """Load the library, with room for so many samples of a client where they depend on each other."""
+        self.source, self.most = generate(self.graph, self.loss, lanes(), batch), batch
+        lib = library(self.source, self.flags)
         self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
         p, n = ctypes.c_void_p, ctypes.c_int64
         self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
         self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
-        self.constants, self.tokens = graph.constants, graph.tokens
-        self._looked_at: Tensor | None = None  # a table whose numbers are known to be in range
-        self._buffer = torch.empty(0, self.size)
-        use_large_pages(task.inputs)
-        self._check(task)
 
     def alone(self) -> Native:
         """The same code on one thread, for a thread of the caller's."""
@@ -78,39 +96,45 @@ class Native:
         m, size = batch.rows.shape
         if y.shape != (m, self.size):
             raise EngineError(f"parameters of shape {tuple(y.shape)} for {m} clients of {self.size}")
-        y, rows = y.to(torch.float32).contiguous(), batch.rows.to(torch.int64).contiguous()
+        if self.graph.mixes and size > self.most:
+            self._compile(-(-size // ROOM) * ROOM)
+        at, rows = y.to(torch.float32).contiguous(), batch.rows.to(torch.int64).contiguous()
         targets = self._targets(batch.targets)
         weight = None if batch.weight is None else batch.weight.to(torch.float32).contiguous()
         noise = None if batch.noise is None else torch.from_numpy(batch.noise.view(np.int64))
         self._look_at(batch.inputs)
-        inputs, plain = batch.inputs, batch.augment is None
+        inputs, plain = batch.inputs, batch.augment is None and isinstance(batch.inputs, Tensor)
         if not (plain and inputs.is_contiguous() and inputs.dtype == torch.float32):
-            inputs, plain = batch.x().to(torch.float32).contiguous(), False
+            plain = False
+            inputs = _rows(tree.map(lambda leaf: leaf.flatten(0, 1), batch.x()))
         count = len(inputs) if plain else m * size
         if len(self._buffer) != m:
             self._buffer = torch.empty(m, self.size)
         losses = torch.empty(m)
         _raise(
             self._gradient(
-                y.data_ptr(), self.constants.data_ptr(), None if noise is None else noise.data_ptr(),
+                at.data_ptr(), self.graph.constants.data_ptr(), None if noise is None else noise.data_ptr(),
                 self._buffer.data_ptr(), losses.data_ptr(), m, size,
                 rows.data_ptr() if plain else None, rows.data_ptr(),
                 None if weight is None else weight.data_ptr(),
                 inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads,
             )
         )  # fmt: skip
+        if self.statistics is not None:  # what the running ones have become comes in their gradient's place
+            y[:, self.statistics] = self._buffer[:, self.statistics]
+            self._buffer[:, self.statistics] = 0
         return self._buffer, losses
 
-    def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""
         x = x.to(torch.float32).contiguous()
         self._look_at(inputs)
-        inputs, targets = inputs.to(torch.float32).contiguous(), self._targets(targets)
+        inputs, targets = _rows(inputs), self._targets(targets)
         losses = torch.empty(len(inputs))
         best = torch.empty(len(inputs), dtype=torch.int64) if self.classifies else None
         _raise(
             self._evaluate(
-                x.data_ptr(), self.constants.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
+                x.data_ptr(), self.graph.constants.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
                 None if best is None else best.data_ptr(), self.threads,
             )
         )  # fmt: skip
@@ -119,22 +143,25 @@ class Native:
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(torch.int64 if self.classifies else torch.float32).contiguous()
 
-    def _look_at(self, inputs: Tensor) -> None:
+    def _look_at(self, inputs: Tree) -> None:
         """Refuse numbers that name no row of the model's table."""
-        if self.tokens is None or inputs is self._looked_at or not inputs.numel():
+        if not self.graph.tokens or inputs is self._looked_at:
             return
-        low, high = (int(n) for n in inputs.aminmax())
-        if low < 0 or high >= self.tokens:
-            bad = low if low < 0 else high
-            raise DataError(f"an input is {bad}, but the model looks up 0 to {self.tokens - 1} only")
+        for leaf, count in zip(tree.leaves(inputs), self.graph.tokens):
+            if count is None or not leaf.numel():
+                continue
+            low, high = (int(n) for n in leaf.aminmax())
+            if low < 0 or high >= count:
+                bad = low if low < 0 else high
+                raise DataError(f"an input is {bad}, but the model looks up 0 to {count - 1} only")
         self._looked_at = inputs
 
     def _check(self, task: Task) -> None:
         """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
-        x, y = task.inputs[task.rows[:2]], task.targets[task.rows[:2]]
+        x, y = tree.take(task.inputs, task.rows[:2]), task.targets[task.rows[:2]]
         module = task.module().eval()
         with torch.no_grad():
-            want = task.per_example(module(x if x.is_floating_point() else x.long()), y)
+            want = task.per_example(task.run(module, tree.numbers(x)), y)
         got, _ = self.evaluate(task.layout.flatten(module), x, y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
@@ -150,12 +177,21 @@ _FAULTS: dict[int, EngineError | DataError] = {
 
 
 def use_large_pages(table: Tensor, page: int = 2**21, collapse: int = 25) -> None:
-    """Ask Linux to keep a table of small rows in large pages: clients' rows lie anywhere, and each costs a look-up."""
+    """Ask Linux to keep a table of small rows in large pages: clients' rows lie anywhere, and each costs a look-up.
+
+    It copies the table for that, on a thread, so that nobody waits.
+    """
     if not sys.platform.startswith("linux") or table.nbytes < 2 * page or table[0].nbytes > 1024:
         return
     start = -(-table.data_ptr() // page) * page
-    length = (table.data_ptr() + table.nbytes - start) // page * page
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), collapse)  # a no is no harm
+    pages = (table.data_ptr() + table.nbytes - start) // page
+    madvise = ctypes.CDLL(None).madvise
+
+    def ask(alive: Tensor) -> None:
+        for k in range(pages):  # a no is no harm
+            madvise(ctypes.c_void_p(start + k * page), ctypes.c_size_t(page), collapse)
+
+    threading.Thread(target=ask, args=(table,), daemon=True).start()
 
 
 def _raise(status: int) -> None:
@@ -163,17 +199,31 @@ def _raise(status: int) -> None:
         raise _FAULTS[status]
 
 
+def _rows(inputs: Tree) -> Tensor:
+    """A table as the library reads it: a sample is one row of float32, its parts behind each other."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(torch.float32).contiguous()
+    return torch.cat([leaf.reshape(len(leaf), -1).to(torch.float32) for leaf in tree.leaves(inputs)], 1)
+
+
 def _graph(task: Task) -> Graph:
     if not isinstance(task.loss, str) or task.loss not in LOSSES:
         raise Unsupported("the loss is a custom function")
-    if not isinstance(task.inputs, Tensor) or task.forward is not None:
-        raise Unsupported("the model is called with more than one tensor, or on data from disk")
-    if task.inputs.device.type != "cpu":
-        raise Unsupported(f"the data are on {task.inputs.device}, not on the CPU")
-    whole = not task.inputs.is_floating_point()
-    graph = trace(task.module(), task.layout, task.inputs[:1].long() if whole else task.inputs[:1])
-    if whole and int(task.inputs.max()) >= 2**24:
-        raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
+    leaves = tree.leaves(task.inputs)
+    if task.forward is not None:
+        raise Unsupported("the model is called by a function of the user's")
+    if (
+        not leaves
+        or not all(isinstance(leaf, Tensor) for leaf in leaves)
+        or not isinstance(task.targets, Tensor)
+    ):
+        raise Unsupported("the data are on disk, or samples have lengths of their own")
+    if task.device.type != "cpu":
+        raise Unsupported(f"the data are on {task.device}, not on the CPU")
+    for leaf in leaves:
+        if not leaf.is_floating_point() and leaf.numel() and int(leaf.max()) >= 2**24:
+            raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
+    graph = trace(task.module(), task.layout, tree.numbers(tree.take(task.inputs, slice(1))))
     outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()
     if task.loss == "mse" and wanted != outputs:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")

@@ -91,14 +91,24 @@ def cache_folder() -> Path:
     return folder
 
 
+def built(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
+    """Whether the library of this source is in the cache."""
+    command = compiler()
+    return command is not None and _ours(_path(command, flags, source))
+
+
+def _path(command: list[str], flags: tuple[str, ...], source: str) -> Path:
+    parts = (source, *flags, *command, version(tuple(command)), *cpu_model())
+    key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    return cache_folder() / f"{key}.so"
+
+
 def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The library of this source, from the cache or compiled now."""
     command = compiler()
     if command is None:
         raise NativeUnavailable("no C++ compiler was found; install g++ or set CXX")
-    parts = (source, *flags, *command, version(tuple(command)), *cpu_model())
-    key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-    path = cache_folder() / f"{key}.so"
+    path = _path(command, flags, source)
     if not _ours(path):
         _compile(command, flags, source, path)
     try:

@@ -11,20 +11,26 @@ from fedbraid.engines.native.ops import Linear, Op
 from fedbraid.engines.native.trace import Graph
 
 _CHUNK = 64  # samples that go through the layers together,
-_ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this
+_ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
+_MODELS = 4  # or than so many models
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
-_PARTS = ("kernels.hpp", "sequence.hpp", "runtime.hpp")
+_PARTS = ("kernels.hpp", "images.hpp", "sequence.hpp", "runtime.hpp")
 
 
-def generate(graph: Graph, loss: str, lanes: int) -> str:
-    """The whole source of a library for this graph and loss, `lanes` samples to a vector."""
+def generate(graph: Graph, loss: str, lanes: int, batch: int) -> str:
+    """The whole source of a library for this graph and loss, `lanes` samples to a vector.
+
+    Where an operation mixes the samples of a batch, `batch` of them must fit into a chunk.
+    """
     here = Path(__file__).parent
-    kernels, sequence, runtime = ((here / f).read_text(encoding="utf-8") for f in _PARTS)
-    writer = _Writer(graph, loss, lanes, blocks := _CHUNK // lanes)
-    while blocks > 1 and writer.workspace * lanes * 4 > _ROOM:
+    *kernels, runtime = ((here / f).read_text(encoding="utf-8") for f in _PARTS)
+    room = max(_ROOM, 4 * _MODELS * graph.layout.size)
+    blocks = -(-batch // lanes) if graph.mixes else _CHUNK // lanes
+    writer = _Writer(graph, loss, lanes, blocks)
+    while blocks > 1 and not graph.mixes and writer.workspace * lanes * 4 > room:
         writer = _Writer(graph, loss, lanes, blocks := blocks // 2)
-    return f"#define LANES {lanes}\n{kernels}\n{sequence}\n{writer.model()}\n{runtime}"
+    return "\n".join([f"#define LANES {lanes}", *kernels, writer.model(), runtime])
 
 
 @dataclass
@@ -47,7 +53,7 @@ class _Writer:
         self.by_rows = self._by_rows()
         self.written: set[int] = set()  # values whose gradient has been written so far
         n = len(graph.ops)
-        made = {0: 0} | {op.output: t for t, op in enumerate(graph.ops)}
+        made = dict.fromkeys(range(graph.inputs), 0) | {op.output: t for t, op in enumerate(graph.ops)}
         uses = {v: [t for t, op in enumerate(graph.ops) if v in op.inputs] or [n] for v in made}
         needed = {v: 2 * n - uses[v][0] for v in made}
         needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.reads_output}
@@ -76,18 +82,21 @@ class _Writer:
 
     def _by_rows(self) -> bool:
         """Whether the input goes to one linear layer, too narrow for turning the samples to pay."""
+        if self.graph.inputs > 1:
+            return False
         users = [op for op in self.graph.ops if 0 in op.inputs]
         if len(users) != 1 or not isinstance(op := users[0], Linear) or op.rows > 1:
             return False
         return op.i % self.lanes == 0 and 9 * op.o <= op.i
 
     def _constants(self) -> dict[str, int]:
-        out = self.graph.output
+        out, tail = self.graph.output, self.graph.layout.buffers
         return {
             "parameters": self.graph.layout.size,
+            "statistics": self.graph.layout.size if tail is None else tail.start,
             "once": int(self.graph.once),
-            "inputs": self.sizes[0],
-            "tokens": self.graph.tokens or 1,
+            "inputs": sum(self.sizes[: self.graph.inputs]),
+            "tokens": min((count for count in self.graph.tokens if count), default=1),
             "outputs": self.sizes[out],
             "blocks": self.blocks,
             "workspace": self.workspace,
@@ -101,9 +110,6 @@ class _Writer:
         back = [line for t in reversed(range(len(ops))) for line in self._backward(t, ops[t])]
         zero = "if (!add) std::memset(g, 0, sizeof(float) * parameters), add = true;"
         zeros = [] if self.graph.once else [zero]
-        gather = (
-            f"gather<{self.sizes[0]}>(rows + n * LANES, v + {self.values[0].offset} + n * {self.sizes[0]});"
-        )
         return "\n".join([
             *types,
             *(line for t, op in enumerate(ops) for line in self._agreements(t, op)),
@@ -113,8 +119,8 @@ class _Writer:
             "",
             "    // p: what is trained, q: what is not; key: of each sample's random numbers, none to evaluate.",
             "    static void forward(const float* p, const float* q, V* v, const float* const* rows,",
-            "                        const uint64_t* key, int nb) {",
-            *([] if self.by_rows else [f"        for (int n = 0; n < nb; n++) {gather}"]),
+            "                        const uint64_t* key, int nb, int samples) {",
+            *([] if self.by_rows else map(self._gather, range(self.graph.inputs))),
             *(f"        {op.forward(f'L{t}', _At(self, t))}" for t, op in enumerate(ops)),
             "    }",
             "",
@@ -124,6 +130,11 @@ class _Writer:
             "    }",
             "};",
         ])  # fmt: skip
+
+    def _gather(self, v: int) -> str:
+        size, before = self.sizes[v], sum(self.sizes[:v])
+        to = f"v + {self.values[v].offset} + n * {size}"
+        return f"        for (int n = 0; n < nb; n++) gather<{size}>(rows + n * LANES, {to}, {before});"
 
     def _backward(self, t: int, op: Op) -> Iterator[str]:
         if op.output in self.moving:
@@ -175,7 +186,7 @@ class _At:
         return "nullptr" if place is None or not place.trained else f"g + {place.offset}"
 
     def from_table(self) -> bool:
-        return self.op.inputs[0] == 0
+        return self.op.inputs[0] == 0 and self.writer.graph.inputs == 1
 
     def from_rows(self) -> bool:
         return self.from_table() and self.writer.by_rows

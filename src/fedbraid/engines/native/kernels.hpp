@@ -67,18 +67,18 @@ INLINE void transpose(V* a) {
     }
 }
 
-// Rows of F numbers, one per lane, into V[F].
+// F numbers of each row, from `first` on, one row per lane, into V[F].
 template <int F>
-OP void gather(const float* const* rows, V* out) {
+OP void gather(const float* const* rows, V* out, int first = 0) {
     int f = 0;
     for (; f + LANES <= F; f += LANES) {
         V t[LANES];
-        UNROLL for (int l = 0; l < LANES; l++) t[l] = load(rows[l] + f);
+        UNROLL for (int l = 0; l < LANES; l++) t[l] = load(rows[l] + first + f);
         transpose(t);
         UNROLL for (int l = 0; l < LANES; l++) out[f + l] = t[l];
     }
     for (; f < F; f++)
-        for (int l = 0; l < LANES; l++) ((float*)(out + f))[l] = rows[l][f];
+        for (int l = 0; l < LANES; l++) ((float*)(out + f))[l] = rows[l][first + f];
 }
 
 constexpr int round_up(int n) { return (n + LANES - 1) / LANES * LANES; }
@@ -181,247 +181,6 @@ constexpr Tile best_tile(int N, int M, int each = 1, int start = 2) {
     return best;
 }
 
-// Correlation -----------------------------------------------------------------------------------------------
-
-// out[o][y][x] = base[o] + sum over (i, ky, kx) of in[i][y SY + ky][x SX + kx] w[i][ky][kx][o], w packed by
-// tiles of o. Only the rows first, first + GAP, ... before `last` of `in` are read: the others are zero.
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX, int GAP = 1>
-struct Correlate {
-    static constexpr Tile tile = best_tile(O, OX, 1, 4);
-    static constexpr int taps = I * KY * KX;
-
-    // w[o][i][ky][kx] at stride (so, si), turned by half a turn if `turn`, into tiles.
-    static void pack(const float* w, int so, int si, bool turn, float* to) {
-        for (int o0 = 0; o0 < O; o0 += tile.n) {
-            int n = O - o0 < tile.n ? O - o0 : tile.n;
-            for (int i = 0; i < I; i++)
-                for (int k = 0; k < KY * KX; k++)
-                    for (int o = 0; o < n; o++)
-                        *to++ = w[(o0 + o) * so + i * si + (turn ? KY * KX - 1 - k : k)];
-        }
-    }
-
-    template <int N, int M, bool ADD>
-    INLINE void block(const V* in, const float* w, const float* base, V* out, int k0, int k1) {
-        V acc[N][M];
-        UNROLL for (int o = 0; o < N; o++)
-            UNROLL for (int x = 0; x < M; x++) acc[o][x] = base ? splat(base[o]) : V{};
-        for (int i = 0; i < I; i++)
-            for (int ky = k0; ky < k1; ky += GAP) {
-                const V* row = in + (i * H + ky) * W;
-                const float* at = w + (i * KY + ky) * KX * N;
-                UNROLL for (int kx = 0; kx < KX; kx++) {
-                    V v[M];
-                    UNROLL for (int x = 0; x < M; x++) v[x] = row[x * SX + kx];
-                    UNROLL for (int o = 0; o < N; o++) {
-                        V c = splat(at[kx * N + o]);
-                        UNROLL for (int x = 0; x < M; x++) acc[o][x] += v[x] * c;
-                    }
-                }
-            }
-        UNROLL for (int o = 0; o < N; o++)
-            UNROLL for (int x = 0; x < M; x++) {
-                V* to = out + o * OY * OX + x;
-                *to = ADD ? *to + acc[o][x] : acc[o][x];
-            }
-    }
-
-    template <int N, bool ADD>
-    static void rows(const V* in, const float* w, const float* base, V* out, int first, int last) {
-        constexpr int whole = OX / tile.m * tile.m;
-        for (int y = 0; y < OY; y++) {
-            int start = first - y * SY, k1 = last - y * SY < KY ? last - y * SY : KY;
-            int k0 = start > 0 ? start : (GAP - -start % GAP) % GAP;
-            const V* from = in + y * SY * W;
-            V* to = out + y * OX;
-            for (int x = 0; x < whole; x += tile.m)
-                block<N, tile.m, ADD>(from + x * SX, w, base, to + x, k0, k1);
-            if constexpr (OX % tile.m != 0)
-                block<N, OX % tile.m, ADD>(from + whole * SX, w, base, to + whole, k0, k1);
-        }
-    }
-
-    template <bool ADD>
-    OP void run(const V* in, const float* w, const float* base, V* out, int first, int last) {
-        constexpr int whole = O / tile.n * tile.n;
-        for (int o = 0; o < whole; o += tile.n)
-            rows<tile.n, ADD>(in, w + o * taps, base ? base + o : base, out + o * OY * OX, first, last);
-        if constexpr (O % tile.n != 0)
-            rows<O % tile.n, ADD>(in, w + whole * taps, base ? base + whole : base, out + whole * OY * OX, first, last);
-    }
-};
-
-// The way back through a convolution of stride 1 whose rows of dx fit in registers: no border is needed, and
-// none of its zeros multiplied. dx[i][y][x] = sum over (o, ky, kx) of dy[o][y + PY - ky][x + PX - kx] w[o][i][ky][kx].
-template <int I, int H, int W, int O, int KY, int KX, int PY, int PX>
-struct Narrow {
-    static constexpr int OY = H + 2 * PY - KY + 1, OX = W + 2 * PX - KX + 1;
-    static constexpr int at_once = (ACCUMULATORS + 5) / (W + KX) < I ? (ACCUMULATORS + 5) / (W + KX) : I;
-
-    static constexpr int useful() {
-        int taps = 0;
-        for (int j = 0; j < OX; j++)
-            for (int k = 0; k < KX; k++) taps += j + k - PX >= 0 && j + k - PX < W;
-        return taps;
-    }
-    static constexpr bool pays = at_once > 0 && useful() * 10 < W * KX * 8;
-
-    template <int N, bool ADD>
-    static void planes(const V* dy, const float* w, V* dx) {
-        for (int y = 0; y < H; y++) {
-            V acc[N][W];
-            UNROLL for (int i = 0; i < N; i++)
-                UNROLL for (int x = 0; x < W; x++) acc[i][x] = V{};
-            int k0 = y + PY - OY + 1 > 0 ? y + PY - OY + 1 : 0, k1 = y + PY + 1 < KY ? y + PY + 1 : KY;
-            for (int o = 0; o < O; o++)
-                for (int ky = k0; ky < k1; ky++) {
-                    const V* row = dy + (o * OY + y + PY - ky) * OX;
-                    V c[N][KX];
-                    UNROLL for (int i = 0; i < N; i++)
-                        UNROLL for (int k = 0; k < KX; k++) c[i][k] = splat(w[((o * I + i) * KY + ky) * KX + k]);
-                    UNROLL for (int j = 0; j < OX; j++)
-                        UNROLL for (int i = 0; i < N; i++)
-                            UNROLL for (int k = 0; k < KX; k++)
-                                if (j + k - PX >= 0 && j + k - PX < W) acc[i][j + k - PX] += row[j] * c[i][k];
-                }
-            UNROLL for (int i = 0; i < N; i++)
-                UNROLL for (int x = 0; x < W; x++) {
-                    V* to = dx + (i * H + y) * W + x;
-                    *to = ADD ? *to + acc[i][x] : acc[i][x];
-                }
-        }
-    }
-
-    template <bool ADD>
-    OP void run(const V* dy, const float* w, V* dx) {
-        constexpr int whole = I / at_once * at_once;
-        for (int i = 0; i < whole; i += at_once) planes<at_once, ADD>(dy, w + i * KY * KX, dx + i * H * W);
-        if constexpr (I % at_once != 0) planes<I % at_once, ADD>(dy, w + whole * KY * KX, dx + whole * H * W);
-    }
-};
-
-// Conv2d ----------------------------------------------------------------------------------------------------
-
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX>
-struct Conv {
-    static constexpr int HP = H + 2 * PY, WP = W + 2 * PX;
-    static constexpr int OY = (HP - KY) / SY + 1, OX = (WP - KX) / SX + 1;
-    static constexpr int HB = H + KY - 1, WB = W + KX - 1;  // dy, spread out and bordered for the way back
-    static constexpr bool padded = PY || PX;
-    static constexpr int in_size = I * H * W, out_size = O * OY * OX;
-    static constexpr int weights = O * I * KY * KX;
-    typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX> Forward;
-    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W, SY> Backward;
-    static constexpr int packed = weights / LANES + 1, spread = O * HB * WB;  // scratch, in V
-    static constexpr int kept = padded ? I * HP * WP : 0;                     // the padded input, in V per block
-
-    static void pad(const V* x, V* to) {
-        std::memset((void*)to, 0, sizeof(V) * I * HP * WP);
-        for (int i = 0; i < I; i++)
-            for (int y = 0; y < H; y++)
-                std::memcpy((void*)(to + (i * HP + y + PY) * WP + PX), x + (i * H + y) * W, sizeof(V) * W);
-    }
-
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
-        Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
-        for (int n = 0; n < nb; n++) {
-            if constexpr (padded) pad(x + n * in_size, bordered + n * kept);
-            const V* from = padded ? bordered + n * kept : x + n * in_size;
-            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, PY, PY + H);
-        }
-    }
-
-    template <bool ADD>
-    OP void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
-        typedef Narrow<I, H, W, O, KY, KX, PY, PX> Rows;
-        if constexpr (SY == 1 && SX == 1 && Rows::pays)
-            for (int n = 0; n < nb; n++) Rows::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
-        else
-            backward_bordered<ADD>(dy, w, dx, scratch, nb);
-    }
-
-    template <bool ADD>
-    static void backward_bordered(const V* dy, const float* w, V* dx, V* scratch, int nb) {
-        constexpr int top = KY - 1 - PY, left = KX - 1 - PX;
-        V* wide = scratch + packed;
-        Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
-        std::memset((void*)wide, 0, sizeof(V) * spread);
-        constexpr int first = top > 0 ? top : (SY - -top % SY) % SY;
-        constexpr int last = (OY - 1) * SY + top + 1 < HB ? (OY - 1) * SY + top + 1 : HB;
-        for (int n = 0; n < nb; n++) {
-            const V* from = dy + n * out_size;
-            for (int o = 0; o < O; o++)
-                for (int y = 0; y < OY; y++) {
-                    int to_y = y * SY + top;
-                    if (to_y < 0 || to_y >= HB) continue;
-                    for (int x = 0; x < OX; x++) {
-                        int to_x = x * SX + left;
-                        if (to_x >= 0 && to_x < WB) wide[(o * HB + to_y) * WB + to_x] = from[(o * OY + y) * OX + x];
-                    }
-                }
-            Backward::template run<ADD>(wide, (float*)scratch, nullptr, dx + n * in_size, first, last);
-        }
-    }
-
-    static constexpr Tile tile = best_tile(O, I, KX, 4);  // of the weights: outputs by (inputs and columns)
-
-    template <int N, int M>
-    static void weight_block(const V* x, const V* dy, int ky, int nb, float* dw, bool add) {
-        V acc[N][M][KX];
-        UNROLL for (int o = 0; o < N; o++)
-            UNROLL for (int i = 0; i < M; i++)
-                UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = V{};
-        for (int n = 0; n < nb; n++)
-            for (int y = 0; y < OY; y++) {
-                const V* row = x + n * (I * HP * WP) + (y * SY + ky) * WP;
-                const V* d = dy + n * out_size + y * OX;
-                for (int c = 0; c < OX; c++) {
-                    V v[M][KX];
-                    UNROLL for (int i = 0; i < M; i++)
-                        UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
-                    UNROLL for (int o = 0; o < N; o++) {
-                        V g = d[o * OY * OX + c];
-                        UNROLL for (int i = 0; i < M; i++)
-                            UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;
-                    }
-                }
-            }
-        UNROLL for (int o = 0; o < N; o++)
-            UNROLL for (int i = 0; i < M; i++)
-                UNROLL for (int k = 0; k < KX; k++)
-                    put(dw + ((o * I + i) * KY + ky) * KX + k, total(acc[o][i][k]), add);
-    }
-
-    template <int N>
-    OP void weight_rows(const V* x, const V* dy, int nb, float* dw, bool add) {
-        constexpr int whole = I / tile.m * tile.m;
-        for (int i = 0; i < whole; i += tile.m)
-            for (int ky = 0; ky < KY; ky++)
-                weight_block<N, tile.m>(x + i * HP * WP, dy, ky, nb, dw + i * KY * KX, add);
-        if constexpr (I % tile.m != 0)
-            for (int ky = 0; ky < KY; ky++)
-                weight_block<N, I % tile.m>(x + whole * HP * WP, dy, ky, nb, dw + whole * KY * KX, add);
-    }
-
-    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, int nb, bool add) {
-        constexpr int whole = O / tile.n * tile.n, each = I * KY * KX;
-        const V* from = padded ? bordered : x;
-        for (int o = 0; dw && o < whole; o += tile.n)
-            weight_rows<tile.n>(from, dy + o * OY * OX, nb, dw + o * each, add);
-        if constexpr (O % tile.n != 0)
-            if (dw) weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
-        if (db)
-            for (int o = 0; o < O; o++) {
-                V s = {};
-                for (int n = 0; n < nb; n++) {
-                    const V* from = dy + n * out_size + o * OY * OX;
-                    s += sum(OY * OX, [=](int k) { return from[k]; });
-                }
-                put(db + o, total(s), add);
-            }
-    }
-};
-
 // Linear ----------------------------------------------------------------------------------------------------
 
 template <int I, int O>
@@ -429,15 +188,16 @@ struct Linear {
     static constexpr int in_size = I, out_size = O;
     static constexpr int IR = round_up(I), OR = round_up(O);
 
-    // out[n][c] = base[c] + sum over r of in[n][r] w[r SR + c SC], for M blocks and N columns from c on.
-    template <int N, int M, int R, int C, int SR, int SC, bool ADD>
+    // out[n][c] = base[c] + sum over r of in[n][r] w[r SR + c SC], for M blocks and N columns from c on; rows lie FR
+    // apart in a block that is read, columns TC in one that is written.
+    template <int N, int M, int R, int C, int SR, int SC, bool ADD, int FR, int TC>
     INLINE void block(const V* in, const float* w, const float* base, V* out, int64_t from, int64_t to) {
         V acc[N][M];
         UNROLL for (int c = 0; c < N; c++)
             UNROLL for (int n = 0; n < M; n++) acc[c][n] = base ? splat(base[c]) : V{};
         for (int r = 0; r < R; r++) {
             V v[M];
-            UNROLL for (int n = 0; n < M; n++) v[n] = in[n * from + r];
+            UNROLL for (int n = 0; n < M; n++) v[n] = in[n * from + r * FR];
             UNROLL for (int c = 0; c < N; c++) {
                 V a = splat(w[r * SR + c * SC]);
                 UNROLL for (int n = 0; n < M; n++) acc[c][n] += v[n] * a;
@@ -445,29 +205,30 @@ struct Linear {
         }
         UNROLL for (int c = 0; c < N; c++)
             UNROLL for (int n = 0; n < M; n++) {
-                V* at = out + n * to + c;
+                V* at = out + n * to + c * TC;
                 *at = ADD ? *at + acc[c][n] : acc[c][n];
             }
     }
 
-    template <int M, int R, int C, int SR, int SC, bool ADD>
+    template <int M, int R, int C, int SR, int SC, bool ADD, int FR, int TC>
     static void columns(const V* in, const float* w, const float* base, V* out, int64_t from, int64_t to) {
         constexpr int most = ACCUMULATORS / M < 12 ? ACCUMULATORS / M : 12, step = most < C ? most : C;
         constexpr int whole = C / step * step;
         for (int c = 0; c < whole; c += step)
-            block<step, M, R, C, SR, SC, ADD>(in, w + c * SC, base ? base + c : base, out + c, from, to);
+            block<step, M, R, C, SR, SC, ADD, FR, TC>(in, w + c * SC, base ? base + c : base, out + c * TC, from, to);
         if constexpr (C % step != 0)
-            block<C % step, M, R, C, SR, SC, ADD>(in, w + whole * SC, base ? base + whole : base, out + whole, from, to);
+            block<C % step, M, R, C, SR, SC, ADD, FR, TC>(in, w + whole * SC, base ? base + whole : base, out + whole * TC,
+                                                         from, to);
     }
 
     // Block n is read at in + n * from and written at out + n * to.
-    template <int R, int C, int SR, int SC, bool ADD>
+    template <int R, int C, int SR, int SC, bool ADD, int FR = 1, int TC = 1>
     OP void run(const V* in, const float* w, const float* base, V* out, int nb, int64_t from = R, int64_t to = C) {
         for (; nb >= 4; nb -= 4, in += 4 * from, out += 4 * to)
-            columns<4, R, C, SR, SC, ADD>(in, w, base, out, from, to);
-        if (nb == 3) columns<3, R, C, SR, SC, ADD>(in, w, base, out, from, to);
-        if (nb == 2) columns<2, R, C, SR, SC, ADD>(in, w, base, out, from, to);
-        if (nb == 1) columns<1, R, C, SR, SC, ADD>(in, w, base, out, from, to);
+            columns<4, R, C, SR, SC, ADD, FR, TC>(in, w, base, out, from, to);
+        if (nb == 3) columns<3, R, C, SR, SC, ADD, FR, TC>(in, w, base, out, from, to);
+        if (nb == 2) columns<2, R, C, SR, SC, ADD, FR, TC>(in, w, base, out, from, to);
+        if (nb == 1) columns<1, R, C, SR, SC, ADD, FR, TC>(in, w, base, out, from, to);
     }
 
     OP void forward(const V* x, const float* w, const float* b, V* y, int nb) {
@@ -590,83 +351,6 @@ struct Linear {
     }
 };
 
-// Pooling ---------------------------------------------------------------------------------------------------
-
-template <int C, int H, int W, int KY, int KX, int SY, int SX, int PY, int PX>
-struct Pool {
-    static constexpr int OY = (H + 2 * PY - KY) / SY + 1, OX = (W + 2 * PX - KX) / SX + 1;
-    static constexpr int in_size = C * H * W, out_size = C * OY * OX;
-    static constexpr bool apart = SY == KY && SX == KX && !PY && !PX;  // windows neither overlap nor leave the image
-    static constexpr bool covers = apart && OY * KY == H && OX * KX == W;
-
-    // f(offset of the input) for each place of the window at (y, x), in PyTorch's order.
-    template <class F>
-    INLINE void window(int y, int x, F f) {
-        UNROLL for (int ky = 0; ky < KY; ky++)
-            UNROLL for (int kx = 0; kx < KX; kx++) {
-                int iy = y * SY - PY + ky, ix = x * SX - PX + kx;
-                if (apart || (iy >= 0 && iy < H && ix >= 0 && ix < W)) f(iy * W + ix);
-            }
-    }
-
-    template <class F>
-    INLINE void planes(int nb, F f) {
-        for (int c = 0; c < nb * C; c++)
-            for (int y = 0; y < OY; y++)
-                for (int x = 0; x < OX; x++) f(c * H * W, (c * OY + y) * OX + x, y, x);
-    }
-
-    // The largest of a window, and of 0 if RECTIFY.
-    template <bool RECTIFY>
-    OP void max_forward(const V* x, V* y, int nb) {
-        planes(nb, [=](int plane, int at, int oy, int ox) {
-            V m = RECTIFY ? V{} : splat(-INFINITY);
-            window(oy, ox, [&](int k) { m = max(m, x[plane + k]); });
-            y[at] = m;
-        });
-    }
-
-    template <bool RECTIFY, bool ADD>
-    OP void max_backward(const V* x, const V* y, const V* dy, V* dx, int nb) {
-        if (!ADD && !covers) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
-        planes(nb, [=](int plane, int at, int oy, int ox) {
-            V m = y[at], g = RECTIFY ? keep(m > 0.f, dy[at]) : dy[at];
-            window(oy, ox, [&](int k) {  // the first of equals takes it all
-                VI hit = x[plane + k] == m;
-                V part = keep(hit, g);
-                g = keep(~hit, g);
-                dx[plane + k] = !ADD && apart ? part : dx[plane + k] + part;
-            });
-        });
-    }
-
-    // DIVISOR 0: by how many places of the window lie inside the image.
-    template <int DIVISOR>
-    INLINE float share(int y, int x) {
-        int count = 0;
-        window(y, x, [&](int) { count++; });
-        return 1.f / (DIVISOR ? DIVISOR : count);
-    }
-
-    template <int DIVISOR>
-    OP void mean_forward(const V* x, V* y, int nb) {
-        planes(nb, [=](int plane, int at, int oy, int ox) {
-            V s = {};
-            window(oy, ox, [&](int k) { s += x[plane + k]; });
-            y[at] = s * share<DIVISOR>(oy, ox);
-        });
-    }
-
-    template <int DIVISOR, bool ADD>
-    OP void mean_backward(const V* dy, V* dx, int nb) {
-        if (!ADD && !covers) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
-        planes(nb, [=](int plane, int at, int oy, int ox) {
-            V g = dy[at] * share<DIVISOR>(oy, ox);
-            window(oy, ox, [&](int k) { dx[plane + k] = !ADD && apart ? g : dx[plane + k] + g; });
-        });
-    }
-};
-
 // GroupNorm -------------------------------------------------------------------------------------------------
 
 template <int C, int HW, int GROUPS>
@@ -720,6 +404,77 @@ struct GroupNorm {
         for (int c = 0; c < C; c++) {
             if (dw) put(dw + c, total(sum_w[c]), add);
             if (db) put(db + c, total(sum_b[c]), add);
+        }
+    }
+};
+
+// BatchNorm -------------------------------------------------------------------------------------------------
+
+// Over the samples of a chunk, which is the whole batch, and the HW places of each of C channels.
+template <int C, int HW>
+struct BatchNorm {
+    static constexpr int size = C * HW;
+    static constexpr int kept = 3 * C;  // mean, 1 / deviation and variance, in V; those of the first block are used
+
+    // f(place, which lanes are samples) for a channel's places: a full last block repeats its last sample.
+    template <class F>
+    INLINE void places(int c, int samples, int nb, F f) {
+        for (int n = 0; n < nb; n++) {
+            VI in;
+            for (int l = 0; l < LANES; l++) in[l] = n * LANES + l < samples ? -1 : 0;
+            for (int k = 0; k < HW; k++) f(n * size + c * HW + k, in);
+        }
+    }
+
+    // A channel's sum of f(place) over samples and places.
+    template <class F>
+    INLINE float over(int c, int samples, int nb, F f) {
+        V all = {};
+        for (int n = 0; n < nb; n++) {
+            VI in;
+            for (int l = 0; l < LANES; l++) in[l] = n * LANES + l < samples ? -1 : 0;
+            all += keep(in, sum(HW, [=](int k) { return f(n * size + c * HW + k); }));
+        }
+        return total(all);
+    }
+
+    OP void forward(const V* x, const float* w, const float* b, const float* mean, const float* var, V* y, V* stats,
+                    float eps, bool train, int samples, int nb) {
+        for (int c = 0; c < C; c++) {
+            float m = mean[c], v = var[c];
+            if (train) {
+                float share = 1.f / (float(samples) * HW);
+                m = over(c, samples, nb, [=](int k) { return x[k]; }) * share;
+                v = over(c, samples, nb, [=](int k) { return (x[k] - m) * (x[k] - m); }) * share;
+            }
+            float scale = 1.f / std::sqrt(v + eps);
+            stats[3 * c] = splat(m), stats[3 * c + 1] = splat(scale), stats[3 * c + 2] = splat(v);
+            float a = scale * (w ? w[c] : 1.f), z = b ? b[c] : 0.f;
+            for (int n = 0; n < nb; n++)
+                for (int k = n * size + c * HW; k < n * size + (c + 1) * HW; k++) y[k] = (x[k] - m) * a + z;
+        }
+    }
+
+    // `mean` and `var` are the running ones before, `new_mean` and `new_var` take those after.
+    template <bool ADD, bool INPUT>
+    OP void backward(const V* x, const float* w, const float* mean, const float* var, const V* stats, const V* dy, V* dx,
+                     float* dw, float* db, float* new_mean, float* new_var, float momentum, int samples, int nb, bool add) {
+        const float count = float(samples) * HW;
+        for (int c = 0; c < C; c++) {
+            V m = stats[3 * c], scale = stats[3 * c + 1];
+            float s = over(c, samples, nb, [=](int k) { return dy[k]; });
+            float t = over(c, samples, nb, [=](int k) { return dy[k] * ((x[k] - m) * scale); });
+            if (dw) put(dw + c, t, add);
+            if (db) put(db + c, s, add);
+            float spread = stats[3 * c + 2][0] * (count > 1 ? count / (count - 1) : 1.f);
+            new_mean[c] = mean[c] + momentum * (m[0] - mean[c]);
+            new_var[c] = var[c] + momentum * (spread - var[c]);
+            if (!INPUT) continue;
+            V a = scale * (w ? w[c] : 1.f);
+            places(c, samples, nb, [=](int k, VI in) {
+                V g = keep(in, a * (dy[k] - s / count - (x[k] - m) * scale * (t / count)));
+                dx[k] = ADD ? dx[k] + g : g;
+            });
         }
     }
 };

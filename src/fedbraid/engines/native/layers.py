@@ -175,6 +175,27 @@ def _group_norm(call: Call, layer: nn.GroupNorm, x: Value) -> Value:
     )  # fmt: skip
 
 
+def _batch_norm(call: Call, layer: nn.BatchNorm1d | nn.BatchNorm2d, x: Value) -> Value:
+    if not (layer.training and layer.track_running_stats) or layer.momentum is None:
+        raise Unsupported(f"the layer {call.where!r} keeps no running statistics")
+    running = (layer.running_mean, layer.running_var)
+    if any(op.mixes and call.builder.place(layer.running_mean) in op.weights for op in call.builder.ops):
+        raise Unsupported(f"the layer {call.where!r} is used twice")
+    return call.builder.emit(
+        ops.BatchNorm, (x,), x.shape, (layer.weight, layer.bias, *running),
+        c=x.shape[0], each=math.prod(x.shape[1:]), eps=layer.eps, momentum=layer.momentum,
+    )  # fmt: skip
+
+
+def _instance_norm(call: Call, layer: nn.InstanceNorm1d | nn.InstanceNorm2d, x: Value) -> Value:
+    if layer.track_running_stats:
+        raise Unsupported(f"the layer {call.where!r} keeps running statistics")
+    return call.builder.emit(
+        ops.Norm, (x,), x.shape, (layer.weight, layer.bias),
+        c=x.shape[0], each=math.prod(x.shape[1:]), groups=x.shape[0], eps=layer.eps,
+    )  # fmt: skip
+
+
 def _map(function: str) -> Callable[[Call, nn.Module, Value], Value]:
     def make(call: Call, layer: nn.Module, x: Value) -> Value:
         return call.builder.emit(ops.Map, (x,), x.shape, function=function, n=math.prod(x.shape))
@@ -241,10 +262,10 @@ def _flatten(call: Call, layer: nn.Flatten, x: Value) -> Value | None:
 def _embedding(call: Call, layer: nn.Embedding, x: Value) -> Value:
     if layer.max_norm is not None or layer.scale_grad_by_freq:
         raise Unsupported(f"the layer {call.where!r} has max_norm or scale_grad_by_freq")
-    if x.id != 0:
+    tokens, count = call.builder.tokens, layer.num_embeddings
+    if x.id >= len(tokens):
         raise Unsupported(f"the layer {call.where!r} looks up what the model computed")
-    known, count = call.builder.tokens, layer.num_embeddings
-    call.builder.tokens = count if known is None else min(known, count)
+    tokens[x.id] = min(tokens[x.id] or count, count)
     skip = -1 if layer.padding_idx is None else layer.padding_idx
     return call.builder.emit(
         ops.Embedding, (x,), (*x.shape, layer.embedding_dim), (layer.weight,),
@@ -590,7 +611,7 @@ def _multiply(call: Call, divide: bool = False) -> Value | None:
 def _compare(call: Call) -> Value | None:
     """A mask of the inputs: where they are, or are not, a certain number."""
     x, value = call.args
-    if not isinstance(x, Value) or x.id != 0 or not isinstance(value, (int, float)):
+    if not isinstance(x, Value) or x.id >= len(call.builder.tokens) or not isinstance(value, (int, float)):
         return None
     equal = _name(call.node.target) == "eq"
     mask = call.builder.emit(
@@ -625,6 +646,10 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.AdaptiveAvgPool1d: _adaptive_pool,
     nn.AdaptiveAvgPool2d: _adaptive_pool,
     nn.GroupNorm: _group_norm,
+    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm2d: _batch_norm,
+    nn.InstanceNorm1d: _instance_norm,
+    nn.InstanceNorm2d: _instance_norm,
     nn.ReLU: _map("Relu"),
     nn.Tanh: _map("Tanh"),
     nn.Sigmoid: _map("Sigmoid"),

@@ -53,6 +53,7 @@ class Op:
     output: int
     weights: tuple[Place | None, ...] = ()
     reads_output: ClassVar[bool] = False  # on the way back
+    mixes: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
 
     @property
     def once(self) -> bool:
@@ -235,15 +236,28 @@ class Conv(Op):
         return self.groups == 1
 
     @property
+    def _tiled(self) -> bool:
+        """Whether it goes by Winograd's tiles, as in images.hpp."""
+        out = [n + 2 * p - 2 for n, p in zip((self.h, self.w), self.padding)]
+        fits = self.kernel == (3, 3) and self.stride == (1, 1) and max(self.padding) <= 2
+        tiles = math.prod((n + 1) // 2 for n in out)
+        return fits and min(self.i, self.o) >= 8 and 3 * math.prod(out) >= 8 * tiles
+
+    @property
     def _kept(self) -> int:
         (py, px) = self.padding
-        return self.i * (self.h + 2 * py) * (self.w + 2 * px) if py or px else 0
+        bordered = (py or px) and not self._tiled
+        return self.i * (self.h + 2 * py) * (self.w + 2 * px) if bordered else 0
 
     @property
     def kept(self) -> int:
         return self._kept * self.groups
 
     def scratch(self, lanes: int, blocks: int) -> int:
+        if self._tiled:
+            inputs, both = -(-self.i // lanes) * lanes, self.i + self.o
+            panel = max(8, min(64, 8192 // lanes // both // 4 * 4), 32 if both < 512 else 16)
+            return 16 * (self.o * inputs + 16) // lanes + 16 * ((inputs + self.o) * panel + 4)
         ky, kx = self.kernel
         return self.o * self.i * ky * kx // lanes + 1 + self.o * (self.h + ky - 1) * (self.w + kx - 1)
 
@@ -258,7 +272,7 @@ class Conv(Op):
     def backward(self, L: str, at: At) -> Iterator[str]:
         x, dw, db, dy, kept, loop, nb = self._where(L, at.x(), at.dw(0), at.dw(1), at.dy, at.kept)
         if (dw, db) != ("nullptr", "nullptr"):
-            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {nb}, add);"
+            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {at.scratch}, {nb}, add);"
         if at.dx() != "nullptr":
             dx, w, _, dy, _, loop, nb = self._where(L, at.dx(), at.w(0), "nullptr", at.dy, at.kept)
             yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
@@ -273,7 +287,7 @@ class Conv(Op):
         return each[0], each[1], each[2], f"{y} + k * {L}::out_size", f"{kept} + k * {L}::kept", loop, "1"
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::packed + {L}::spread == {self.scratch(at.lanes, at.blocks)}"
+        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
         yield f"{L}::kept == {self._kept}"
 
 
@@ -354,6 +368,38 @@ class Norm(Op):
     def agreements(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::sums == {self.scratch(at.lanes, at.blocks)}"
         yield f"{L}::kept * {self.rows} == {self.kept}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchNorm(Op):
+    """BatchNorm of [c][each] over the batch; weights: scale, shift, and the running mean and variance."""
+
+    c: int
+    each: int
+    eps: float
+    momentum: float
+    mixes: ClassVar[bool] = True
+
+    @property
+    def kept(self) -> int:
+        return 3 * self.c
+
+    def type(self) -> str:
+        return f"BatchNorm<{self.c}, {self.each}>"
+
+    def forward(self, L: str, at: At) -> str:
+        weights = ", ".join(at.w(k) for k in range(4))
+        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {number(self.eps)}, key, samples, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        wanted = at.dx() != "nullptr"
+        flags = f"{at.add() if wanted else 'false'}, {flag(wanted)}"
+        grads = ", ".join(at.dw(k) for k in range(4))
+        given = f"{at.x()}, {at.w(0)}, {at.w(2)}, {at.w(3)}, {at.kept}, {at.dy}, {at.dx()}"
+        yield f"{L}::backward<{flags}>({given}, {grads}, {number(self.momentum)}, samples, nb, add);"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::kept == {self.kept}"
 
 
 # Numbers one by one -----------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ double chunk_gradient(Chunk& c, const float* p, const float* q, float* g, bool a
     float loss[CHUNK];
     double sum = 0;
     int blocks = c.close();
-    Model::forward(p, q, workspace, c.inputs, c.key, blocks);
+    Model::forward(p, q, workspace, c.inputs, c.key, blocks, c.samples);
     for (int n = 0; n < blocks; n++) {
         V share = load(c.share + n * LANES);
         Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, share, loss + n * LANES,
@@ -190,7 +190,11 @@ struct Gradient {
             loss += chunk_gradient(c, y + i * Model::parameters, constants, to, any, workspace);
             any = true;
         });
-        if (!any) std::memset(to, 0, sizeof(float) * Model::parameters);
+        if (!any) {  // its running statistics stay as they are
+            std::memset(to, 0, sizeof(float) * Model::statistics);
+            std::memcpy(to + Model::statistics, y + i * Model::parameters + Model::statistics,
+                        sizeof(float) * (Model::parameters - Model::statistics));
+        }
         losses[i] = float(loss);
     }
 
@@ -263,7 +267,7 @@ struct Evaluation {
         float loss[CHUNK];
         int64_t top[CHUNK];
         int blocks = c.close();
-        Model::forward(x, constants, workspace, c.inputs, nullptr, blocks);
+        Model::forward(x, constants, workspace, c.inputs, nullptr, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES,
                       nullptr, best ? top + n * LANES : nullptr);

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fedbraid.core.layout import Layout
+from fedbraid.data import tree
+from fedbraid.data.call import logits
+from fedbraid.data.tree import Tree
 from fedbraid.engines.native.ops import Map, MaxPool, Op, Place, Shape
 
 
@@ -19,14 +22,20 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Graph:
-    """Operations in the order they run; value 0 is the input, the last operation's output the model's."""
+    """Operations in the order they run; the first values are the inputs, the last operation's output the model's."""
 
     shapes: list[Shape]  # of each value, without the batch
     ops: list[Op]
     output: int
     layout: Layout
     constants: Tensor  # numbers that are not trained
-    tokens: int | None  # how many different numbers an input may be, where inputs are numbers of things
+    inputs: int  # how many of the values are given
+    tokens: list[int | None]  # how many different numbers each may be, where it is of numbers of things
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a sample's output depends on the other samples of its batch."""
+        return any(op.mixes for op in self.ops)
 
     @property
     def once(self) -> bool:
@@ -58,19 +67,34 @@ class Several:
         raise NotImplementedError
 
 
-def trace(module: nn.Module, layout: Layout, sample: Tensor) -> Graph:
-    """The graph of a module on inputs shaped like `sample[0]`; raises Unsupported."""
-    if layout.buffers is not None:
-        raise Unsupported("the model has running statistics that are averaged")
+def trace(module: nn.Module, layout: Layout, sample: Tree) -> Graph:
+    """The graph of a module on inputs shaped like the first of `sample`; raises Unsupported."""
     module.train()
     try:
-        whole = nn.Sequential(module)  # so that a lone layer is a layer too
+        whole = _Called(module, sample)
         traced = fx.GraphModule(whole, _Tracer().trace(whole))
         traced.graph.eliminate_dead_code()
-        runs = [_Record(traced).record(torch.stack([sample[0]] * n)) for n in _BATCHES]
+        runs = [_Record(traced).record(tree.take(sample, [0] * n)) for n in _BATCHES]
     except Exception as error:
         raise Unsupported(f"the model cannot be traced ({_first_line(error)})") from error
     return Builder(module, layout, runs).build(traced.graph)
+
+
+class _Called(nn.Sequential):
+    """A model and how it is called, so that a lone layer is a layer too."""
+
+    def __init__(self, module: nn.Module, sample: Tree) -> None:
+        super().__init__(module)
+        self.keys = [key for key, _ in tree.named(sample)]
+        self.by_name = isinstance(sample, dict)
+
+    def forward(self, inputs: Any) -> Any:
+        if self.keys == [None]:
+            out = self[0](inputs)
+        else:
+            given = {key: inputs[key] for key in self.keys}
+            out = self[0](**given) if self.by_name else self[0](*given.values())
+        return out if isinstance(out, fx.Proxy) else logits(out)
 
 
 _BATCHES = (3, 5)  # what differs between the two runs is the batch
@@ -87,7 +111,7 @@ class _Tracer(fx.Tracer):
 class _Record(fx.Interpreter):
     """Runs the graph once and keeps what every node gave."""
 
-    def record(self, x: Tensor) -> dict[fx.Node, Any]:
+    def record(self, x: Tree) -> dict[fx.Node, Any]:
         self.results: dict[fx.Node, Any] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # the user's random state stays as it is
             self.run(x)
@@ -108,21 +132,19 @@ class Builder:
         self.known: dict[fx.Node, Any] = {}
         self.shapes: list[Shape] = []
         self.ops: list[Op] = []
-        self.tokens: int | None = None
+        self.tokens: list[int | None] = []
         self.masks: set[int] = set()  # values that are comparisons
         self._constants: list[Tensor] = []
         self._count = 0
         places = {s.name: s.offset for s in layout}
-        named = dict(module.named_parameters())
+        named: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         self._trained = {named[n].untyped_storage().data_ptr(): (at, named[n]) for n, at in places.items()}
 
     def build(self, graph: fx.Graph) -> Graph:
         output: Any = None
         for node in graph.nodes:
             if node.op == "placeholder":
-                if self.known:
-                    raise Unsupported(f"the model takes a second input {node.target!r}")
-                self.known[node] = self.value(self.shape(node))
+                self.known[node] = self._inputs(node)
             elif node.op == "output":
                 output = self._of(node.args[0])
             else:
@@ -133,7 +155,13 @@ class Builder:
             raise Unsupported(f"the model's output has shape {output.shape} per sample, not one row")
         ops = _rectify_pools(_used(self.ops, output.id), output.id)
         constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
-        return Graph(self.shapes, ops, output.id, self.layout, constants, self.tokens)
+        return Graph(self.shapes, ops, output.id, self.layout, constants, len(self.tokens), self.tokens)
+
+    def _inputs(self, node: fx.Node) -> Any:
+        """The first values: one, or several by name or place."""
+        given = self.runs[0][node]
+        self.tokens = [None] * len(tree.leaves(given))
+        return tree.map(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
 
     # What layers ask for --------------------------------------------------------------------------
 
@@ -202,7 +230,7 @@ class Builder:
         if not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
             return result  # arithmetic on shapes
         args, kwargs = self._of(node.args), self._of(node.kwargs)
-        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list, dict)):
             return args[0][args[1]]
         call = layers.Call(self, node, result, tuple(args), dict(kwargs))
         return layers.apply(call)
@@ -245,6 +273,7 @@ def _rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def _holds_value(known: Any) -> bool:
+    known = tuple(known.values()) if isinstance(known, dict) else known
     several = isinstance(known, (tuple, list)) and any(map(_holds_value, known))
     return several or isinstance(known, (Value, Several))
 

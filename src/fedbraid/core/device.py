@@ -1,0 +1,23 @@
+"""Numbers on their way to a device, which does not wait for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def placed(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """An array as a tensor on a device: to a GPU from pinned memory, in its own time."""
+    tensor = torch.from_numpy(numbers)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done all it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,136 @@
+"""Links of private algorithms: what a client uploads is clipped once decoded, or clipped and noised before it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.core import rng
+from fedbraid.core.codec import Codec
+from fedbraid.core.declare import Upload
+from fedbraid.core.layout import Layout
+from fedbraid.core.link import Plain, Sender, Sent, Up
+from fedbraid.core.rule import Vectors
+
+Scales = tuple[tuple[str, float], ...]  # by name, in place of what was declared
+
+
+@dataclass(frozen=True)
+class Around(Up):
+    """A link around another one."""
+
+    link: Up = field(default_factory=Plain)
+    clip: float = 1.0
+    scales: Scales = ()
+
+    def over(self, codec: Codec) -> Up:
+        return replace(self, codec=codec, link=self.link.over(codec))
+
+    def fits(self, declared: Mapping[str, Upload]) -> None:
+        self.link.fits(declared)
+
+    def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
+        return self.link.remembers(declared, layout)
+
+    def quantised(self, clients: NDArray[np.int64]) -> int:
+        return self.link.quantised(clients)
+
+    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
+        return self.link.size(declared, layout)
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        return self.link.send(vectors, memory, who)
+
+    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+        return self.link.receive(frames, who)
+
+
+@dataclass(frozen=True)
+class Clipped(Around):
+    """Every upload is clipped once it is decoded, so that client and server account for the same.
+
+    Where the clip is `adaptive`, it is the one that the client was sent; `later` leaves it to the gather, after the
+    server has rescaled what came.
+    """
+
+    adaptive: bool = False
+    later: bool = False
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        sent = self.link.send(vectors, memory, who)
+        return replace(sent, received=self._clipped(sent.received, who))
+
+    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+        return self._clipped(self.link.receive(frames, who), who)
+
+    def _clipped(self, vectors: Vectors, who: Sender) -> Vectors:
+        if self.later:
+            return vectors
+        bound = who.down["clip"] if self.adaptive else self.clip
+        return clipped(vectors, bound, scaled(who.declared, self.scales))
+
+
+@dataclass(frozen=True)
+class OwnNoise(Around):
+    """Every client clips what it uploads and adds N(0, (zC)²), before anything is encoded.
+
+    The noise repeats with the seed in simulation; on real clients it is the operating system's. Unbound, z is not a
+    number, so that nothing leaves without noise.
+    """
+
+    noise: float | None = None  # z, where it was given
+    epsilon: float | None = None
+    delta: float = 1e-5
+    z: float = field(default=math.nan, repr=False, compare=False)
+
+    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+        declared = scaled(who.declared, self.scales)
+        safe = clipped(vectors, self.clip, declared)
+        noised = {
+            name: v + self.z * self.clip * scale_of(declared[name]) * self._draw(name, v, who)
+            for name, v in safe.items()
+        }
+        return self.link.send(noised, memory, who)
+
+    def _draw(self, name: str, like: Tensor, who: Sender) -> Tensor:
+        if who.frames is not None:
+            return torch.from_numpy(rng.unpredictable(like.numel())).view(like.shape).to(like)
+        rows = [rng.normal(who.seed, f"own:{name}", like.shape[1], who.version, int(c)) for c in who.clients]
+        return torch.stack([torch.from_numpy(row) for row in rows]).to(like)
+
+
+def scaled(declared: Mapping[str, Upload], scales: Scales) -> dict[str, Upload]:
+    """Declarations with these scales in place of theirs."""
+    own = dict(scales)
+    return {name: replace(what, scale=own.get(name, what.scale)) for name, what in declared.items()}
+
+
+def scale_of(what: Upload) -> float:
+    assert what.scale is not None  # `private` refuses uploads that nobody scaled
+    return what.scale
+
+
+def length(vectors: Vectors, declared: Mapping[str, Upload]) -> Tensor:
+    """The norm of all that each client sent, laid end to end and each divided by its scale: float64 `[m, 1]`."""
+    parts = [
+        torch.linalg.vector_norm(v, dim=1, dtype=torch.float64) / scale_of(declared[name])
+        for name, v in vectors.items()
+    ]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts, 1), dim=1, keepdim=True)
+    return norm
+
+
+def clipped(vectors: Vectors, bound: float | Tensor, declared: Mapping[str, Upload]) -> Vectors:
+    """What each client sent, scaled down to at most this length."""
+    norm = length(vectors, declared)
+    bound = torch.as_tensor(bound, dtype=norm.dtype, device=norm.device)
+    shrink = bound / torch.maximum(norm, bound)
+    if bool((shrink == 1).all()):
+        return vectors
+    return {name: v * shrink.to(v) for name, v in vectors.items()}

@@ -1,9 +1,7 @@
-"""How fast a fleet goes, how much memory its server takes, and whether the simulator foretells its time.
+"""How fast a fleet goes, and how much memory its server takes.
 
 python benchmarks/fleet.py load --nodes 200 --rounds 3      uploads a second, beside Flower's own FedAvg app
 python benchmarks/fleet.py memory --nodes 3 --rounds 1000   the server's and the SuperLink's memory, round by round
-python benchmarks/fleet.py predict                          slowed nodes: one run, its clock, and the next run's time
-python benchmarks/fleet.py warm                             seconds a round with nodes that keep their process, and without
 
 Light nodes have no torch: one process of many threads that speaks Flower's node protocol and answers every order with a
 ready upload of LeNet-5's size, 61,706 numbers.

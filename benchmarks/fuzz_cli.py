@@ -36,11 +36,12 @@ TEXTS = [
     "[1, 2]", "{}", "None", "a=b", "lr=0.1", "lr=[]", "algorithm.lr=1", "cpu", "cuda:99", "full", "1,2,3", "1,,", "'",
     "bytes", "<script>", "/*script*/", "%s%n", "🦊", "x.toml", "bad.toml", "report.html", "out.onnx", "out.safetensors",
     "127.0.0.1", "999.9.9.9", "pool(workers=-1)", "in_process(backend='x')", "constant(-1)", "lognormal(0, 1)",
+    "phones", "availability('phones', period=-1)", "availability('phones')", "availability(3)", "devices('x')",
 ]  # fmt: skip
 COMMANDS: dict[str, list[str]] = {
     "run": ["--clients", "--partition", "--model", "-a", "--lr", "--epochs", "--steps", "--batch", "--momentum", "--clip",
             "--rounds", "--per-round", "--over", "--timeout", "--buffer", "--concurrency", "--arrivals", "--durations",
-            "--bandwidth", "--seed", "--engine", "--device", "--store", "--out", "--evaluate-every", "--target", "--track",
+            "--bandwidth", "--availability", "--clock", "--seed", "--engine", "--device", "--store", "--out", "--evaluate-every", "--target", "--track",
             "--patience", "--keep-best", "--accept-other-bits", "--json", "--quiet"],
     "resume": ["--target", "--track", "--patience", "--keep-best", "--no-keep-best", "--json", "--quiet"],
     "report": ["--out", "--target", "--axis", "--csv", "--latex", "--unfinished", "--json"],

@@ -1,10 +1,12 @@
 """One machine, very many clients: start-up, time per client and memory as the population and the cohort grow.
 
     python benchmarks/scale.py [--clients 1000 1000000] [--cohort 100 10000] [--rounds 5]
+    python benchmarks/scale.py --clients 1000000 --cohort 10 --rounds 100000
 
 Each row is a process of its own: FedAvg on logistic regression with two samples of 20 numbers a client. "start-up" is
-from the beginning of `simulate` to the end of the first round; a client's time is that of the later rounds, wall clock
-and processor.
+from the beginning of `simulate` to the end of the first round, with the library already compiled; a client's time is that
+of the later rounds, wall clock and processor, and "later half" is what it takes in the later half of the rounds over what
+it takes in the earlier one. What a round adds to memory is its record in `result.history`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ def main() -> None:
     if asked.one:
         print(json.dumps(measure(asked.clients[0], asked.cohort[0], asked.rounds)))
         return
-    print("| clients | cohort | start-up | a client, wall | a client, processor | memory |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    measure(1000, 1, 2)  # compiles
+    print(
+        "| clients | cohort | start-up | a client, wall | a client, processor | later half | memory | a round adds |"
+    )
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for clients in asked.clients:
         for cohort in asked.cohort:
             if cohort > clients:
@@ -41,7 +46,7 @@ def main() -> None:
             )
             r = json.loads(done.stdout)
             print(f"| {clients:,} | {cohort:,} | {r['start']:.2f} s | {r['wall']:.2f} µs | {r['processor']:.2f} µs"
-                  f" | {r['memory']:.0f} MB |", flush=True)  # fmt: skip
+                  f" | {r['later']:.2f} | {r['memory']:.0f} MB | {r['grows']:.2f} kB |", flush=True)  # fmt: skip
 
 
 def measure(clients: int, cohort: int, rounds: int) -> dict[str, float]:
@@ -53,11 +58,16 @@ def measure(clients: int, cohort: int, rounds: int) -> dict[str, float]:
     x, y = torch.randn(2 * clients, 20), torch.randint(2, (2 * clients,))
     offsets = np.arange(0, 2 * clients + 1, 2)
     task = fb.Task.from_table(lambda: torch.nn.Linear(20, 2), x, y, torch.arange(len(x)), offsets)
-    at: list[tuple[float, float]] = []
+    at: list[tuple[float, float, float]] = []
+    marks = {1, rounds // 2 + 1, rounds + 1}
 
     class Stamps:
+        done = 0
+
         def step(self, record, run) -> None:
-            at.append((time.perf_counter(), time.process_time()))
+            self.done += 1
+            if self.done in marks:
+                at.append((time.perf_counter(), time.process_time(), resident()))
 
     start = time.perf_counter()
     fb.simulate(
@@ -65,8 +75,18 @@ def measure(clients: int, cohort: int, rounds: int) -> dict[str, float]:
         engine="in_process(backend='native')", evaluate_every=None, callbacks=[Stamps()],
     )  # fmt: skip
     wall, processor = (1e6 * (at[-1][k] - at[0][k]) / (rounds * cohort) for k in range(2))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"start": at[0][0] - start, "wall": wall, "processor": processor, "memory": memory}
+    halves = [(b[1] - a[1]) / n for a, b, n in zip(at, at[1:], (rounds // 2, rounds - rounds // 2))]
+    return {
+        "start": at[0][0] - start, "wall": wall, "processor": processor, "later": halves[1] / halves[0],
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "grows": (at[2][2] - at[1][2]) / (rounds - rounds // 2) / 1000,
+    }  # fmt: skip
+
+
+def resident() -> int:
+    """Bytes of memory in use by this process."""
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 if __name__ == "__main__":

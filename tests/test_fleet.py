@@ -328,6 +328,27 @@ def test_failing_nodes_are_asked_ever_more_rarely(user, tmp_path):
     assert (tmp_path / "run" / "status.json").stat().st_size < 50_000
 
 
+def test_orders_go_out_together_and_records_make_a_clock(user, tmp_path):
+    grid, pushed = in_process(user, tmp_path, 3), []
+    push = grid.push_messages
+
+    def seen(messages):
+        pushed.append([m.content["model"].object_id for m in messages if "model" in m.content])
+        return push(messages)
+
+    grid.push_messages = seen
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
+    orders = [models for models in pushed if models]
+    assert [len(models) for models in orders] == [3, 3]  # one push a cohort
+    assert [len(set(models)) for models in orders] == [1, 1]  # of one model, which Flower keeps once
+    assert sorted(c for c, _ in result.history[0]["came"]) == [0, 1, 2]
+    for record in result.history:
+        assert all(b <= e <= record["time"] for b, e in zip(record["began"], record["ended"], strict=True))
+        assert sum(record["node_up"]) == record["bytes_up"]
+        assert sum(record["node_down"]) == record["bytes_down"]
+    assert set(fb.clock.from_run(tmp_path / "run")) == {"durations"}
+
+
 def test_what_is_told_of_trouble_is_bounded():
     troubles = Troubles()
     for i in range(100_000):

@@ -24,7 +24,7 @@ from fedbraid.core import passes
 from fedbraid.core.declare import DELTA
 from fedbraid.core.gather import WIDE, Info, Uploads
 from fedbraid.core.rows import Slab
-from fedbraid.data.augment import Flip
+from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
@@ -156,6 +156,26 @@ def test_random_architectures(seed, monkeypatch):
     weight = torch.rand(3, 19) * (torch.rand(3, 19) < 0.6)
     weight[1] = 0
     assert_equals_autograd(task, grad, 3, 19, weight)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    channels=st.tuples(*[st.integers(8, 20)] * 3), size=st.tuples(st.integers(6, 9), st.integers(6, 9)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+)  # fmt: skip
+def test_random_convolutions_by_tiles(channels, size, padding):
+    """Odd and even images and borders, channels that fill no vector; one convolution after the other."""
+    a, b, c = channels
+
+    def model() -> nn.Module:
+        return Chain(lambda: nn.Conv2d(a, b, 3, padding=padding), nn.Tanh, lambda: nn.Conv2d(b, c, 3, padding=1),
+                     lambda: nn.AdaptiveAvgPool2d(1), *to_three(c))  # fmt: skip
+
+    task = make_task(model, (a, *size))
+    assert all(op._tiled for op in native._graph(task).ops if isinstance(op, ops.Conv))
+    grad = Native(task, threads=2, flags=QUICK)
+    assert_equals_autograd(task, grad, 2, 13)
+    assert_same_bits(task, grad)
 
 
 @pytest.mark.parametrize("features", [16, 112, 21])
@@ -737,6 +757,19 @@ def test_augmented_and_strided_inputs(small):
     assert torch.equal(grad(y, strided)[0], plain)
 
 
+def test_an_augmentation_that_changes_shapes_is_left_to_torch():
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
+    clients = [(np.random.default_rng(0).random((6, 3, 8, 8), np.float32), np.array([0, 1] * 3))]
+    task = fb.Task.from_arrays(model, clients, augment=CropJitter(6))
+    assert "shape (3, 8, 8) into (3, 6, 6)" in str(Native.supports(task))
+    work, once = fb.Work(lr=0.1, steps=3), fb.rounds(1, clients=1)
+    runs = [
+        fb.simulate(task, fb.fedavg(), work, once, engine=e).x
+        for e in ("in_process", "in_process(backend='loop')")
+    ]
+    assert torch.allclose(*runs, atol=1e-6)
+
+
 # The same bits --------------------------------------------------------------------------------------
 
 
@@ -896,10 +929,20 @@ class Everything(nn.Module):
         return self.head(self.conv(x.transpose(1, 2)).softmax(-1).mean(2))
 
 
-@pytest.mark.parametrize(("model", "shape", "tokens"), [(Residual, (2, 12, 12), 0), (Everything, (5,), 7)])
+def tiles_and_statistics() -> nn.Module:
+    return Chain(
+        lambda: nn.Conv2d(9, 10, 3, padding=1), lambda: nn.BatchNorm2d(10), nn.Tanh,
+        lambda: nn.Conv2d(10, 17, 3, padding=(2, 0)), *to_three(5 * 9 * 17),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "tokens"),
+    [(Residual, (2, 12, 12), 0), (Everything, (5,), 7), (tiles_and_statistics, (9, 7, 7), 0)],
+)
 def test_sanitizers_find_nothing(tmp_path, model, shape, tokens):
     """Generated code, compiled into a program with address and undefined-behaviour sanitizers."""
-    source = Native(make_task(model, shape, tokens=tokens), flags=QUICK).source
+    source = Native(make_task(model, shape, tokens=tokens, buffers="average"), flags=QUICK).source
     cpp, program = tmp_path / "main.cpp", tmp_path / "main"
     cpp.write_text(source + MAIN)
     flags = [f for f in QUICK if f not in ("-shared", "-fPIC")]

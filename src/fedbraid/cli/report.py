@@ -59,14 +59,14 @@ def report(
         found = collect(runs, target, unfinished)
         data = page.describe(found)
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    made: dict[Path, bytes] = {place: page.render(data).encode()}
+    made: dict[Path, bytes] = {place: page.render(data).encode(errors="replace")}
     for path, kind in ((png, "png"), (pdf, "pdf")):
         if path is not None:
             made[path] = drawn(figure.of_groups(data, axis), kind)
     if csv is not None:
-        made[csv] = tables.as_csv(found).encode()
+        made[csv] = tables.as_csv(found).encode(errors="replace")
     if latex is not None:
-        made[latex] = tables.as_latex(data).encode()
+        made[latex] = tables.as_latex(data).encode(errors="replace")
     write(made)
     if json:
         return give(

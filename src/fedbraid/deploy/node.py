@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster, as_message, bundle
-from fedbraid.core.rule import Vectors
+from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
@@ -41,21 +41,22 @@ if TYPE_CHECKING:
 
 def client_app(project: Project) -> ClientApp:
     """Flower's ClientApp around the one client function."""
+    seat = Seat(project)
 
     def hello(message: Message, context: Context) -> Message:
         if "leave" in (order := _config(message)):
             place = _place(context, order["run"])
             return _answer(part(project, order, project.settings(context.run_config), place), message)
-        x, _ = project.load(dict(context.node_config))
+        samples = seat.sit(context.node_config)
         memory = Memory.read(_place(context, _config(message)["run"]))
-        about = {"name": _name(context), "samples": len(x), "held": memory.held, "client": _claim(context)}
+        about = {"name": _name(context), "samples": samples, "held": memory.held, "client": _claim(context)}
         return _answer(about, message)
 
     def train(message: Message, context: Context) -> Message:
-        order = _config(message)
+        order = {**_config(message), **message.content["model"]}
         place = _place(context, order["run"])
         return _answer(
-            obey(project, order, project.settings(context.run_config), context.node_config, place), message
+            obey(seat, order, project.settings(context.run_config), context.node_config, place), message
         )
 
     app = ClientApp()
@@ -64,8 +65,39 @@ def client_app(project: Project) -> ClientApp:
     return app
 
 
+@dataclass
+class Seat:
+    """A node's data, model and gradient: made once where Flower keeps the process, for every order where it does not."""
+
+    project: Project
+    place: dict[str, Any] = field(default_factory=dict)  # the configuration of the node whose data this is
+    own: Task | None = None
+    known: tuple[Settings, int] | None = None  # what the gradient was made for
+    made: tuple[Setup, Gradient] | None = None
+
+    def sit(self, node_config: Mapping[str, Any]) -> int:
+        """Read the data, as whenever a node introduces itself: how many samples there are."""
+        p, self.place, self.known = self.project, dict(node_config), None
+        self.own = Task.from_arrays(p.model, [p.load(dict(node_config))], loss=p.loss, buffers=p.buffers)
+        return int(self.own.sizes[0])
+
+    def ready(
+        self, settings: Settings, node_config: Mapping[str, Any], client: int
+    ) -> tuple[Setup, Gradient]:
+        """What trains the node's data as client number `client`, the only one that its task knows the samples of."""
+        if self.own is None or self.place != dict(node_config):
+            self.sit(node_config)
+        if self.made is None or self.known != (settings, client):
+            own, (algorithm, work) = self.own, settings.what()
+            assert own is not None
+            offsets = np.concatenate([np.zeros(client + 1, np.int64), own.offsets[1:]])
+            setup = Setup(algorithm, replace(own, offsets=offsets), work, settings.seed)
+            self.known, self.made = (settings, client), (setup, gradient(setup, "auto"))
+        return self.made
+
+
 def obey(
-    project: Project,
+    seat: Seat,
     order: Mapping[str, Any],
     settings: Settings,
     node_config: Mapping[str, Any],
@@ -73,11 +105,10 @@ def obey(
 ) -> dict[str, Any]:
     """Train as ordered: what to send back. What is to be remembered is on disk before this returns."""
     client, version = int(order["client"]), int(order["version"])
-    algorithm, work = settings.what()
+    setup, gradients = seat.ready(settings, node_config, client)
     memory = Memory.read(place)
-    algorithm = _within_budget(algorithm, work, settings, memory.visits)
-    task = _task(project, node_config, client)
-    setup = Setup(algorithm, task, work, settings.seed)
+    setup = replace(setup, algorithm=_within_budget(setup.algorithm, setup.work, settings, memory.visits))
+    algorithm, task = setup.algorithm, setup.task
     memory.forget_all_but({str(order["start"]), str(order["taken"])})
     if not memory.receive(order, setup):
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
@@ -86,7 +117,7 @@ def obey(
     fresh = first_memory(setup)
     rows = memory.after.get(str(order["start"]), {name: v.reshape(1, -1) for name, v in fresh.items()})
     frames: dict[str, bytes] = {}
-    reply = visit(setup, gradient(setup, "auto"), Order(version, np.array([client]), down, rows), frames)
+    reply = visit(setup, gradients, Order(version, np.array([client]), down, rows), frames)
     memory.after[str(order["job"])] = reply.memory
     memory.visits += 1
     memory.write(place, keep_down=algorithm.down.builds)
@@ -184,24 +215,6 @@ class Memory:
         with open(part, "rb") as file:
             os.fsync(file.fileno())
         part.replace(place / "memory.safetensors")
-
-
-def _task(project: Project, node_config: Mapping[str, Any], client: int) -> Task:
-    """The node's own data as client number `client`, the only one that this task knows the samples of."""
-    own = Task.from_arrays(
-        project.model, [project.load(dict(node_config))], loss=project.loss, buffers=project.buffers
-    )
-    offsets = np.concatenate([np.zeros(client + 1, np.int64), own.offsets[1:]])
-    return Task(
-        own.build,
-        own.inputs,
-        own.targets,
-        own.rows,
-        offsets,
-        loss=own.loss,
-        buffers=own.buffers,
-        start=own.start,
-    )
 
 
 # Flower -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
 HELLO, LEAVE = "hello", "leave"
-SHOWN = 1000  # nodes in the status file
+SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
+Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
 
 
 def server_app(project: Project) -> ServerApp:
@@ -132,6 +133,7 @@ class Arrival:
     job: Job
     reply: Reply
     norms: Norms
+    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -190,6 +192,8 @@ class Fleet:
         self.late = 0
         self.begun = time.monotonic()
         self.met = 0.0
+        self.here: set[int] = set()  # clients whose nodes are connected
+        self.moves: list[tuple[str, int, float]] = []  # ("came" or "went", client, when) since the last step
 
     def open(self, config: Record) -> None:
         """The folder must hold this run or none."""
@@ -247,9 +251,12 @@ class Fleet:
             self.roster.members[a.job.client].taken = a.job.id
             self.bound.took(a.norms)
         self.late, self.last = 0, tick.time
+        moves, self.moves = self.moves, []
         return {
-            "versions": [a.job.version for a in self.got],
             "nodes": len(self.roster.at(self.online)),
+            "node_up": [int(sum(v.sum() for v in a.reply.sizes.values())) for a in self.got],
+            "node_down": [a.job.down for a in self.got],
+            **{kind: found for kind in ("came", "went") if (found := [m[1:] for m in moves if m[0] == kind])},
             **self.trouble.take(),
         }
 
@@ -258,10 +265,13 @@ class Fleet:
 
     def _tick(self, got: list[Arrival], versions: list[int], live: frozenset[int]) -> Tick:
         clients, now = np.array([a.job.client for a in got]), time.monotonic() - self.begun
+        spans = np.array([(a.job.since, a.at) for a in got]) - self.begun
         seen = None if self.run is None else self.run.seen
         asked = None if seen is None else seen.asked.get(self.state.t, [])
         nobody = np.array([], np.int64)
-        return Tick(self.state.t, now, clients, np.array(versions), nobody, live, self.late, asked=asked)
+        return Tick(
+            self.state.t, now, clients, np.array(versions), nobody, live, self.late, spans=spans, asked=asked
+        )  # fmt: skip
 
     def _rehearse(self, arrival: Arrival) -> None:
         """Refuse an upload that no step could be taken with, even alone: the next step goes on without it."""
@@ -309,8 +319,7 @@ class Fleet:
                 cohort, wanted = (
                     self._cohort(t, attempt, got, patient=not over) if asked or self._all_here() else ([], 0)
                 )
-                for client in cohort:
-                    self._ask(self.roster.members[client])
+                self._ask([self.roster.members[client] for client in cohort])
                 if over or (cohort and not asked):  # the deadline counts from the first order
                     until = time.monotonic() + s.deadline
                 asked += [c for c in cohort if c not in asked]
@@ -382,8 +391,8 @@ class Fleet:
         count = min(len(idle), self.schedule.concurrency - busy)
         if count > 0:
             draw = rng.generator(self.settings.seed, "arrival", self.state.t, self.asked)
-            for i in draw.choice(len(idle), count, replace=False):
-                self._ask(self.roster.members[idle[i]])
+            chosen = draw.choice(len(idle), count, replace=False)
+            self._ask([self.roster.members[idle[i]] for i in chosen])
 
     def _expire(self) -> None:
         """Give the places of asynchronous jobs past their deadline to others; a late answer counts all the same.
@@ -432,9 +441,17 @@ class Fleet:
         known = {j.node for j in self.flying.values() if j.id == HELLO}
         known |= {node for node in self.online if (HELLO, node) in self.resting}
         known |= {m.node for m in self.roster.members.values() if m.node is not None}
-        for node in sorted(self.online.keys() - known):
-            self._send(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id})
+        strangers = sorted(self.online.keys() - known)
+        self._send([(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id}) for node in strangers])
+        self._watch()
         self._status("running")
+
+    def _watch(self) -> None:
+        """Note who came and who went, for the next record."""
+        here, at = {m.client for m in self.roster.at(self.online).values()}, round(self.met - self.begun, 3)
+        moves = [("came", c, at) for c in sorted(here - self.here)]
+        moves += [("went", c, at) for c in sorted(self.here - here)]
+        self.here, self.moves = here, [*self.moves, *moves][:SHOWN]
 
     def _forget_restarted(self, woke: dict[int, str]) -> None:
         """A node that was started again knows nothing of the orders that it had; they will be given anew."""
@@ -460,7 +477,7 @@ class Fleet:
                 self._dismiss(member, None)
             elif member.node in self.online and self._may_ask(member):
                 job = Job(LEAVE, member.node, member.client, self.state.t)
-                self._send(job, MessageType.QUERY, {"run": self.id, "leave": member.taken})
+                self._send([(job, MessageType.QUERY, {"run": self.id, "leave": member.taken})])
 
     def _may_ask(self, member: Member) -> bool:
         asked = any(j.id == LEAVE and j.client == member.client for j in self.flying.values())
@@ -494,10 +511,13 @@ class Fleet:
         stays = "" if share is not None else "; its share stays, because it could not be asked for it"
         log.info("fedbraid: client %d (%s) has left for good%s", member.client, member.name, stays)
 
-    def _ask(self, member: Member) -> None:
-        """Order a member to train from the newest version."""
+    def _ask(self, members: Sequence[Member]) -> None:
+        """Order members to train from the newest version, all with one push."""
+        self.asked += len(members)
+        self._send([self._order(member) for member in members])
+
+    def _order(self, member: Member) -> Letter:
         assert member.node is not None
-        self.asked += 1
         if member.held not in self.orders:
             self.orders[member.held] = self._download(member)
         base, blob = self.orders[member.held]
@@ -506,7 +526,7 @@ class Fleet:
             "run": self.id, "job": job.id, "client": member.client, "version": self.state.t, "names": self.names,
             "start": member.accepted, "taken": member.taken, "base": base, "blob": blob,
         }  # fmt: skip
-        self._send(job, MessageType.TRAIN, order)
+        return job, MessageType.TRAIN, order
 
     def _download(self, member: Member) -> tuple[int, bytes]:
         """(the version that the message builds on, the message)."""
@@ -514,13 +534,20 @@ class Fleet:
         who = Caster(self.algorithm.downloads, t, self.settings.seed, self.layout, real=True)
         return self.algorithm.down.order(self.state.sent[t], self.state.wire, member.held, who)
 
-    def _send(self, job: Job, kind: str, content: dict[str, Any]) -> None:
-        record = RecordDict({"fedbraid": ConfigRecord(content)})
-        message = Message(
-            record, dst_node_id=job.node, message_type=kind, ttl=max(60.0, 2 * self.settings.deadline),
-            group_id=str(self.state.t),
-        )  # fmt: skip
-        for sent in self.grid.push_messages([message]):
+    def _send(self, letters: Sequence[Letter]) -> None:
+        """Push messages; the model has a record of its own, which Flower keeps once however many get it."""
+        messages = []
+        for job, kind, content in letters:
+            records = {"fedbraid": ConfigRecord({k: v for k, v in content.items() if k != "blob"})}
+            if "blob" in content:
+                records["model"] = ConfigRecord({"blob": content["blob"]})
+            messages.append(
+                Message(
+                    RecordDict(dict(records)), dst_node_id=job.node, message_type=kind, group_id=str(self.state.t),
+                    ttl=max(60.0, 2 * self.settings.deadline),
+                )
+            )  # fmt: skip
+        for sent, (job, _, _) in zip(self.grid.push_messages(messages) if messages else (), letters):
             if sent:
                 self.flying[sent] = job
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedbraid")
 
 WORTH = 0.5  # seconds of plain autograd from which looking for a faster way pays,
-COMPILING = 15.0  # and from which, on all cores, a compiler does
+COMPILING = 30.0  # and from which, on all cores, a compiler does
 SHARE = 0.02  # of the work that measuring may take
 OVERHEAD, RATE = (
     4e-4,
@@ -109,7 +109,7 @@ def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
     complete = not (ways.keys() >= {"native"} and too_short(task, wall))
     if not complete:
         del ways["native"]
-    if _measuring(task, work, cohort, len(ways)) > SHARE * wall:
+    if len(ways) == 1 or _measuring(task, work, cohort, len(ways)) > SHARE * wall:
         return Choice(next(iter(ways)), math.inf, key)
     times = {name: timed() for name, timed in ways.items()}
     chosen = min(times, key=lambda name: times[name])

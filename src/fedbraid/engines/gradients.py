@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from fedbraid.core.device import seed
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import Called
@@ -118,7 +119,7 @@ class Loop(Torch):
     def _one(self, y: Tensor, g: Tensor, batch: Batch, i: int) -> Tensor:
         self._point(y, g)
         if batch.noise is not None:
-            torch.manual_seed(int(batch.noise[0]))
+            seed(int(batch.noise[0]), self.device)
         x, t = batch.alone()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)

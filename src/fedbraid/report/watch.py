@@ -94,7 +94,7 @@ class _Answer(BaseHTTPRequestHandler):
         return not _loopback(self.server.host) or _loopback(re.sub(r":\d*$", "", asked).strip("[]"))
 
     def _say(self, code: int, kind: str, text: str) -> None:
-        body = text.encode()
+        body = text.encode(errors="replace")
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbraid.core.check import number
 from fedbraid.errors import ConfigError
 
 Ints = NDArray[np.int64]
@@ -57,8 +58,8 @@ class availability:
     ) -> None:
         if away not in ("lost", "delayed"):
             raise ConfigError(f"away={away!r} is not known; use 'lost' or 'delayed'")
-        if period is not None and not (isinstance(period, int | float) and 0 < period < math.inf):
-            raise ConfigError(f"period={period!r} is no time; use period > 0, or None to begin never again")
+        if period is not None:
+            number("period", period, "(0, inf)", "is no time after which all begins again")
         kept: Any = source
         if isinstance(source, str | os.PathLike):
             kept = os.fspath(source)

@@ -293,7 +293,9 @@ def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
         for client, began, ended in zip(record["clients"], record.get("began", ()), record.get("ended", ())):
             took.setdefault(client, []).append(ended - began)
         for client, at in record.get("came", ()):
-            there.setdefault(client, []).append([at, math.inf])
+            spans = there.setdefault(client, [])
+            if not spans or spans[-1][1] < math.inf:  # else the server was started again, and met it anew
+                spans.append([at, math.inf])
         for client, at in record.get("went", ()):
             there[client][-1][1] = at
     if not took:

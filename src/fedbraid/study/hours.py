@@ -6,13 +6,23 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedbraid.schedule import Buffered, Rounds
+from fedbraid.core.work import Work
+from fedbraid.schedule import Buffered, Rounds, Schedule
 from fedbraid.study.reproduce import ENGINE, Cell, Line, make_task, version
 
-STEPS, JUDGED = 4, 200  # local steps and test samples of a trial
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+
+STEPS, JUDGED = 2, 200  # local steps to begin with, and test samples, of a trial
+SHORT, ENOUGH, MOST = (
+    5.0,
+    0.2,
+    64,
+)  # seconds of a server step that is tried whole, of a trial; what it goes up to
 
 
 def paces(cells: Iterable[Cell], done: Mapping[str, Line], tried: Mapping[str, Any]) -> dict[str, float]:
@@ -70,40 +80,75 @@ def write(folder: Path, part: str, facts: Line) -> None:
 
 
 def attempt(cell: Cell) -> Line:
-    """Train a few steps of one client and judge a few samples, each timed the second time; what a round comes to by that."""
-    from fedbraid.engines import choose
-    from fedbraid.engines.client import Setup
-    from fedbraid.run.judge import judge
-    from fedbraid.run.simulate import algorithm_from, simulate
-
-    task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
-    work = replace(cell.work, epochs=None, steps=STEPS)
-    trained = _second(
-        lambda: simulate(
-            task, algorithm, work, Rounds(1, clients=1), seed=cell.seed, engine=ENGINE, evaluate_every=None
+    """What a server step of a cell takes: of a few of its own, or of a few local steps where those are many."""
+    task = make_task(cell.task)
+    seconds = local = _local_step(cell, task) * visits(cell) * local_steps(cell, task)
+    if local < SHORT:
+        seconds = _slope(
+            lambda n: _train(cell, task, cell.work, shortened(cell.schedule, n)),
+            1,
+            min(MOST, cell.schedule.steps),
         )
-    )
-    seconds = trained * visits(cell) * local_steps(cell, task) / STEPS
-    if task.test is not None:
-        test = task.test[0][:JUDGED], task.test[1][:JUDGED]
-        few = replace(task, test=test)
-        engine = choose(ENGINE, few, work, 1, 1)
-        engine.open(Setup(algorithm, few, work, cell.seed))
-        x = few.initial(cell.seed)
-        judged = _second(lambda: judge(engine, few, x)) * len(task.test[1]) / len(test[1])
-        engine.close()
-        seconds += judged * (1 / cell.every + cell.last / cell.schedule.steps)
+    seconds += _judged(cell, task) * (1 / cell.every + cell.last / cell.schedule.steps)
     return {
-        "cell": cell.name, "code": version(), "seconds": round(seconds, 3), "effort": cell.effort / cell.schedule.steps,
+        "cell": cell.name, "code": version(), "seconds": round(seconds, 4), "effort": cell.effort / cell.schedule.steps,
     }  # fmt: skip
 
 
-def _second(do: Callable[[], Any]) -> float:
-    """The seconds of this processor that something takes when it is done again."""
-    do()
+def _train(cell: Cell, task: Task, work: Work, schedule: Schedule) -> None:
+    """Train, at a rate at which nothing diverges."""
+    from fedbraid.run.simulate import algorithm_from, simulate
+
+    algorithm, work = algorithm_from(cell.algorithm), replace(work, lr=1e-6)
+    simulate(task, algorithm, work, schedule, seed=cell.seed, engine=ENGINE, evaluate_every=None)
+
+
+def _local_step(cell: Cell, task: Task) -> float:
+    one = Rounds(1, clients=1)
+    return _slope(lambda n: _train(cell, task, replace(cell.work, epochs=None, steps=n), one), STEPS)
+
+
+def _slope(do: Callable[[int], None], n: int, most: int = MOST) -> float:
+    """The seconds of this processor that one more takes, going up to `most`; what is done once is left out."""
+    do(1)
+    before = _timed(partial(do, n))
+    while True:
+        after = _timed(partial(do, 2 * n))
+        if after - before > ENOUGH or 4 * n > most:
+            return max(after - before, 0.0) / n
+        before, n = after, 2 * n
+
+
+def _timed(do: Callable[[], Any]) -> float:
     begun = time.process_time()
     do()
     return time.process_time() - begun
+
+
+def _judged(cell: Cell, task: Task) -> float:
+    """The seconds that the whole test set takes, by a few of its samples."""
+    from fedbraid.engines import choose
+    from fedbraid.engines.client import Setup
+    from fedbraid.run.judge import judge
+    from fedbraid.run.simulate import algorithm_from
+
+    if task.test is None:
+        return 0.0
+    few = replace(task, test=(task.test[0][:JUDGED], task.test[1][:JUDGED]), test_offsets=None)
+    engine = choose(ENGINE, few, cell.work, 1, 1)
+    engine.open(Setup(algorithm_from(cell.algorithm), few, cell.work, cell.seed))
+    x = few.initial(cell.seed)
+    judge(engine, few, x)
+    seconds = _timed(lambda: judge(engine, few, x))
+    engine.close()
+    return seconds * len(task.test[1]) / min(JUDGED, len(task.test[1]))
+
+
+def shortened(schedule: Schedule, steps: int) -> Schedule:
+    """The first steps of a schedule."""
+    if isinstance(schedule, Rounds) and isinstance(schedule.clients, tuple):
+        return replace(schedule, steps=steps, clients=schedule.clients[:steps])
+    return replace(schedule, steps=steps)
 
 
 def visits(cell: Cell) -> float:
@@ -114,7 +159,7 @@ def visits(cell: Cell) -> float:
     return len(asked[0]) if isinstance(asked, tuple) else float(asked)
 
 
-def local_steps(cell: Cell, task: Any) -> float:
+def local_steps(cell: Cell, task: Task) -> float:
     """Local steps of a client, in the mean."""
     from fedbraid.data.batches import step_counts
 

@@ -37,7 +37,8 @@ def write(home: Path) -> Path:
     text += ["", "## Cells and hours", "", _hours(home), "", "## Which code made them", "", _codes(home)]
     text += [
         "",
-        "Of these, made before SCAFFOLD's and FedShift's definitions were settled, and to be run again:",
+        "Lines from before versions were kept name the commit that brought them. Of these, made before SCAFFOLD's and FedShift's",
+        "definitions were settled, and to be run again:",
         "",
         _again(home),
     ]
@@ -103,11 +104,11 @@ def _again(home: Path) -> str:
 
 
 def _codes(home: Path) -> str:
-    """How many lines each version of the code made; the oldest did not say."""
+    """How many lines each version of the code made; the oldest know the commit that brought them."""
     rows = []
     for paper in papers(home):
         lines = Book(home / paper / "results").done(every(load(home, paper)))
-        count = Counter(line.get("code", "before versions were kept") for line in lines.values())
+        count = Counter(line["code"] for line in lines.values())
         rows += [[paper, code, str(n)] for code, n in sorted(count.items())]
     return markdown(["paper", "code", "cells"], rows)
 

@@ -229,14 +229,14 @@ def same(line: Line, cell: Cell) -> bool:
 def outdated(line: Line) -> bool:
     """Whether a definition has changed since, and with it what came out.
 
-    Before lines said which code made them, SCAFFOLD divided by K where it now divides by the effective steps of
+    While lines knew their commit at best, SCAFFOLD divided by K where it now divides by the effective steps of
     local momentum and remembered what it had sent, not what was received; FedShift moved biases too.
     """
     text, work = line["algorithm"], line["work"]
     control = "scaffold" in text and (
         ("momentum=0.0" not in work and "momentum=" in work) or "with_codecs(" in text
     )
-    return "code" not in line and (control or "fedshift(" in text)
+    return line["code"].startswith("commit ") and (control or "fedshift(" in text)
 
 
 @lru_cache(maxsize=4096)

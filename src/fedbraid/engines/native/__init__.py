@@ -223,6 +223,13 @@ def _graph(task: Task) -> Graph:
     for leaf in leaves:
         if not leaf.is_floating_point() and leaf.numel() and int(leaf.max()) >= 2**24:
             raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
+    if task.augment is not None:
+        one = tree.take(task.inputs, slice(1))
+        made = task.augment(one, torch.zeros(1, task.augment.draws)).shape
+        if made != one.shape:
+            raise Unsupported(
+                f"augmentation turns inputs of shape {tuple(one.shape)[1:]} into {tuple(made)[1:]}"
+            )
     if (tail := task.whole.buffers) is not None and tail.stop < task.whole.size:
         raise Unsupported("personal parts stand behind the running statistics")
     graph = trace(task.module(), task.whole, tree.numbers(tree.take(task.inputs, slice(1))))

@@ -1,0 +1,401 @@
+"""How fast a fleet goes, and how much memory its server takes.
+
+python benchmarks/fleet.py load --nodes 200 --rounds 3      uploads a second, beside Flower's own FedAvg app
+python benchmarks/fleet.py memory --nodes 3 --rounds 1000   the server's and the SuperLink's memory, round by round
+
+Light nodes have no torch: one process of many threads that speaks Flower's node protocol and answers every order with a
+ready upload of LeNet-5's size, 61,706 numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SHAPES = [(6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (10, 84), (10,)]
+FLEET = """
+import fedbraid as fb
+from fedbraid.models import lenet5
+
+apps = fb.deploy.apps(lenet5, "cross_entropy", lambda config: None)
+server = apps.server
+client = apps.client
+"""
+FLOWER = """
+import numpy as np
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+server = ServerApp()
+client = ClientApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
+    shapes, nodes = {shapes}, int(config["nodes"])
+    strategy = FedAvg(
+        fraction_train=1.0, fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes
+    )
+    kept = strategy.aggregate_train
+
+    def aggregate(step, replies):
+        made = kept(step, replies)
+        with open(str(config["out"]), "a") as file:
+            file.write(f"{{__import__('time').time()}}\\n")
+        return made
+
+    strategy.aggregate_train = aggregate
+    strategy.start(grid, ArrayRecord([np.zeros(s, np.float32) for s in shapes]), num_rounds=int(config["rounds"]))
+"""
+
+# Light nodes --------------------------------------------------------------------------------------------
+
+
+class Light:
+    """One node on a connection of its own."""
+
+    def __init__(self, port: int, number: int, answer: Callable[[Any, int], Any], wait: float) -> None:
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+        from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
+
+        self.port, self.number, self.answer, self.wait = port, number, answer, wait
+        self.key = ec.generate_private_key(ec.SECP384R1())
+        self.public = public_key_to_bytes(self.key.public_key())
+        self.headers = dict(RuntimeVersionMetadata.from_local_component("SuperNode").as_metadata())
+        self.line = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+
+    def call(self, path: str, request: Any, kind: type[Any]) -> Any:
+        from base64 import b64encode
+
+        from flwr.supercore.date import now
+        from flwr.supercore.primitives.asymmetric import sign_message
+        from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
+
+        stamp = now().isoformat()
+        signature = sign_message(self.key, stamp.encode("ascii"))
+        headers = self.headers | {
+            "content-type": PROTOBUF_MEDIA_TYPE, "accept": PROTOBUF_MEDIA_TYPE, "flwr-timestamp": stamp,
+            "flwr-public-key": b64encode(self.public).decode(), "flwr-signature": b64encode(signature).decode(),
+        }  # fmt: skip
+        for last in (False, True):
+            try:
+                self.line.request("POST", f"/v1/fleet/{path}", request.SerializeToString(), headers)
+                answer = self.line.getresponse()
+                body = answer.read()
+                break
+            except (http.client.HTTPException, OSError):
+                self.line.close()
+                if last:
+                    raise
+        if answer.status != 200:
+            raise RuntimeError(f"{path}: {answer.status} {body[:200]!r}")
+        return kind.FromString(body)
+
+    def serve(self) -> None:
+        """Until the process is ended."""
+        from flwr.proto import fleet_pb2 as fleet
+        from flwr.proto import heartbeat_pb2 as heart
+        from flwr.proto.node_pb2 import Node
+
+        self.call("register-node", fleet.RegisterNodeFleetRequest(public_key=self.public), fleet.RegisterNodeFleetResponse)  # fmt: skip
+        made = fleet.ActivateNodeRequest(public_key=self.public, heartbeat_interval=300)
+        node = Node(node_id=self.call("activate-node", made, fleet.ActivateNodeResponse).node_id)
+        beat = time.monotonic()
+        time.sleep(self.wait * (self.number % 20) / 20)
+        while True:
+            if time.monotonic() - beat > 100:
+                beat = time.monotonic()
+                request = heart.SendNodeHeartbeatRequest(node=node, heartbeat_interval=300)
+                self.call("send-node-heartbeat", request, heart.SendNodeHeartbeatResponse)
+            got = self.call("pull-messages", fleet.PullMessagesRequest(node=node), fleet.PullMessagesResponse)
+            if not got.messages_list:
+                time.sleep(self.wait)
+                continue
+            with contextlib.suppress(RuntimeError):  # the run may have ended meanwhile
+                self.obey(node, got.message_object_trees[0], got.messages_list[0].metadata.run_id)
+
+    def obey(self, node: Any, tree: Any, run: int) -> None:
+        from flwr.app.message import remove_content_from_message
+        from flwr.common.serde import message_to_proto
+        from flwr.proto import fleet_pb2 as fleet
+        from flwr.proto import message_pb2 as objects
+        from flwr.supercore.inflatable.inflatable_object import (
+            get_all_nested_objects,
+            get_object_tree,
+            iterate_object_tree,
+        )
+        from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+        contents = {}
+        for part in iterate_object_tree(tree):
+            request = objects.PullObjectRequest(node=node, run_id=run, object_id=part.object_id)
+            while not (
+                found := self.call("pull-object", request, objects.PullObjectResponse)
+            ).object_available:
+                time.sleep(0.05)
+            contents[part.object_id] = found.object_content
+        confirm = objects.ConfirmMessageReceivedRequest(
+            node=node, run_id=run, message_object_id=tree.object_id
+        )
+        self.call("confirm-message-received", confirm, objects.ConfirmMessageReceivedResponse)
+        order = inflate_object_from_contents(tree.object_id, contents)
+        order.metadata.__dict__["_message_id"] = tree.object_id
+        reply = self.answer(order, self.number)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        proto = message_to_proto(remove_content_from_message(reply))
+        push = fleet.PushMessagesRequest(
+            node=node, messages_list=[proto], message_object_trees=[get_object_tree(reply)], clientapp_runtime_list=[0.0]
+        )  # fmt: skip
+        told = self.call("push-messages", push, fleet.PushMessagesResponse)
+        for name, part in get_all_nested_objects(reply).items():
+            if name in told.objects_to_push:
+                request = objects.PushObjectRequest(
+                    node=node, run_id=run, object_id=name, object_content=part.deflate(), session_id=told.session_id
+                )  # fmt: skip
+                self.call("push-object", request, objects.PushObjectResponse)
+
+
+def as_fedbraid(upload: bytes) -> Callable[[Any, int], Any]:
+    """Answers with a ready upload, as our node would."""
+    from flwr.app import ConfigRecord, Message, RecordDict
+
+    def answer(order: Any, number: int) -> Any:
+        asked = order.content["fedbraid"]
+        about: dict[str, Any] = {"name": f"light-{number}", "samples": 100, "held": -1, "client": number}
+        if order.metadata.message_type == "train":
+            about = {"job": asked["job"], "held": -1, "lost": False, "loss": 1.0, "blob": upload}
+        return Message(RecordDict({"fedbraid": ConfigRecord(about)}), reply_to=order)
+
+    return answer
+
+
+def as_flower(upload: bytes) -> Callable[[Any, int], Any]:
+    """Answers with arrays of the same size, as the client of an app of Flower's own would."""
+    import numpy as np
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+    def answer(order: Any, number: int) -> Any:
+        arrays = [np.full(s, 1e-6, np.float32) for s in SHAPES]
+        for a in arrays:  # no two uploads are alike, or the SuperLink would keep one for all
+            a.flat[0] = np.random.default_rng().random()
+        content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 100, "loss": 1.0})}
+        return Message(RecordDict(content), reply_to=order)
+
+    return answer
+
+
+def nodes(port: int, count: int, kind: str, upload: Path, wait: float) -> None:
+    """A process of light nodes."""
+    assert "torch" not in sys.modules
+    answer = {"fedbraid": as_fedbraid, "flower": as_flower}[kind](upload.read_bytes())
+    threads = [threading.Thread(target=Light(port, i, answer, wait).serve, daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextlib.contextmanager
+def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
+    """That process, for as long as it is needed."""
+    import numpy as np
+
+    from fedbraid.core.wire import frame
+    from fedbraid.models import lenet5
+
+    upload = flower.scratch / "upload"
+    layout = __import__("fedbraid").Layout.of(lenet5())
+    delta = np.random.default_rng(0).normal(0, 1e-4, layout.size).astype("<f4")
+    upload.write_bytes(frame(0, 0, layout.fingerprint, delta.tobytes()))
+    words = [
+        sys.executable,
+        __file__,
+        "nodes",
+        "--port",
+        str(flower.port),
+        "--nodes",
+        str(count),
+        "--kind",
+        kind,
+    ]
+    words += ["--upload", str(upload), "--wait", str(wait)]
+    with open(flower.log(f"light-{kind}"), "wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+# Apps ---------------------------------------------------------------------------------------------------
+
+
+def make_app(place: Path, kind: str, rounds: int, count: int, out: Path) -> Path:
+    from fedbraid.deploy.project import init
+
+    app = place / kind
+    init(app)
+    if kind == "fedbraid":
+        (app / "fleet.py").write_text(FLEET)
+        return app
+    (app / "fleet.py").write_text(FLOWER.format(shapes=SHAPES))
+    text = (app / "pyproject.toml").read_text()
+    head = text[: text.index("[tool.flwr.app.config]")]
+    config = f'[tool.flwr.app.config]\nrounds = {rounds}\nnodes = {count}\nout = "{out}"\n'
+    (app / "pyproject.toml").write_text(head + config)
+    return app
+
+
+def run(flower: Any, kind: str, rounds: int, count: int, poll: float = 0.2) -> Path:
+    """Start a run: where its steps are noted."""
+    out = flower.scratch / f"run-{kind}"
+    app = make_app(flower.scratch, kind, rounds, count, out)
+    config: dict[str, Any] = {}
+    if kind == "fedbraid":
+        config = {
+            "schedule": f"rounds({rounds}, clients={count})", "nodes": count, "minimum": count, "poll": poll,
+            "identity": "name", "out": str(out), "deadline": 3600.0, "work": "Work(lr=0.1, steps=1)",
+        }  # fmt: skip
+    flower.submit(app, config)
+    return Path(out)
+
+
+def steps(out: Path, kind: str) -> list[float]:
+    """When each step was taken, by the wall clock."""
+    if kind == "flower":
+        return [float(line) for line in out.read_text().split()] if out.exists() else []
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line)["time"] for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def wait_for(
+    out: Path, kind: str, rounds: int, each: Callable[[int], None] = lambda step: None
+) -> list[float]:
+    seen = 0
+    while len(found := steps(out, kind)) < rounds:
+        for step in range(seen, len(found)):
+            each(step)
+        seen = len(found)
+        time.sleep(0.2)
+    return found
+
+
+def cpu(word: str) -> float:
+    """CPU seconds so far of the processes with this word in their command line, and of their ended children."""
+    total = 0.0
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if word in (place / "cmdline").read_text().replace("\0", " "):
+                fields = (place / "stat").read_text().rpartition(")")[2].split()
+                total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def memory(pid: int) -> float:
+    """Resident megabytes."""
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+# What is measured -----------------------------------------------------------------------------------------
+
+
+def load(count: int, rounds: int, wait: float) -> None:
+    """Uploads a second of both, one after the other on one SuperLink; the first round, with its greetings, apart."""
+    from fedbraid.deploy.trial import Flower
+
+    parts = {"SuperLink": "flower-superlink", "server app": "flwr-serverapp", "light nodes": "fleet.py nodes"}
+    with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
+        flower.link()
+        print(f"{count} light nodes, {rounds} rounds of all of them, {os.cpu_count()} cores")
+        print(
+            "| | uploads/s | first round s | CPU ms an upload: "
+            + " | ".join(parts)
+            + " | SuperLink's share of a core |"
+        )
+        for kind in ("flower", "fedbraid"):
+            with light(flower, count, kind, wait):
+                begun = time.time()
+                out = run(flower, kind, rounds + 1, count)
+                wait_for(out, kind, 1)
+                first, before = time.time(), {name: cpu(word) for name, word in parts.items()}
+                wait_for(out, kind, rounds + 1)
+                took = time.time() - first
+                spent = {name: cpu(word) - before[name] for name, word in parts.items()}
+                each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
+                told = [
+                    f"{rounds * count / took:.1f}",
+                    f"{first - begun:.0f}",
+                    *each,
+                    f"{spent['SuperLink'] / took:.0%}",
+                ]
+                print(f"| {kind} | " + " | ".join(told) + " |", flush=True)
+            time.sleep(1)
+
+
+def grow(count: int, rounds: int) -> None:
+    """Memory of server and SuperLink over many rounds."""
+    from fedbraid.deploy.trial import Flower, read_status
+    from fedbraid.run.checkpoint import Folder
+
+    with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
+        flower.link()
+        with light(flower, count, "fedbraid", 0.02):
+            out = run(flower, "fedbraid", rounds, count, poll=0.02)
+            link = flower.processes["superlink"].pid
+            marks = {max(1, rounds * k // 10) - 1 for k in range(11)}
+            print("| round | server MB | SuperLink MB |", flush=True)
+
+            def each(step: int) -> None:
+                if step in marks and (status := read_status(Folder(out))):
+                    with contextlib.suppress(OSError):
+                        print(
+                            f"| {step + 1} | {memory(status['pid']):.1f} | {memory(link):.1f} |", flush=True
+                        )
+
+            wait_for(out, "fedbraid", rounds, each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["load", "memory", "nodes"])
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument(
+        "--wait", type=float, default=3.0, help="seconds between two looks of an idle node; Flower's has 3"
+    )
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--upload", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.what == "nodes":
+        nodes(asked.port, asked.nodes, asked.kind, asked.upload, asked.wait)
+    elif asked.what == "load":
+        load(asked.nodes or 200, asked.rounds or 3, asked.wait)
+    else:
+        grow(asked.nodes or 3, asked.rounds or 1000)
+
+
+if __name__ == "__main__":
+    main()

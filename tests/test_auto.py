@@ -100,7 +100,7 @@ def test_a_damaged_memory_is_only_forgotten(cache, junk):
 
 
 def test_another_machine_remembers_nothing(cache, monkeypatch):
-    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: 1.0})
+    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: 1.0, "vmap": lambda: 2.0})
     assert auto.best(convolutional(), WORK, 2, LARGE).measured
     assert not auto.best(convolutional(), WORK, 2, LARGE).measured
     monkeypatch.setattr(auto, "cpu_model", lambda: ("another", "sse"))
@@ -113,7 +113,9 @@ def test_a_choice_that_does_not_hold_is_measured_again(cache, monkeypatch, promi
     monkeypatch.setattr(auto, "WORTH", 0.0)
     monkeypatch.setattr(auto, "SHARE", 1e9)
     monkeypatch.setattr(auto, "COMPILING", 0.0)
-    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: promised})
+    monkeypatch.setattr(
+        auto, "_candidates", lambda *_: {"loop": lambda: promised, "vmap": lambda: 2 * promised}
+    )
     task, schedule = convolutional(), fb.rounds(2, clients=2)
 
     def run() -> bool:

@@ -241,6 +241,7 @@ def test_resume_remembers_how_the_run_was_watched(tmp_path, capsys, monkeypatch)
         "track": None,
         "patience": 4,
         "keep_best": False,
+        "metric": "accuracy",
     }
     assert resumed("--patience", "0")["steps"] == 60
     assert not (place / "watching.json").exists()

@@ -24,6 +24,10 @@ def test_a_combination_agrees_with_the_interpreter(first):
     for seed in range(first, first + CHUNK):
         case = pairs.draw(seed)
         came = pairs.check(case)
+        if came.kind == "refused":  # SCALLION uploads no update
+            assert case.spec.rule.name == "scallion", f"{case}\n{came.text}"
+            assert "uploads ['dc'] and no update" in came.text or "needs 'delta'" in came.text
+            continue
         assert came.kind == "agrees", f"{case}\n{came.kind}: {came.text}"
         assert came.moved > 1e-2, f"{case}\nhardly moved, so that agreeing means little"
 

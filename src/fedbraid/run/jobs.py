@@ -75,7 +75,8 @@ class Jobs:
 
     def ticks(self, run: Run) -> Iterator[Tick]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
-        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), run.seen):
+        seen = () if run.seen is None else (run.seen,)  # for schedules that choose by it
+        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), *seen):
             if tick.step >= run.state.t:
                 tick = tick.without(run.state.gone)
             self._opens(tick)

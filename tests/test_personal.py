@@ -273,9 +273,9 @@ def test_fedbn_keeps_norms_and_their_statistics():
     assert float(means[0].abs().max()) == 0
 
     alone = task.whole.load(task.module(), task.vector(1)).train()  # client 2 by hand
-    from fedbraid.data.batches import Plan
+    from fedbraid.data.batches import Drawn
 
-    plan = Plan(task, fb.Work(lr=0.1, batch=3), np.array([2]), 0, 1)
+    plan = Drawn(task, fb.Work(lr=0.1, batch=3), np.array([2]), 0, 1)
     for k in range(int(plan.K[0])):
         x, y = plan.batch(k).alone()
         alone.zero_grad()

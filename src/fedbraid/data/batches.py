@@ -69,7 +69,7 @@ class Batch:
         return tree.numbers(x), tree.take(self.targets, self.rows[0])
 
 
-class Plan:
+class Drawn:
     """All the batches that a block of clients will see in one visit, drawn by (seed, version, client).
 
     Client i of n_i samples takes `steps(i)` steps; a short last batch is used as it is (`keep`), left

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from fedbraid.core.device import finish
 from fedbraid.core.rule import Gradient
 from fedbraid.data import tree
-from fedbraid.data.batches import Plan, batch_sizes, step_counts
+from fedbraid.data.batches import Drawn, batch_sizes, step_counts
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import cache_folder, compiler, cpu_model
@@ -222,7 +222,7 @@ LONG = 0.02  # seconds of one client's step from which a block of them says no m
 
 
 def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
-    y, batch = task.vector(0).repeat(m, 1), Plan(task, work, np.arange(m), 0, 0).batch(0)
+    y, batch = task.vector(0).repeat(m, 1), Drawn(task, work, np.arange(m), 0, 0).batch(0)
     taken = []
     clock = time.process_time if task.device.type == "cpu" else time.perf_counter
     for _ in range(times):

@@ -16,7 +16,7 @@ from fedbraid.core.device import placed
 from fedbraid.core.link import Sender, Sizes
 from fedbraid.core.names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import Gradient, Local, LocalLoop, Vectors, finished, train
-from fedbraid.data.batches import Batch, Plan, augmenting
+from fedbraid.data.batches import Batch, Drawn, augmenting
 from fedbraid.data.tree import Tree
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import FedbraidError, RunError
@@ -109,7 +109,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     if task is not setup.task:
         setup = replace(setup, task=task)
     a, work = setup.algorithm, setup.work
-    plan = Plan(task, work, order.clients, order.version, setup.seed)
+    plan = Drawn(task, work, order.clients, order.version, setup.seed)
     x = order.down["x"][None]
     K = placed(plan.K, x.device).to(x.dtype)[:, None]
     loc = Local(
@@ -150,7 +150,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
 class Mine:
     """A client's batches of one visit, as often as they are asked for."""
 
-    plan: Plan
+    plan: Drawn
     i: int
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Mine:
 
 
 def by_hand(
-    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, plan: Plan
+    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, plan: Drawn
 ) -> tuple[Tensor, Vectors, Tensor]:
     """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
     assert isinstance(grad, Loop)

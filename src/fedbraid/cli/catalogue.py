@@ -53,7 +53,10 @@ def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
         case "algorithms":
             from fedbraid import algorithms
 
-            return {**algorithms.BUILDERS, **algorithms.WRAPPERS}
+            known = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
+            return {
+                name: make for name, make in known.items() if name != "alone"
+            }  # no federation: `compare --local`
         case "codecs":
             from fedbraid.links import codecs
 

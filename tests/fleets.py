@@ -84,6 +84,8 @@ def mischief(message, context):
         answer["blob"] = frame(0, 0, layout.fingerprint, np.full(d, np.nan, "<f4").tobytes())
     if kind == "norm":
         answer["blob"] = frame(0, 0, layout.fingerprint, np.full(d, 1e6, "<f4").tobytes())
+    if kind == "huge":
+        answer["blob"] = frame(0, 0, layout.fingerprint, np.full(d, 1e18, "<f4").tobytes())
     if kind == "loss":
         answer["loss"] = "low"
     if kind == "replay":

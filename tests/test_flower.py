@@ -226,6 +226,17 @@ def test_broken_and_hostile_uploads_are_refused_and_the_rounds_go_on(fleet, user
     same(fleet.model, simulated(user, fb.fedavg(), fb.rounds(4, clients=counted))[1])
 
 
+@pytest.mark.parametrize(
+    "algorithm", ["fedadavr(lr=0.1, memory='fp16')", "with_codecs(fedavg(), down=fp16())"]
+)
+def test_one_finite_upload_of_1e18_stops_nobody(algorithm, fleet):
+    fleet.misbehave(1, "huge")
+    fleet.run(algorithm=algorithm, schedule=f"rounds(2, clients={[[0, 1, 2]] * 2})", minimum=1)
+    assert [r["clients"] for r in fleet.records] == [[0, 2], [0, 1, 2]]
+    assert [t["client"] for t in fleet.records[0]["trouble"]] == [1]
+    assert all(torch.isfinite(v).all() for v in fleet.model.values())
+
+
 # Faults -----------------------------------------------------------------------------------------------
 
 ALL = [[0, 1, 2]] * 3

@@ -24,8 +24,9 @@ def test_rows_of_many_clients_are_filled_and_committed(memory, tmp_path):
     assert (tmp_path / "state.db").stat().st_size > 200 * memory.LAYOUT.size // 2
 
 
+@pytest.mark.engines
+@pytest.mark.quick
 def test_the_servers_own_work_is_measured():
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'fedbraid[ray]'")
-    import cluster
+    import cluster  # which imports Ray
 
     assert all(cost > 0 for cost in cluster.server(1).values())

@@ -90,7 +90,7 @@ def test_a_fleet_ends_when_its_budget_is_spent(user, tmp_path):
 
 def test_a_node_uploads_no_more_than_its_budget_allows(user, tmp_path):
     from fedbraid.deploy import Project
-    from fedbraid.deploy.node import Memory, obey
+    from fedbraid.deploy.node import Memory, Seat, obey
 
     five = dp.get_epsilon_gaussian(3 / math.sqrt(5), 1e-5) + 0.01
     config = {
@@ -100,4 +100,4 @@ def test_a_node_uploads_no_more_than_its_budget_allows(user, tmp_path):
     project = Project(user["model"], "cross_entropy", user["load"], user["test"])
     Memory(visits=5).write(tmp_path, keep_down=False)
     with pytest.raises(fb.FedbraidError, match="uploaded 5 times, which is all"):
-        obey(project, {"client": 0, "version": 0}, project.settings(config), {"share": 0}, tmp_path)
+        obey(Seat(project), {"client": 0, "version": 0}, project.settings(config), {"share": 0}, tmp_path)

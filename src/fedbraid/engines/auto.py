@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedbraid")
 
 WORTH = 0.5  # seconds of plain autograd from which looking for a faster way pays,
-COMPILING = 30.0  # and from which, on all cores, a compiler does
-SHARE = 0.02  # of the work that measuring may take
+COMPILING = 0.5  # and from which, on all cores, a compiler does: what it makes is kept for all later runs
+SHARE = 2.0  # times the work that measuring may take, whose result is kept too
 OVERHEAD, RATE = (
     4e-4,
     2e10,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -42,6 +43,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_f
 from flwr.supernode.fleet_http_connection import http_request_response
 from safetensors.torch import load_file
 
+from fedbraid.core.wire import frame
 from fedbraid.deploy import keys, leaving
 from fedbraid.deploy.project import init
 from fedbraid.deploy.roster import Roster
@@ -175,9 +177,22 @@ def test_who_leaves_for_good_leaves_nothing_behind(algorithm, user, tmp_path):
 
 
 @pytest.mark.quick
-def test_who_cannot_be_asked_leaves_its_share(user, tmp_path):
+@pytest.mark.parametrize("share", ["no answer", "lost", "garbage", 1e18, float("nan")])
+def test_who_cannot_be_asked_leaves_its_share(share, user, tmp_path):
+    """Or sends back what nobody can have: refused, and the run goes on."""
+    layout = fb.Layout.of(user["model"]())
+
     def vanish(node, order, reply):
-        return None if "leave" in order.content["fedbraid"] else reply
+        if "leave" not in order.content["fedbraid"]:
+            return reply
+        answer = reply.content["fedbraid"]
+        if share == "lost":
+            answer["lost"] = True
+        elif share == "garbage":
+            answer["blob"] = b"\x00" * 40
+        elif isinstance(share, float):
+            answer["blob"] = frame(0, 0, layout.fingerprint, np.full(layout.size, share, "<f4").tobytes())
+        return None if share == "no answer" else reply
 
     class Leave:
         def step(self, record, run):
@@ -188,6 +203,7 @@ def test_who_cannot_be_asked_leaves_its_share(user, tmp_path):
     said = {"algorithm": "scaffold()", "schedule": "rounds(30, clients=2)", "deadline": 0.2, "minimum": 2}
     records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
     assert [r["left_share"] for r in records if "left" in r] == [[1]]
+    assert all(r["norm"] < 100 for r in records)
     assert all(
         1 not in r["clients"] for r in records[next(i for i, r in enumerate(records) if "left" in r) :]
     )

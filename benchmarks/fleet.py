@@ -1,7 +1,8 @@
-"""How fast a fleet goes, and how much memory its server takes.
+"""How fast a fleet goes, how much memory its server takes, and how well the simulator foretells its time.
 
 python benchmarks/fleet.py load --nodes 200 --rounds 3      uploads a second, beside Flower's own FedAvg app
 python benchmarks/fleet.py memory --nodes 3 --rounds 1000   the server's and the SuperLink's memory, round by round
+python benchmarks/fleet.py predict --rounds 12              run A's clock in the simulator, beside the time that run B takes
 
 Light nodes have no torch: one process of many threads that speaks Flower's node protocol and answers every order with a
 ready upload of LeNet-5's size, 61,706 numbers.
@@ -15,6 +16,7 @@ import http.client
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,32 @@ def main(grid: Grid, context: Context) -> None:
 
     strategy.aggregate_train = aggregate
     strategy.start(grid, ArrayRecord([np.zeros(s, np.float32) for s in shapes]), num_rounds=int(config["rounds"]))
+"""
+
+SLOW = """
+import random, time
+
+import fedbraid as fb
+import numpy as np
+from flwr.clientapp import ClientApp
+from torch import nn
+
+
+def load(config):
+    draw = np.random.default_rng(int(config["share"]))
+    return draw.normal(size=(20, 5)).astype(np.float32), draw.integers(0, 3, 20)
+
+
+def train(message, context):
+    time.sleep(float(context.node_config["slow"]) * random.uniform(0.8, 1.2))
+    return apps.client(message, context)
+
+
+apps = fb.deploy.apps(lambda: nn.Linear(5, 3), "cross_entropy", load)
+server = apps.server
+client = ClientApp()
+client.query()(lambda message, context: apps.client(message, context))
+client.train()(train)
 """
 
 # Light nodes --------------------------------------------------------------------------------------------
@@ -375,11 +403,62 @@ def grow(count: int, rounds: int) -> None:
             wait_for(out, "fedbraid", rounds, each)
 
 
+SECONDS = (3.0, 6.0, 9.0, 15.0)  # that nodes take for an order, each 20 % more or less
+
+
+def predict(rounds: int) -> None:
+    """A recorded run's clock, and what it says of other runs on the same nodes, which sleep for their slowness."""
+    import fedbraid as fb
+    from fedbraid.deploy.project import init
+    from fedbraid.deploy.trial import Flower, read_status
+    from fedbraid.run.checkpoint import Folder
+
+    known = f"rounds({rounds}, clients=2)"
+    others = [f"rounds({rounds}, clients=3)", f"buffered(steps={rounds}, buffer=2, concurrency=3)"]
+    with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
+        app = flower.scratch / "app"
+        init(app)
+        (app / "fleet.py").write_text(SLOW)
+        flower.link()
+        for i, slow in enumerate(SECONDS):
+            about = {"name": f"node-{i}", "client": i, "share": i, "slow": slow, "state": scratch}
+            flower.node(f"node-{i}", about)
+
+        def took(schedule: str) -> tuple[Path, float]:
+            """A run's folder, and its seconds from the first order to the last step."""
+            out = flower.scratch / f"run-{len(list(flower.scratch.glob('run-*')))}"
+            config = {
+                "schedule": schedule,
+                "nodes": len(SECONDS),
+                "identity": "name",
+                "out": str(out),
+                "poll": 0.2,
+            }
+            flower.submit(app, {**config, "seed": 1, "evaluate-every": 0})
+            while read_status(Folder(out)).get("state") not in ("done", "failed"):
+                time.sleep(0.5)
+            records = list(Folder(out).records())
+            return out, records[-1]["time"] - min(b for r in records for b in r["began"])
+
+        recorded, _ = took(known)
+        clock = fb.clock.from_run(recorded)
+        print(f"nodes that take {SECONDS} s, recorded: {known}", flush=True)
+        print("| run | took s | the simulator says s | off by |", flush=True)
+        for schedule in [known, *others]:
+            _, real = took(schedule)
+            head, tail = schedule[:-1].split("(")
+            made = eval(f"fb.{head}({tail}, **clock)", {"fb": fb, "clock": clock})
+            said = statistics.mean(
+                [tick.time for tick in made.ticks(len(SECONDS), seed)][-1] for seed in range(50)
+            )
+            print(f"| {schedule} | {real:.1f} | {said:.1f} | {said / real - 1:+.0%} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["load", "memory", "nodes"])
+    parser.add_argument("what", choices=["load", "memory", "predict", "nodes"])
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument(
@@ -393,6 +472,8 @@ def main() -> None:
         nodes(asked.port, asked.nodes, asked.kind, asked.upload, asked.wait)
     elif asked.what == "load":
         load(asked.nodes or 200, asked.rounds or 3, asked.wait)
+    elif asked.what == "predict":
+        predict(asked.rounds or 12)
     else:
         grow(asked.nodes or 3, asked.rounds or 1000)
 

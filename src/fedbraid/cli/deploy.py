@@ -321,6 +321,8 @@ def status(
     for trouble in inside["trouble"] if inside else ():
         typer.echo(f"  node {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
     typer.echo("\n".join(f"  {line}" for line in told["log"]))
+    if told["traceback"]:
+        typer.echo(told["traceback"])
 
 
 @app.command()

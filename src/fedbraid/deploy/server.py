@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -210,7 +211,7 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         told_to_stop = isinstance(error, SystemExit | KeyboardInterrupt)  # as when its SuperLink goes away
         ended = "done" if error is None else "stopped" if told_to_stop else "failed"
-        self._status(ended, str(error) if ended == "failed" else "")
+        self._status(ended, error if ended == "failed" else None)
 
     # A source -----------------------------------------------------------------------------------------
 
@@ -630,7 +631,7 @@ class Fleet:
         """Refused, failed or silent: counted, reported with the node's id, and the run goes on."""
         self.trouble.add(node, client, why)
 
-    def _status(self, what: str, error: str = "") -> None:
+    def _status(self, what: str, error: BaseException | None = None) -> None:
         """A small file for whoever watches."""
         asked = {j.client: j for j in self.flying.values() if j.trains}
         here, now, step = self.roster.at(self.online), time.monotonic(), self.run.state.t if self.run else 0
@@ -644,7 +645,8 @@ class Fleet:
         self.folder.write_json(
             "status.json",
             {
-                "state": what, "error": error, "step": step, "steps": self.schedule.steps, "busy": len(asked),
+                "state": what, "error": "" if error is None else str(error),
+                "traceback": "" if error is None else "".join(traceback.format_exception(error))[-10_000:], "step": step, "steps": self.schedule.steps, "busy": len(asked),
                 "nodes": len(here), "trouble": self.trouble.shown(), "pid": os.getpid(), "at": time.time(),
                 "wait": self.wait.note(), "fleet": nodes,
             },

@@ -147,16 +147,21 @@ class Light:
         beat = time.monotonic()
         time.sleep(self.wait * (self.number % 20) / 20)
         while True:
-            if time.monotonic() - beat > 100:
-                beat = time.monotonic()
-                request = heart.SendNodeHeartbeatRequest(node=node, heartbeat_interval=300)
-                self.call("send-node-heartbeat", request, heart.SendNodeHeartbeatResponse)
-            got = self.call("pull-messages", fleet.PullMessagesRequest(node=node), fleet.PullMessagesResponse)
-            if not got.messages_list:
+            try:
+                if time.monotonic() - beat > 100:
+                    request = heart.SendNodeHeartbeatRequest(node=node, heartbeat_interval=300)
+                    self.call("send-node-heartbeat", request, heart.SendNodeHeartbeatResponse)
+                    beat = time.monotonic()
+                got = self.call(
+                    "pull-messages", fleet.PullMessagesRequest(node=node), fleet.PullMessagesResponse
+                )
+                if got.messages_list:
+                    self.obey(node, got.message_object_trees[0], got.messages_list[0].metadata.run_id)
+                else:
+                    time.sleep(self.wait)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:  # as when the run has ended
+                print(f"node {self.number}: {error!r}", flush=True)
                 time.sleep(self.wait)
-                continue
-            with contextlib.suppress(RuntimeError):  # the run may have ended meanwhile
-                self.obey(node, got.message_object_trees[0], got.messages_list[0].metadata.run_id)
 
     def obey(self, node: Any, tree: Any, run: int) -> None:
         from flwr.app.message import remove_content_from_message
@@ -327,12 +332,13 @@ def wait_for(
     return found
 
 
-def cpu(word: str) -> float:
-    """CPU seconds so far of the processes with this word in their command line, and of their ended children."""
+def cpu(word: str, scratch: str) -> float:
+    """CPU seconds so far of this benchmark's processes with this word in their command line."""
     total = 0.0
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            if word in (place / "cmdline").read_text().replace("\0", " "):
+            command, around = (place / "cmdline").read_text(), (place / "environ").read_text()
+            if word in command.replace("\0", " ") and scratch in command + around:
                 fields = (place / "stat").read_text().rpartition(")")[2].split()
                 total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return total
@@ -365,10 +371,10 @@ def load(count: int, rounds: int, wait: float) -> None:
                 begun = time.time()
                 out = run(flower, kind, rounds + 1, count)
                 wait_for(out, kind, 1)
-                first, before = time.time(), {name: cpu(word) for name, word in parts.items()}
+                first, before = time.time(), {name: cpu(word, scratch) for name, word in parts.items()}
                 wait_for(out, kind, rounds + 1)
                 took = time.time() - first
-                spent = {name: cpu(word) - before[name] for name, word in parts.items()}
+                spent = {name: cpu(word, scratch) - before[name] for name, word in parts.items()}
                 each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
                 told = [
                     f"{rounds * count / took:.1f}",
@@ -387,8 +393,8 @@ def grow(count: int, rounds: int) -> None:
 
     with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
         flower.link()
-        with light(flower, count, "fedbraid", 0.02):
-            out = run(flower, "fedbraid", rounds, count, poll=0.02)
+        with light(flower, count, "fedbraid", 0.05):
+            out = run(flower, "fedbraid", rounds, count, poll=0.05)
             link = flower.processes["superlink"].pid
             marks = {max(1, rounds * k // 10) - 1 for k in range(11)}
             print("| round | server MB | SuperLink MB |", flush=True)
@@ -440,11 +446,12 @@ def predict(rounds: int) -> None:
             records = list(Folder(out).records())
             return out, records[-1]["time"] - min(b for r in records for b in r["began"])
 
+        took(f"rounds(1, clients={len(SECONDS)})")  # so that every worker has the app
         recorded, _ = took(known)
         clock = fb.clock.from_run(recorded)
         print(f"nodes that take {SECONDS} s, recorded: {known}", flush=True)
         print("| run | took s | the simulator says s | off by |", flush=True)
-        for schedule in [known, *others]:
+        for schedule in others:
             _, real = took(schedule)
             head, tail = schedule[:-1].split("(")
             made = eval(f"fb.{head}({tail}, **clock)", {"fb": fb, "clock": clock})

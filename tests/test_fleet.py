@@ -386,6 +386,34 @@ def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, user, tmp_pa
     assert len(result.history) == 2
 
 
+def test_who_does_not_say_its_name_is_shown_and_a_server_leaves_its_traceback(user, tmp_path, caplog):
+    def silent(node, order, reply):
+        if order.metadata.message_type == "query" and node == 101:
+            return None
+        return reply
+
+    def nodes():
+        if len(looks) > 20:
+            raise ValueError("the grid is gone")
+        looks.append(json.loads(status.read_text()) if status.exists() else {})
+        return honest()
+
+    grid, looks, status = in_process(user, tmp_path, 2, silent), [], tmp_path / "run" / "status.json"
+    honest, grid.get_nodes = grid.get_nodes, nodes
+    with caplog.at_level("INFO", "flwr"), pytest.raises(ValueError, match="grid is gone"):
+        driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=2)", nodes=2)
+    named, nameless = looks[-1]["fleet"]
+    assert (named["name"], nameless["client"], nameless["here"]) == ("n0", -1, True)
+    assert nameless["asked"] >= 0
+    assert (
+        "waiting for 2 nodes before the first step (1 are here), as long as it takes: node 101" in caplog.text
+    )
+    left = json.loads(status.read_text())
+    assert left["state"] == "failed"
+    assert "Traceback (most recent call last)" in left["traceback"]
+    assert "the grid is gone" in left["traceback"]
+
+
 def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
     def dies(node, order, reply):
         if order.metadata.message_type == "train" and len(grid.orders) == 4 + 1:

@@ -422,11 +422,16 @@ class Fleet:
         if seconds is not None and not self.state.t and not self.asked:
             return  # the nodes are waited for, which has no end
         now = time.monotonic()
-        silent = [
-            (now - j.since, self.roster.members[j.client].name) for j in self.flying.values() if j.trains
-        ]
+        silent = [(now - j.since, self._who(j)) for j in self.flying.values()]
         told = ", ".join(f"{who} was asked {age:.0f} s ago" for age, who in sorted(silent, reverse=True)[:10])
         self.wait.now(name, seconds, told or f"{len(self._idle())} clients are idle, none is asked")
+
+    def _who(self, job: Job) -> str:
+        return (
+            f"node {job.node}, of which no name is known,"
+            if job.id == HELLO
+            else self.roster.members[job.client].name
+        )
 
     # Messages -----------------------------------------------------------------------------------------
 
@@ -471,6 +476,12 @@ class Fleet:
             member = self.roster.named(name)
             if member is None or member.gone:
                 continue
+            if name not in self.parting:
+                log.info(
+                    "fedbraid: %s is to leave; its share is waited for, up to %g s",
+                    name,
+                    self.settings.deadline,
+                )
             since = self.parting.setdefault(name, time.monotonic())
             if not self._shares():
                 self._dismiss(member, {})
@@ -635,6 +646,13 @@ class Fleet:
         """A small file for whoever watches."""
         asked = {j.client: j for j in self.flying.values() if j.trains}
         here, now, step = self.roster.at(self.online), time.monotonic(), self.run.state.t if self.run else 0
+        nameless = [
+            {
+                "client": -1, "name": f"node {j.node}, of which no name is known", "node": str(j.node), "here": True,
+                "asked": round(now - j.since, 1),
+            }
+            for j in self.flying.values() if j.id == HELLO and j.node in self.online
+        ]  # fmt: skip
         nodes = [
             {
                 "client": m.client, "name": m.name, "node": str(m.node), "here": m.node in here,
@@ -648,7 +666,7 @@ class Fleet:
                 "state": what, "error": "" if error is None else str(error),
                 "traceback": "" if error is None else "".join(traceback.format_exception(error))[-10_000:], "step": step, "steps": self.schedule.steps, "busy": len(asked),
                 "nodes": len(here), "trouble": self.trouble.shown(), "pid": os.getpid(), "at": time.time(),
-                "wait": self.wait.note(), "fleet": nodes,
+                "wait": self.wait.note(), "fleet": [*nodes, *nameless[:SHOWN]],
             },
         )  # fmt: skip
 

@@ -65,24 +65,25 @@ class Worker:
         """Until this process is ended, or there is no SuperNode any more."""
         import httpx
 
+        lost: float | None = None  # since when there is no answer
         with self._connected() as link:
-            heard = time.monotonic()
             while True:
                 try:
                     token = token or self._next(link)
-                    heard = time.monotonic()
+                    lost = None
                     if token:
                         self._do(token)
                     else:
                         time.sleep(POLL)
-                    token = None
                 except httpx.TransportError as error:
-                    token = None
-                    if time.monotonic() - heard > PATIENCE:
-                        raise SystemExit(
-                            f"no SuperNode at {self.address} for {PATIENCE:g} s: {error}"
-                        ) from error
+                    if lost is None:
+                        lost = time.monotonic()
+                        say(f"waiting for the SuperNode at {self.address}, {PATIENCE:g} s at most")
+                    elif time.monotonic() - lost > PATIENCE:
+                        why = f"no SuperNode at {self.address} for {PATIENCE:g} s: {error}"
+                        raise SystemExit(why) from error
                     time.sleep(POLL)
+                token = None
 
     def _next(self, link: Any) -> str | None:
         """Take a task, if there is one; that of another app is the first of a fresh process."""
@@ -98,22 +99,27 @@ class Worker:
 
     def _do(self, token: str) -> None:
         """As `flwr-clientapp` does it, but that the app is loaded once."""
+        import httpx
         from flwr.app import Message
         from flwr.app.error import Error
         from flwr.common.constant import ErrorCode, SubStatus
         from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
         failed = ""
-        with self._connected(token) as link, _beating(link):
-            message, context, run, fab = pull_task_input(link)
+        with self._connected(token) as link:
             try:
-                reply = self._loaded(run, fab)(message=message, context=context)
-            except (Exception, KeyboardInterrupt) as error:  # a heart that is not answered interrupts
-                failed = f"{type(error)}:<'{error}'>"
-                traceback.print_exception(error)
-                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, failed), reply_to=message)
-            push_message(link, reply, context)
-            push_task_output(link, context, SubStatus.FAILED if failed else SubStatus.COMPLETED, failed)
+                message, context, run, fab = pull_task_input(link)
+            except (httpx.HTTPStatusError, RuntimeError) as error:  # it expired, and will be given again
+                return say(f"a task could not be taken: {error}")
+            with _beating(link):
+                try:
+                    reply = self._loaded(run, fab)(message=message, context=context)
+                except (Exception, KeyboardInterrupt) as error:  # a heart that is not answered interrupts
+                    failed = f"{type(error)}:<'{error}'>"
+                    traceback.print_exception(error)
+                    reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, failed), reply_to=message)
+                push_message(link, reply, context)
+                push_task_output(link, context, SubStatus.FAILED if failed else SubStatus.COMPLETED, failed)
         if failed:
             afresh("an order failed")
 
@@ -179,8 +185,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("secret", type=Path)
     asked = parser.parse_args(words)
     token = os.environ.pop(TOKEN, None)
-    import fedbraid.deploy.node  # noqa: F401  so that the first order need not wait for it
-
+    if token is None:
+        import fedbraid.deploy.node  # noqa: F401  so that the first order need not wait for it
     Worker(asked.address, asked.secret.read_bytes()).run(token)
 
 

@@ -298,7 +298,7 @@
       html("p", null, `${data.fleets.length > 1 ? `${f.name}: ` : ""}${f.state}, ${f.nodes} of ${f.fleet.length + f.more} nodes connected. ${waits}`),
       f.silent === null ? null : html("p", { class: "bad" }, `The server was last heard of ${f.silent} s ago; see: fedbraid deploy doctor`),
       html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0" }, html("table", null, cells("th", "node", "client", "connected", "order"),
-        ...f.fleet.map((n) => cells("td", n.name, String(n.client), n.here ? "yes" : "no", asked(n)))))),
+        ...f.fleet.map((n) => cells("td", n.name, n.client < 0 ? dash : String(n.client), n.here ? "yes" : "no", asked(n)))))),
       f.more ? html("p", { class: "soft note" }, `and ${f.more} more`) : null,
       ...f.trouble.map((t) => html("p", { class: "bad" }, `node ${t.node}: ${t.why} (${t.times} times)`)),
       f.error ? html("pre", null, f.error) : null,

@@ -2,6 +2,7 @@
 
 python benchmarks/fleet.py load --nodes 200 --rounds 3      uploads a second, beside Flower's own FedAvg app
 python benchmarks/fleet.py memory --nodes 3 --rounds 1000   the server's and the SuperLink's memory, round by round
+python benchmarks/fleet.py own --nodes 200 --rounds 5       the server's own CPU time and memory, without a SuperLink
 python benchmarks/fleet.py predict --rounds 12              run A's clock in the simulator, beside the time that run B takes
 
 Light nodes have no torch: one process of many threads that speaks Flower's node protocol and answers every order with a
@@ -244,18 +245,24 @@ def nodes(port: int, count: int, kind: str, upload: Path, wait: float) -> None:
         thread.join()
 
 
-@contextlib.contextmanager
-def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
-    """That process, for as long as it is needed."""
+def upload() -> bytes:
+    """A ready upload of LeNet-5's size."""
     import numpy as np
 
+    from fedbraid import Layout
     from fedbraid.core.wire import frame
     from fedbraid.models import lenet5
 
-    upload = flower.scratch / "upload"
-    layout = __import__("fedbraid").Layout.of(lenet5())
+    layout = Layout.of(lenet5())
     delta = np.random.default_rng(0).normal(0, 1e-4, layout.size).astype("<f4")
-    upload.write_bytes(frame(0, 0, layout.fingerprint, delta.tobytes()))
+    return frame(0, 0, layout.fingerprint, delta.tobytes())
+
+
+@contextlib.contextmanager
+def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
+    """That process, for as long as it is needed."""
+    place = flower.scratch / "upload"
+    place.write_bytes(upload())
     words = [
         sys.executable,
         __file__,
@@ -267,7 +274,7 @@ def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subproces
         "--kind",
         kind,
     ]
-    words += ["--upload", str(upload), "--wait", str(wait)]
+    words += ["--upload", str(place), "--wait", str(wait)]
     with open(flower.log(f"light-{kind}"), "wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -300,14 +307,15 @@ def run(flower: Any, kind: str, rounds: int, count: int, poll: float = 0.2) -> P
     """Start a run: where its steps are noted."""
     out = flower.scratch / f"run-{kind}"
     app = make_app(flower.scratch, kind, rounds, count, out)
-    config: dict[str, Any] = {}
-    if kind == "fedbraid":
-        config = {
-            "schedule": f"rounds({rounds}, clients={count})", "nodes": count, "minimum": count, "poll": poll,
-            "identity": "name", "out": str(out), "deadline": 3600.0, "work": "Work(lr=0.1, steps=1)",
-        }  # fmt: skip
-    flower.submit(app, config)
+    flower.submit(app, config(rounds, count, poll, out) if kind == "fedbraid" else {})
     return Path(out)
+
+
+def config(rounds: int, count: int, poll: float, out: Path) -> dict[str, Any]:
+    return {
+        "schedule": f"rounds({rounds}, clients={count})", "nodes": count, "minimum": count, "poll": poll,
+        "identity": "name", "out": str(out), "deadline": 3600.0, "work": "Work(lr=0.1, steps=1)",
+    }  # fmt: skip
 
 
 def steps(out: Path, kind: str) -> list[float]:
@@ -409,6 +417,56 @@ def grow(count: int, rounds: int) -> None:
             wait_for(out, "fedbraid", rounds, each)
 
 
+class Nowhere:
+    """A grid without a SuperLink, whose nodes have answered before they are asked."""
+
+    def __init__(self, count: int, upload: bytes) -> None:
+        self.count, self.answer, self.replies, self.sent = count, as_fedbraid(upload), {}, 0
+
+    def get_nodes(self) -> Iterator[Any]:
+        from flwr.proto.node_pb2 import NodeInfo
+
+        return (NodeInfo(node_id=i + 1, public_key=b"k", last_activated_at="") for i in range(self.count))
+
+    def push_messages(self, messages: list[Any]) -> Iterator[str]:
+        for message in messages:
+            self.sent += 1
+            message.metadata.__dict__["_message_id"] = str(self.sent)
+            self.replies[str(self.sent)] = self.answer(message, message.metadata.dst_node_id - 1)
+            yield str(self.sent)
+
+    def pull_messages(self, ids: list[str]) -> list[Any]:
+        return [self.replies.pop(i) for i in ids]
+
+
+def own(count: int, rounds: int) -> None:
+    """What is left when Flower is taken away."""
+    import logging
+
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedbraid.deploy import Project
+    from fedbraid.deploy.server import serve
+    from fedbraid.models import lenet5
+
+    TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    marks = {max(1, rounds * k // 10) for k in range(11)}
+
+    class Scale:
+        def step(self, record: Any, run: Any) -> None:
+            if record["step"] in marks:
+                print(f"| {record['step']} | {memory(os.getpid()):.1f} |", flush=True)
+
+    print("| round | server MB |")
+    with tempfile.TemporaryDirectory() as scratch:
+        project = Project(lenet5, "cross_entropy", lambda config: None, callbacks=(Scale(),))
+        settings = project.settings(config(rounds, count, 0.001, Path(scratch) / "run"))
+        begun = time.process_time()
+        serve(project, settings, Nowhere(count, upload()))
+        print(f"{1000 * (time.process_time() - begun) / (rounds * count):.2f} ms of CPU an upload")
+
+
 SECONDS = (3.0, 6.0, 9.0, 15.0)  # that nodes take for an order, each 20 % more or less
 
 
@@ -465,7 +523,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["load", "memory", "predict", "nodes"])
+    parser.add_argument("what", choices=["load", "memory", "own", "predict", "nodes"])
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument(
@@ -479,6 +537,8 @@ def main() -> None:
         nodes(asked.port, asked.nodes, asked.kind, asked.upload, asked.wait)
     elif asked.what == "load":
         load(asked.nodes or 200, asked.rounds or 3, asked.wait)
+    elif asked.what == "own":
+        own(asked.nodes or 200, asked.rounds or 5)
     elif asked.what == "predict":
         predict(asked.rounds or 12)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.algorithms.private import Noised, of_mean
+from fedbraid.algorithms.private import HiddenExamples, Noised, hiding, of_mean, with_noise
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work
-from fedbraid.data.batches import step_counts
+from fedbraid.data.batches import batch_sizes, step_counts
 from fedbraid.errors import ConfigError
 from fedbraid.links.private import Around, Clipped, OwnNoise
 from fedbraid.schedule import Buffered, Rounds, Schedule
@@ -177,6 +177,67 @@ class OwnBudgets:
         return self.cautious and self.largest >= self.most
 
 
+@dataclass
+class ExampleBudgets:
+    """ε of every client by its own local steps, whose batches it draws and noises itself; records carry the largest.
+
+    A client's steps each spend as a Poisson-sampled Gaussian, and the more the larger a share of its samples a batch takes.
+    """
+
+    z: float
+    delta: float
+    rates: NDArray[np.float64]  # by client: the share of its samples that a batch takes
+    steps: NDArray[np.int64]  # by client, of one visit
+    epsilon: float | None = None  # a budget
+    totals: Counter[int] | None = None  # visits in the whole run, where they are known
+    visits: Counter[int] = field(default_factory=Counter)
+    most: dict[float, int] = field(default_factory=dict)  # steps so far, by rate
+
+    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
+        for came in cohorts:
+            self._count(came)
+
+    def _count(self, came: Sequence[int]) -> None:
+        self.visits.update(came)
+        for c in came:
+            rate, taken = float(self.rates[c]), self._taken(c)
+            self.most[rate] = max(self.most.get(rate, 0), taken)
+
+    def _taken(self, c: int) -> int:
+        """Steps of a client, rounded up to where ε is accounted; at the end exact."""
+        taken = accounted_at(int(self.steps[c]) * self.visits[c])
+        return taken if self.totals is None else min(taken, int(self.steps[c]) * self.totals[c])
+
+    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+        self._count(came)
+        if self.z == 0 or not self.most:
+            return {}
+        return {"epsilon": max(epsilon_of(how, self.z, self.delta, n) for how, n in worst(self.most))}
+
+    def affords(self, coming: Sequence[int]) -> bool:
+        if self.epsilon is None or self.totals is None:
+            return True
+        after = self.visits + Counter(coming)
+        return all(int(self.steps[c]) * after[c] <= self._allowed(c, self.epsilon) for c in {*coming})
+
+    def _allowed(self, c: int, epsilon: float) -> int:
+        assert self.totals is not None
+        how, n = Mechanism("poisson", float(self.rates[c])), int(self.steps[c]) * max(1, self.totals[c])
+        return affordable(how, self.z, epsilon, self.delta, n)
+
+    def ends(self, step: int) -> bool:
+        return False
+
+
+def worst(most: Mapping[float, int]) -> list[tuple[Mechanism, int]]:
+    """Those of (rate: steps) that no other one exceeds in both, of which one spends most."""
+    found: list[tuple[Mechanism, int]] = []
+    for rate in sorted(most, reverse=True):
+        if not found or most[rate] > found[-1][1]:
+            found.append((Mechanism("poisson", rate), most[rate]))
+    return found
+
+
 # Binding --------------------------------------------------------------------------------------------
 
 
@@ -200,13 +261,20 @@ class Crowd:
         """The most times that any client comes, or may come where nobody knows."""
         if self.seed is None:
             return self.schedule.steps * (self.schedule.buffer if isinstance(self.schedule, Buffered) else 1)
+        return max(self.counted().values(), default=1)
+
+    def counted(self) -> Counter[int]:
+        """How often each client comes in the whole run, which a seed tells."""
+        assert self.seed is not None
         ticks = self.schedule.ticks(self.clients, self.seed)
-        return max(Counter(c for tick in ticks for c in tick.clients.tolist()).values(), default=1)
+        return Counter(c for tick in ticks for c in tick.clients.tolist())
 
 
 def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
+    if (own := hiding(algorithm.rule)) is not None:
+        return _bound_examples(algorithm, own, crowd)
     if not isinstance(gather, Noised) and not isinstance(up, OwnNoise):
         if isinstance(up, Around):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
@@ -234,6 +302,46 @@ def _bound_own(algorithm: Algorithm, up: OwnNoise, crowd: Crowd) -> tuple[Algori
     z, most = _afford(up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.visits())
     new = replace(algorithm, up=replace(up, z=z))
     return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
+
+
+def _bound_examples(
+    algorithm: Algorithm, own: HiddenExamples, crowd: Crowd
+) -> tuple[Algorithm, tuple[Spending, ...]]:
+    work = crowd.work
+    if (work.replace, work.last, work.shuffle) != (False, "keep", True):
+        raise ConfigError(
+            "unit='example' takes every example with probability batch/n, in no order; leave out replace=, last= and shuffle="
+        )
+    if crowd.sizes is None:
+        raise ConfigError(
+            "unit='example' is accounted by how many samples each client holds, which nobody knows here; use it in"
+            " simulations"
+        )
+    if own.delta >= 1 / crowd.sizes.max(initial=1):
+        log.warning(
+            f"delta={own.delta} is no less than 1/{crowd.sizes.max()}, one example among a client's; use a smaller one"
+        )
+    rates, steps = batch_sizes(crowd.sizes, work) / crowd.sizes, step_counts(crowd.sizes, work)
+    totals = crowd.counted()
+    most: dict[float, int] = {}
+    for c, visits in totals.items():
+        most[float(rates[c])] = max(most.get(float(rates[c]), 0), int(steps[c]) * visits)
+    z = own.noise if own.noise is not None else _least(own, worst(most))
+    if own.noise is not None and own.epsilon is not None:
+        for how, n in worst(most):
+            affordable(how, z, own.epsilon, own.delta, n)  # at least one step
+    budget = ExampleBudgets(z, own.delta, rates, steps, None if own.noise is None else own.epsilon, totals)
+    return replace(algorithm, rule=with_noise(algorithm.rule, z)), (budget,)
+
+
+def _least(own: HiddenExamples, kinds: list[tuple[Mechanism, int]]) -> float:
+    """The noise that keeps everybody's budget."""
+    assert own.epsilon is not None
+    z = 0.0
+    for how, n in kinds:
+        if not z or epsilon_of(how, z, own.delta, n) > own.epsilon:
+            z = solved(how, own.epsilon, own.delta, n)
+    return z
 
 
 def _check(algorithm: Algorithm, crowd: Crowd) -> None:

@@ -409,6 +409,8 @@ def simulate(
         engine = known.get("engine", "auto")
     if engine == "auto" and (algorithm.rule.loop() is not None or task.compares):
         engine = "in_process(backend='loop')"
+    if engine == "auto" and algorithm.rule.examples() is not None:  # what was measured is of plain gradients
+        engine = "in_process"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)

@@ -309,9 +309,7 @@ def _check_uploads(who: str, uploads: Mapping[str, Upload]) -> None:
             )
 
 
-def _check_examples(
-    who: str, rule: Rule, clip: Clip, where: str, scales: Mapping[str, float] | None
-) -> None:
+def _check_examples(who: str, rule: Rule, clip: Clip, where: str, scales: Mapping[str, float] | None) -> None:
     """Refuse what would tell of examples beside the noised gradients of local steps."""
     if clip == "adaptive":
         raise ConfigError(
@@ -342,7 +340,7 @@ def gradients_besides(rule: Rule) -> bool:
 
     layout, x, one = Layout.from_shapes([("w", (2, 1)), ("b", (2,))]), torch.zeros(1, 4), torch.ones(2, 1)
     memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in rule.init(x[0]).items()}
-    down = defaultdict(lambda: torch.ones(1, 4))
+    down: Vectors = defaultdict(lambda: torch.ones(1, 4))
     loc = Local(x, down, memory, 0.1, one, one, one, 0, layout, gradient, gradient)
     s = rule.start(loc)
     v, s = rule.step(torch.ones(2, 4), x.repeat(2, 1), s, loc)

@@ -105,7 +105,13 @@ class Drawn:
     """
 
     def __init__(
-        self, task: Task, work: Work, clients: NDArray[np.int64], version: int, seed: int, hide: str | None = None
+        self,
+        task: Task,
+        work: Work,
+        clients: NDArray[np.int64],
+        version: int,
+        seed: int,
+        hide: str | None = None,
     ) -> None:
         self.task, self.work, self.clients, self.version, self.seed = task, work, clients, version, seed
         self.hide = hide
@@ -154,7 +160,9 @@ class Drawn:
             rng.unpredicted(m * most).reshape(m, most) if real
             else rng.uniform(self.seed, "examples", self.version, self.clients[:, None], k, column)
         )  # fmt: skip
-        taken = (draw * self.n[:, None] < planned[:, None]) & (column < self.n[:, None]) & (k < self.K)[:, None]
+        taken = (
+            (draw * self.n[:, None] < planned[:, None]) & (column < self.n[:, None]) & (k < self.K)[:, None]
+        )
         count = taken.sum(1)
         width = max(1, int(count.max()))
         picked = np.argsort(~taken, axis=1, kind="stable")[:, :width]

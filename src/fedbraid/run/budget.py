@@ -24,6 +24,8 @@ from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
 
+Sizes = NDArray[np.int64]  # samples by client
+
 APART = 2**0.25  # steps at which ε is accounted exactly grow by this
 
 
@@ -72,7 +74,10 @@ class Mechanism:
     def epsilon(self, z: float, delta: float, steps: int) -> float:
         """ε after so many steps with noise multiplier z."""
         dp = _library()
-        if self.kind == "all":  # a client's uploads may be empty ones instead, in every step
+        if self.kind == "all" or (self.kind, self.rate) == (
+            "poisson",
+            1,
+        ):  # one may send nothing, in every step
             return float(dp.get_epsilon_gaussian(z / math.sqrt(steps), delta))
         if self.kind == "own":  # and here any others, which are up to 2C away
             return float(dp.get_epsilon_gaussian(z / 2 / math.sqrt(steps), delta))
@@ -103,10 +108,10 @@ class Spending(Protocol):
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         """Count what steps before a resume spent, by who came to each."""
 
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
-        """For the record of a step; nothing where there is no noise, and so no ε."""
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+        """For the record of a step, by samples of each client; nothing where there is no noise, and so no ε."""
 
-    def affords(self, coming: Sequence[int]) -> bool:
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         """Whether a step may be taken that these clients come to."""
 
     def ends(self, step: int) -> bool:
@@ -125,12 +130,12 @@ class Budget:
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         """Nothing to count: a step spends the same whoever comes."""
 
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         if self.z == 0:
             return {}
         return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(accounted_at(step), self.last))}
 
-    def affords(self, coming: Sequence[int]) -> bool:
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         return True
 
     def ends(self, step: int) -> bool:
@@ -164,13 +169,13 @@ class OwnBudgets:
         self.visits.update(came)
         self.largest = max([self.largest, *(self.visits[c] for c in came)])
 
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         self._count(came)
         if self.z == 0 or not self.largest:
             return {}
         return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
 
-    def affords(self, coming: Sequence[int]) -> bool:
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         return all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
 
     def ends(self, step: int) -> bool:
@@ -181,61 +186,92 @@ class OwnBudgets:
 class ExampleBudgets:
     """ε of every client by its own local steps, whose batches it draws and noises itself; records carry the largest.
 
-    A client's steps each spend as a Poisson-sampled Gaussian, and the more the larger a share of its samples a batch takes.
+    A step spends as a Poisson-sampled Gaussian does, the more the larger a share of its samples a batch takes.
     """
 
-    z: float
-    delta: float
-    rates: NDArray[np.float64]  # by client: the share of its samples that a batch takes
-    steps: NDArray[np.int64]  # by client, of one visit
-    epsilon: float | None = None  # a budget
+    own: HiddenExamples
+    work: Work
+    z: float | None  # None: what keeps the budget of each client if it comes every time
+    longest: int  # the most visits that anybody makes, or may make
     totals: Counter[int] | None = None  # visits in the whole run, where they are known
     visits: Counter[int] = field(default_factory=Counter)
-    most: dict[float, int] = field(default_factory=dict)  # steps so far, by rate
+    most: dict[int, int] = field(default_factory=dict)  # visits so far, by samples
+    late: set[int] = field(default_factory=set)  # who came and is not among them yet
+    out: bool = False  # whether somebody may not come again
 
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         for came in cohorts:
-            self._count(came)
+            self.visits.update(came)
+        self.late.update(self.visits)
 
-    def _count(self, came: Sequence[int]) -> None:
+    def _count(self, came: Sequence[int], sizes: Sizes) -> None:
         self.visits.update(came)
-        for c in came:
-            rate, taken = float(self.rates[c]), self._taken(c)
-            self.most[rate] = max(self.most.get(rate, 0), taken)
+        self.late.update(came)
+        while self.late:
+            c = self.late.pop()
+            n, all_of_it = int(sizes[c]), self.longest if self.totals is None else self.totals[c]
+            self.most[n] = max(self.most.get(n, 0), min(accounted_at(self.visits[c]), all_of_it))
+            self.out |= self._limited and self.visits[c] >= self._allowed(n)
 
-    def _taken(self, c: int) -> int:
-        """Steps of a client, rounded up to where ε is accounted; at the end exact."""
-        taken = accounted_at(int(self.steps[c]) * self.visits[c])
-        return taken if self.totals is None else min(taken, int(self.steps[c]) * self.totals[c])
-
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
-        self._count(came)
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+        self._count(came, sizes)
         if self.z == 0 or not self.most:
             return {}
-        return {"epsilon": max(epsilon_of(how, self.z, self.delta, n) for how, n in worst(self.most))}
+        who = self.most if self.z is None else worst(self.most, self.work)
+        return {"epsilon": max(self._epsilon(n, visits) for n, visits in who.items())}
 
-    def affords(self, coming: Sequence[int]) -> bool:
-        if self.epsilon is None or self.totals is None:
-            return True
+    def _epsilon(self, n: int, visits: int) -> float:
+        how, steps = own_steps(n, self.work)
+        return epsilon_of(how, self._noise(n), self.own.delta, steps * visits)
+
+    def _noise(self, n: int) -> float:
+        return least(self.own, {n: self.longest}, self.work) if self.z is None else self.z
+
+    @property
+    def _limited(self) -> bool:
+        return self.own.noise is not None and self.own.epsilon is not None
+
+    def _allowed(self, n: int) -> int:
+        """How often a client of so many samples may come."""
+        how, steps = own_steps(n, self.work)
+        assert self.own.epsilon is not None
+        return (
+            affordable(how, self._noise(n), self.own.epsilon, self.own.delta, steps * self.longest) // steps
+        )
+
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         after = self.visits + Counter(coming)
-        return all(int(self.steps[c]) * after[c] <= self._allowed(c, self.epsilon) for c in {*coming})
-
-    def _allowed(self, c: int, epsilon: float) -> int:
-        assert self.totals is not None
-        how, n = Mechanism("poisson", float(self.rates[c])), int(self.steps[c]) * max(1, self.totals[c])
-        return affordable(how, self.z, epsilon, self.delta, n)
+        return not self._limited or all(after[c] <= self._allowed(int(sizes[c])) for c in {*coming})
 
     def ends(self, step: int) -> bool:
-        return False
+        return self.totals is None and self.out  # nobody knows who comes next
 
 
-def worst(most: Mapping[float, int]) -> list[tuple[Mechanism, int]]:
-    """Those of (rate: steps) that no other one exceeds in both, of which one spends most."""
-    found: list[tuple[Mechanism, int]] = []
-    for rate in sorted(most, reverse=True):
-        if not found or most[rate] > found[-1][1]:
-            found.append((Mechanism("poisson", rate), most[rate]))
+def own_steps(n: int, work: Work) -> tuple[Mechanism, int]:
+    """(what each local step of a client of n samples is, how many there are in a visit)."""
+    one = np.array([n], np.int64)
+    return Mechanism("poisson", float(batch_sizes(one, work)[0] / n)), int(step_counts(one, work)[0])
+
+
+def worst(most: Mapping[int, int], work: Work) -> dict[int, int]:
+    """Those of (samples: visits) that no other exceeds both in how large a share a batch takes and in steps."""
+    found: dict[int, int] = {}
+    top = 0
+    for n in sorted(most, key=lambda n: -own_steps(n, work)[0].rate):
+        if (steps := own_steps(n, work)[1] * most[n]) > top:
+            found[n], top = most[n], steps
     return found
+
+
+def least(own: HiddenExamples, most: Mapping[int, int], work: Work) -> float:
+    """The noise that keeps the budget of all clients, by samples and visits."""
+    assert own.epsilon is not None
+    z = 0.0
+    for n, visits in worst(most, work).items():
+        how, steps = own_steps(n, work)
+        if not z or epsilon_of(how, z, own.delta, steps * visits) > own.epsilon:
+            z = solved(how, own.epsilon, own.delta, steps * visits)
+    return z
 
 
 # Binding --------------------------------------------------------------------------------------------
@@ -307,41 +343,39 @@ def _bound_own(algorithm: Algorithm, up: OwnNoise, crowd: Crowd) -> tuple[Algori
 def _bound_examples(
     algorithm: Algorithm, own: HiddenExamples, crowd: Crowd
 ) -> tuple[Algorithm, tuple[Spending, ...]]:
+    """Noise for the worst client of a simulation; real ones, unless it was given, each solve for their own."""
     work = crowd.work
     if (work.replace, work.last, work.shuffle) != (False, "keep", True):
         raise ConfigError(
             "unit='example' takes every example with probability batch/n, in no order; leave out replace=, last= and shuffle="
         )
-    if crowd.sizes is None:
-        raise ConfigError(
-            "unit='example' is accounted by how many samples each client holds, which nobody knows here; use it in"
-            " simulations"
-        )
-    if own.delta >= 1 / crowd.sizes.max(initial=1):
+    sizes = np.zeros(0, np.int64) if crowd.sizes is None else crowd.sizes
+    totals = None if crowd.seed is None else crowd.counted()
+    longest = crowd.visits() if totals is None else max(totals.values(), default=1)
+    most: dict[int, int] = {}
+    for c, n in enumerate(sizes.tolist()):
+        most[n] = max(most.get(n, 0), longest if totals is None else totals[c])
+    _check_examples(own, dict.fromkeys(most, 1), work)
+    z = least(own, most, work) if own.noise is None and most else own.noise
+    budget = ExampleBudgets(own, work, z, longest, totals)
+    return replace(algorithm, rule=with_noise(algorithm.rule, math.nan if z is None else z)), (budget,)
+
+
+def _check_examples(own: HiddenExamples, once: Mapping[int, int], work: Work) -> None:
+    """Refuse a budget that a first visit would exceed; warn of a δ that one example among all exceeds."""
+    if own.delta >= 1 / max(once, default=1):
         log.warning(
-            f"delta={own.delta} is no less than 1/{crowd.sizes.max()}, one example among a client's; use a smaller one"
+            f"delta={own.delta} is no less than 1/{max(once, default=1)}, one example among a client's; use a smaller one"
         )
-    rates, steps = batch_sizes(crowd.sizes, work) / crowd.sizes, step_counts(crowd.sizes, work)
-    totals = crowd.counted()
-    most: dict[float, int] = {}
-    for c, visits in totals.items():
-        most[float(rates[c])] = max(most.get(float(rates[c]), 0), int(steps[c]) * visits)
-    z = own.noise if own.noise is not None else _least(own, worst(most))
-    if own.noise is not None and own.epsilon is not None:
-        for how, n in worst(most):
-            affordable(how, z, own.epsilon, own.delta, n)  # at least one step
-    budget = ExampleBudgets(z, own.delta, rates, steps, None if own.noise is None else own.epsilon, totals)
-    return replace(algorithm, rule=with_noise(algorithm.rule, z)), (budget,)
-
-
-def _least(own: HiddenExamples, kinds: list[tuple[Mechanism, int]]) -> float:
-    """The noise that keeps everybody's budget."""
-    assert own.epsilon is not None
-    z = 0.0
-    for how, n in kinds:
-        if not z or epsilon_of(how, z, own.delta, n) > own.epsilon:
-            z = solved(how, own.epsilon, own.delta, n)
-    return z
+    if own.noise is None or own.epsilon is None:
+        return
+    for n in worst(once, work):
+        how, steps = own_steps(n, work)
+        if (spends := epsilon_of(how, own.noise, own.delta, steps)) > own.epsilon:
+            raise ConfigError(
+                f"noise={own.noise} spends epsilon={spends:.3g} in one visit of a client with {n} samples, more than the"
+                f" budget of {own.epsilon}; raise noise= or epsilon="
+            )
 
 
 def _check(algorithm: Algorithm, crowd: Crowd) -> None:

@@ -95,7 +95,8 @@ class Native:
         self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
         self._evaluate = lib.fedbraid_evaluate
         p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int, *[f, f, p, p] * private]
+        more: list[Any] = [f, f, p, p] if private else []
+        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int, *more]
         self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
 
     def alone(self) -> Native:

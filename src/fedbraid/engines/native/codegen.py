@@ -147,7 +147,9 @@ class _Writer:
         self.written.clear()
         places = [w for _, op in ops for w in op.weights if w is not None and w.trained]
         if len(places) > len(set(places)) or self.graph.mixes:
-            raise Unsupported("a layer is used twice, or mixes samples, so that norms of their gradients do not add up")
+            raise Unsupported(
+                "a layer is used twice, or mixes samples, so that norms of their gradients do not add up"
+            )
         yield f"    static void squares(const float* p, const float* q, V* v, {given}, V* squares) {{"
         yield "        float* g = nullptr; bool add = false; (void)g, (void)add;"
         for t, op in ops:

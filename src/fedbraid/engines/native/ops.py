@@ -297,7 +297,9 @@ class Conv(Op):
             yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
 
     def squares(self, L: str, at: At) -> Iterator[str]:
-        loop = f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
+        loop = (
+            f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
+        )
         each = f"{at.x()} + k * {L}::in_size, {at.dy} + k * {L}::out_size, {at.kept} + k * {L}::kept"
         yield f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"
 

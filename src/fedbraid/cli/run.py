@@ -321,6 +321,8 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 "bytes up": _sent(result),
                 "bytes down": format_bytes(result.bytes_down),
                 "server keeps": _kept(result),
+                **{name: facts_[name] for name in result.task.metrics},
+                "LoRA": result.lora,
                 "took": format_seconds(seconds),
                 "run": facts_["run"],
             }
@@ -365,6 +367,7 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "task": result.task.spec or result.task.name,
         "algorithm": result.algorithm.name,
         "engine": result.engine,
+        **({} if result.lora is None else {"lora": result.lora}),
         "steps": result.state.t,
         "accuracy": result.last("accuracy"),
         "best_accuracy": best(result.history),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fedbraid.files as files
 from fedbraid import algorithms
+from fedbraid.algorithms.lora import how as lora
 from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
@@ -121,6 +122,11 @@ class Result:
     def bytes_down(self) -> int:
         return sum(r["bytes_down"] for r in self.history)
 
+    @property
+    def lora(self) -> str | None:
+        """How low-rank adapters were averaged, where there are some."""
+        return lora(self.task.layout, self.algorithm)
+
     def last(self, key: str) -> float | None:
         """The latest value of a measurement, None where there was none."""
         return next((r[key] for r in reversed(self.history) if key in r), None)
@@ -135,6 +141,7 @@ class Result:
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
             "engine": self.engine,
+            "LoRA": self.lora,
         }
         return "\n".join(f"{k:>10}  {v}" for k, v in facts.items() if v is not None)
 
@@ -385,6 +392,7 @@ def simulate(
     """
     _check(task, algorithm, work, schedule)
     algorithm.fits(work, task.whole.size > task.layout.size)
+    algorithm.gather.fits(task.layout)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
@@ -541,6 +549,7 @@ def describe(
         "parameters": task.layout.size,
         "algorithm": algorithm.name or None,
         "parts": parts(algorithm),
+        **({} if (adapters := lora(task.layout, algorithm)) is None else {"lora": adapters}),
         "work": repr(setup.work),
         "schedule": repr(schedule),
         "seed": setup.seed,

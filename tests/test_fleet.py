@@ -31,6 +31,7 @@ from flwr.proto.fab_pb2 import Fab
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
 from fedbraid.deploy import check, doctor, keys
@@ -347,6 +348,31 @@ def test_orders_go_out_together_and_records_make_a_clock(user, tmp_path):
         assert sum(record["node_up"]) == record["bytes_up"]
         assert sum(record["node_down"]) == record["bytes_down"]
     assert set(fb.clock.from_run(tmp_path / "run")) == {"durations"}
+
+
+def test_a_superlink_that_is_overwhelmed_is_tried_again(user, tmp_path):
+    """It loses orders, answers and the list of nodes, each once."""
+    grid, failed = in_process(user, tmp_path, 2), []
+
+    def failing(name):
+        honest = getattr(grid, name)
+
+        def once(*words):
+            if name not in failed and len(grid.orders) == 2:  # after the introductions
+                failed.append(name)
+                raise ObjectPushError("x", 1, "y") if name == "push_messages" else httpx.ReadTimeout("busy")
+            return honest(*words)
+
+        return once
+
+    for name in ("push_messages", "pull_messages", "get_nodes"):
+        setattr(grid, name, failing(name))
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=2)", minimum=2)
+    assert sorted(failed) == ["get_nodes", "pull_messages", "push_messages"]
+    assert [sorted(r["clients"]) for r in result.history] == [[0, 1]] * 2
+    why = [t["why"] for t in result.history[0]["trouble"]]
+    assert sum("did not take orders: ObjectPushError" in w for w in why) == 1
+    assert sum("did not take its order" in w for w in why) == 2
 
 
 def test_what_is_told_of_trouble_is_bounded():

@@ -34,7 +34,7 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, keys
+from fedbraid.deploy import check, doctor, keys, link
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.node import Memory
 from fedbraid.deploy.notes import Troubles
@@ -481,6 +481,13 @@ def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tm
     finally:
         with flower.operator as operator:
             operator.unregister(secrets / "node-3.pub")
+
+
+@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # of Flower's migrations
+def test_a_busy_superlinks_requests_wait_for_one_another(secrets, tmp_path):
+    app = link._superlink(secrets, ("127.0.0.1", free_port()), tmp_path / "link.db")
+    (told,) = app.state.linkstate_factory.state().query("PRAGMA busy_timeout")
+    assert [*told.values()] == [60_000]
 
 
 # Who stays ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,9 +33,10 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, keys, link
+from fedbraid.deploy import check, doctor, keys, link, worker
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.node import Memory
 from fedbraid.deploy.notes import Troubles
@@ -526,6 +528,20 @@ def test_another_app_and_a_failed_order_get_a_fresh_process(flower, fleet, app, 
     assert len({first, *(life for _, life in other)}) == 2
     failed, again, _ = run("failed", lines=["raise"])
     assert failed[1] == other[0][1] != again[1]
+
+
+def test_a_task_that_its_supernode_gave_up_does_not_block_the_next(monkeypatch):
+    """Its content never comes, as when its run ends while it is on the way."""
+    over = threading.Event()
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: over.wait(LONG))
+    doing = worker.Worker("nowhere", b"")
+    monkeypatch.setattr(doing, "_next", lambda main: "newer")
+    try:
+        assert doing._pulled(None, None) == (None, "newer")
+    finally:
+        over.set()
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: "input")
+    assert doing._pulled(None, None) == ("input", None)
 
 
 def loads(flower, i):

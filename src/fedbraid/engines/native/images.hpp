@@ -171,7 +171,7 @@ struct Points<4> {
     }
 };
 
-constexpr int WIDE_TILES = 64 * 64;  // inputs by outputs up to which tiles of 4 x 4 pay: their weights are many
+constexpr int WIDE_TILES = 256 * 256;  // inputs by outputs up to which tiles of 4 x 4 pay: their weights are many
 
 constexpr int across(int n, int T) { return (n + T - 1) / T; }
 
@@ -410,6 +410,8 @@ struct Conv {
     static constexpr int scratch = packed + spread;                    // in V
     static constexpr int kept = padded && !tiled ? I * HP * WP : 0;  // the padded input, in V per block
 
+    static constexpr int columns = KX, first_row = PY, last_row = PY + H;  // of the kernel; of the padded input that are not zero
+
     static void pad(const V* x, V* to) {
         std::memset((void*)to, 0, sizeof(V) * I * HP * WP);
         for (int i = 0; i < I; i++)
@@ -417,21 +419,26 @@ struct Conv {
                 std::memcpy((void*)(to + (i * HP + y + PY) * WP + PX), x + (i * H + y) * W, sizeof(V) * W);
     }
 
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
         if constexpr (tiled) {
             Tiles::weights(w, I * 9, 9, false, (float*)scratch);
             Tiles::template run<false>(x, (float*)scratch, b, y, scratch + packed, nb);
         } else {
-            forward_bordered(x, w, b, y, bordered, scratch, nb);
+            forward_bordered(x, w, b, y, room, scratch, nb);
         }
     }
 
-    static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
+    // A block's input with its border, made in `room` where there is one.
+    static const V* bordered(const V* x, V* room) {
+        if constexpr (padded) pad(x, room);
+        return padded ? room : x;
+    }
+
+    static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
         Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
         for (int n = 0; n < nb; n++) {
-            if constexpr (padded) pad(x + n * in_size, bordered + n * kept);
-            const V* from = padded ? bordered + n * kept : x + n * in_size;
-            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, PY, PY + H);
+            const V* from = bordered(x + n * in_size, room + n * kept);
+            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, first_row, last_row);
         }
     }
 
@@ -473,27 +480,31 @@ struct Conv {
 
     static constexpr Tile tile = best_tile(O, I, KX, 4);  // of the weights: outputs by (inputs and columns)
 
+    // acc[o][i][k] += sum over a block's places (y, c) of x[i][y SY + ky][c SX + k] dy[o][y][c].
+    template <int N, int M>
+    INLINE void along(V (&acc)[N][M][KX], const V* x, const V* dy, int ky) {
+        for (int y = 0; y < OY; y++) {
+            const V *row = x + (y * SY + ky) * WP, *d = dy + y * OX;
+            for (int c = 0; c < OX; c++) {
+                V v[M][KX];
+                UNROLL for (int i = 0; i < M; i++)
+                    UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
+                UNROLL for (int o = 0; o < N; o++) {
+                    V g = d[o * OY * OX + c];
+                    UNROLL for (int i = 0; i < M; i++)
+                        UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;
+                }
+            }
+        }
+    }
+
     template <int N, int M>
     static void weight_block(const V* x, const V* dy, int ky, int nb, float* dw, bool add) {
         V acc[N][M][KX];
         UNROLL for (int o = 0; o < N; o++)
             UNROLL for (int i = 0; i < M; i++)
                 UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = V{};
-        for (int n = 0; n < nb; n++)
-            for (int y = 0; y < OY; y++) {
-                const V* row = x + n * (I * HP * WP) + (y * SY + ky) * WP;
-                const V* d = dy + n * out_size + y * OX;
-                for (int c = 0; c < OX; c++) {
-                    V v[M][KX];
-                    UNROLL for (int i = 0; i < M; i++)
-                        UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
-                    UNROLL for (int o = 0; o < N; o++) {
-                        V g = d[o * OY * OX + c];
-                        UNROLL for (int i = 0; i < M; i++)
-                            UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;
-                    }
-                }
-            }
+        for (int n = 0; n < nb; n++) along<N, M>(acc, x + n * (I * HP * WP), dy + n * out_size, ky);
         UNROLL for (int o = 0; o < N; o++)
             UNROLL for (int i = 0; i < M; i++)
                 UNROLL for (int k = 0; k < KX; k++)
@@ -518,11 +529,11 @@ struct Conv {
             weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
     }
 
-    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, V* scratch, int nb, bool add) {
+    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* room, V* scratch, int nb, bool add) {
         if constexpr (tiled) {
             if (dw) Tiles::weight(x, dy, dw, (float*)scratch, scratch + packed, nb, add);
         } else {
-            if (dw) weight_bordered(padded ? bordered : x, dy, dw, nb, add);
+            if (dw) weight_bordered(padded ? room : x, dy, dw, nb, add);
         }
         if (db)
             for (int o = 0; o < O; o++) {
@@ -610,5 +621,111 @@ struct Pool {
             V g = dy[at] * share<DIVISOR>(oy, ox);
             window(oy, ox, [&](int k) { dx[plane + k] = !ADD && apart ? g : dx[plane + k] + g; });
         });
+    }
+};
+
+// A convolution of the model's input and the largest of each window of it ---------------------------------------
+
+// Nothing of the convolution itself is kept but which place of a window was the largest, and of its gradient there are
+// only a few channels of a block at a time, so that both stay in the cache.
+template <class C, class P, int I, int TAPS, bool RECTIFY>
+struct Pooled {
+    typedef int8_t VB __attribute__((vector_size(LANES)));
+    static constexpr int O = C::out_size / (C::OY * C::OX), plane = C::OY * C::OX, pooled = P::OY * P::OX, each = I * TAPS;
+    static constexpr int most = O < 12 ? O : 12;  // channels at a time
+    static constexpr int packed = C::weights / LANES + 1, scratch = packed + most * (plane + each);
+    static constexpr int kept = C::kept + (P::out_size + 3) / 4;  // the padded input and the places, in V per block
+
+    INLINE int8_t* places(V* all, int n) { return (int8_t*)(all + (int64_t)n * kept + C::kept); }
+
+    template <int N>
+    static void some(const V* from, const float* w, const float* b, V* y, int8_t* at, V* full) {
+        C::Forward::template rows<N, false>(from, w, b, full, C::first_row, C::last_row);
+        for (int c = 0; c < N; c++)
+            for (int py = 0; py < P::OY; py++)
+                for (int px = 0; px < P::OX; px++, y++, at += LANES) {
+                    V m = RECTIFY ? V{} : splat(-INFINITY);
+                    VI which = VI{} - 1;
+                    int j = 0;
+                    P::window(py, px, [&](int k) {  // the first of equals takes it all
+                        V v = full[c * plane + k];
+                        VI more = v > m;
+                        which = (more & j++) | (~more & which);
+                        m = max(m, v);
+                    });
+                    *y = m;
+                    VB bytes = __builtin_convertvector(which, VB);
+                    std::memcpy(at, &bytes, LANES);
+                }
+    }
+
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* all, V* scratch, int nb) {
+        constexpr int N = C::Forward::tile.n, whole = O / N * N;
+        C::Forward::pack(w, each, TAPS, false, (float*)scratch);
+        const float* u = (float*)scratch;
+        for (int n = 0; n < nb; n++) {
+            const V* from = C::bordered(x + n * C::in_size, all + (int64_t)n * kept);
+            V* to = y + n * P::out_size;
+            int8_t* at = places(all, n);
+            for (int o = 0; o < whole; o += N)
+                some<N>(from, u + o * each, b ? b + o : b, to + o * pooled, at + o * pooled * LANES, scratch + packed);
+            if constexpr (O % N != 0)
+                some<O % N>(from, u + whole * each, b ? b + whole : b, to + whole * pooled, at + whole * pooled * LANES,
+                            scratch + packed);
+        }
+    }
+
+    // The gradient of N channels of one block before the pooling; what they add to the bias's.
+    template <int N>
+    INLINE void spread(const V* dy, const int8_t* at, V* full, V* bias) {
+        if (!P::covers) std::memset((void*)full, 0, sizeof(V) * N * plane);
+        for (int c = 0; c < N; c++)
+            for (int py = 0; py < P::OY; py++)
+                for (int px = 0; px < P::OX; px++, dy++, at += LANES) {
+                    VB bytes;
+                    std::memcpy(&bytes, at, LANES);
+                    VI which = __builtin_convertvector(bytes, VI);
+                    bias[c] += keep(which >= 0, *dy);
+                    int j = 0;
+                    P::window(py, px, [&](int k) { full[c * plane + k] = keep(which == j++, *dy); });
+                }
+    }
+
+    template <int N, int M>
+    INLINE void add_up(const V* x, const V* full, int ky, V* sums) {
+        constexpr int KX = C::columns;
+        V acc[N][M][KX];
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = sums[o * each + i * TAPS + ky * KX + k];
+        C::template along<N, M>(acc, x, full, ky);
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int k = 0; k < KX; k++) sums[o * each + i * TAPS + ky * KX + k] = acc[o][i][k];
+    }
+
+    template <int N>
+    OP void weights(const V* x, const V* dy, float* dw, float* db, V* all, int first, V* scratch, int nb, bool add) {
+        constexpr int M = C::tile.m, whole = I / M * M, rows = TAPS / C::columns;
+        V bias[N] = {}, *full = scratch + packed, *sums = full + most * plane;
+        std::memset((void*)sums, 0, sizeof(V) * N * each);
+        for (int n = 0; n < nb; n++) {
+            const V* from = C::kept ? all + (int64_t)n * kept : x + n * C::in_size;
+            spread<N>(dy + n * P::out_size + first * pooled, places(all, n) + first * pooled * LANES, full, bias);
+            for (int ky = 0; ky < rows; ky++) {
+                for (int i = 0; i < whole; i += M)
+                    add_up<N, M>(from + i * (C::HP * C::WP), full, ky, sums + i * TAPS);
+                if constexpr (I % M != 0)
+                    add_up<N, I % M>(from + whole * (C::HP * C::WP), full, ky, sums + whole * TAPS);
+            }
+        }
+        for (int k = 0; dw && k < N * each; k++) put(dw + first * each + k, total(sums[k]), add);
+        for (int o = 0; db && o < N; o++) put(db + first + o, total(bias[o]), add);
+    }
+
+    OP void backward(const V* x, const V* dy, float* dw, float* db, V* all, V* scratch, int nb, bool add) {
+        constexpr int N = C::tile.n, whole = O / N * N;
+        for (int o = 0; o < whole; o += N) weights<N>(x, dy, dw, db, all, o, scratch, nb, add);
+        if constexpr (O % N != 0) weights<O % N>(x, dy, dw, db, all, whole, scratch, nb, add);
     }
 };

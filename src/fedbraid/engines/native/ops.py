@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
 Shape = tuple[int, ...]
 PIECE = 64  # blocks of a sequence whose weights' gradient is taken at a time, as in kernels.hpp
-WIDE_TILES = 64 * 64  # inputs by outputs up to which tiles of 4 x 4 pay, as in images.hpp
+WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as in images.hpp
 
 
 @dataclass(frozen=True)
@@ -327,6 +327,46 @@ class MaxPool(Pool):
     def backward(self, L: str, at: At) -> Iterator[str]:
         flags = f"{flag(self.rectify)}, {at.add()}"
         yield f"{L}::max_backward<{flags}>({at.x()}, {at.y}, {at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Conv):
+    """A convolution of the model's input, and the largest of each window of it: windows neither overlap nor leave it."""
+
+    pool: MaxPool
+
+    @classmethod
+    def suits(cls, conv: Conv, pool: MaxPool) -> bool:
+        """Whether a convolution of an input and a pooling of what it gives are one."""
+        return conv.groups == 1 and not conv._tile and pool.kernel == pool.stride and pool.padding == (0, 0)
+
+    @classmethod
+    def of(cls, conv: Conv, pool: MaxPool) -> Pooled:
+        given = {f.name: getattr(conv, f.name) for f in fields(conv)}
+        return cls(**given | {"output": pool.output}, pool=pool)
+
+    @property
+    def kept(self) -> int:
+        pooled = [(n - k) // k + 1 for n, k in zip((self.pool.h, self.pool.w), self.pool.kernel)]
+        return self._kept + (self.o * math.prod(pooled) + 3) // 4
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        taps = self.i * math.prod(self.kernel)
+        return self.o * taps // lanes + 1 + min(12, self.o) * (self.pool.h * self.pool.w + taps)
+
+    def type(self) -> str:
+        taps, rectify = math.prod(self.kernel), flag(self.pool.rectify)
+        return f"Pooled<{super().type()}, {self.pool.type()}, {self.i}, {taps}, {rectify}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {at.kept}, {at.scratch}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward({at.x()}, {at.dy}, {at.dw(0)}, {at.dw(1)}, {at.kept}, {at.scratch}, nb, add);"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+        yield f"{L}::kept == {self.kept}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,6 +142,7 @@ def test_every_builder_has_a_row_here_or_is_the_base():
         "fedrep",  # test_personal
         "feddf",  # test_way_out
         "alone",
+        "exact_lora",  # test_lora
     }
     assert not missing
 

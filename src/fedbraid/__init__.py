@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.ghbm import ghbm
     from fedbraid.algorithms.late import ace, ca2fl, fadas
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
+    from fedbraid.algorithms.lora import exact_lora
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
     from fedbraid.algorithms.personal import alone, ditto, fedrep, pfedme
     from fedbraid.algorithms.private import private

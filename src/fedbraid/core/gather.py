@@ -122,6 +122,9 @@ class Gather:
     weights: ClassVar[str] = "uniform"  # how it weighs clients, "samples" or "uniform"
     alone: ClassVar[bool] = False  # whether a step that nobody came to makes an update all the same
 
+    def fits(self, layout: Layout) -> None:
+        """Refuse a model that it cannot gather updates of."""
+
     def init(self, x: Tensor, layout: Layout) -> Tree:
         """State that lives from step to step."""
         return {}

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from fedbraid.errors import ConfigError, DataError
 
+SERVER_MOVES = (
+    "fedbraid_moves"  # where a module names the buffers that no client changes, and the server does
+)
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -64,12 +67,15 @@ class Layout:
             for name, b in owner.named_buffers(recurse=False):
                 if not b.is_floating_point() or not _moves(owner, name):
                     continue
+                full = f"{path}.{name}".lstrip(".")
+                if name in getattr(owner, SERVER_MOVES, ()):
+                    named.append((full, b, True))
+                    continue
                 if getattr(owner, "momentum", 0.1) is None:
                     raise DataError(
                         f"{type(owner).__name__} at {path!r} has momentum=None and counts its batches, which cannot be"
                         " averaged; give it a momentum such as 0.1"
                     )
-                full = f"{path}.{name}".lstrip(".")
                 if any(fnmatchcase(full, glob) for glob in personal):
                     own.add(full)
                 elif buffers == "personal":
@@ -184,5 +190,6 @@ def _check_personal(globs: Sequence[str], names: list[str], own: set[str]) -> No
 
 
 def _moves(owner: nn.Module, name: str) -> bool:
-    """Whether a forward pass in training mode changes this buffer."""
-    return isinstance(owner, _NORMS) and name in ("running_mean", "running_var")
+    """Whether a forward pass in training mode changes this buffer, or the server does."""
+    statistic = isinstance(owner, _NORMS) and name in ("running_mean", "running_var")
+    return statistic or name in getattr(owner, SERVER_MOVES, ())

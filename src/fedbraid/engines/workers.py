@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing as mp
 import os
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -69,7 +71,11 @@ class Crew:
             ours, theirs = ctx.Pipe()
             others = [*self.hands, ours]  # so that the parent's end alone keeps a pipe open
             process = ctx.Process(target=_life, args=(self.job, theirs, others), daemon=True)
-            process.start()
+            old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # born deaf, see _life
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, old)
             theirs.close()
             self.hands[ours] = process
 
@@ -135,8 +141,9 @@ class Crew:
     def close(self) -> None:
         for pipe in self.hands:
             pipe.close()
+        deadline = time.monotonic() + 2  # for all of them: what they had not sent is done again
         for process in self.hands.values():
-            process.join(2)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -149,9 +156,14 @@ def prepare() -> None:
 
 
 def _life(job: Job, pipe: Connection, others: list[Connection]) -> None:
-    """A worker: take a thing, do the job, say what came of it. It ends with its parent."""
+    """A worker: take a thing, do the job, say what came of it.
+
+    A terminal's Ctrl-C goes to every process, and is the parent's affair: a worker ends when its pipe closes.
+    """
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     for other in others:
         other.close()
@@ -160,20 +172,21 @@ def _life(job: Job, pipe: Connection, others: list[Connection]) -> None:
         try:
             pipe.send(("ask", message))
             return pipe.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
+        except (EOFError, OSError):
             os._exit(0)  # the parent has gone; the last committed step is kept
 
     while True:
         try:
             thing = pipe.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
+        except (EOFError, OSError):
             os._exit(0)
         try:
             said: tuple[str, Any] = ("done", job(thing, ask))
         except FedbraidError as error:
             said = ("done", Failure(type(error).__name__, str(error)))
-        except KeyboardInterrupt:
-            os._exit(0)
         except BaseException:
             said = ("crash", f"a worker process failed:\n{traceback.format_exc()}")
-        pipe.send(said)
+        try:
+            pipe.send(said)
+        except OSError:
+            os._exit(0)

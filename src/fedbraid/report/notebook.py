@@ -75,6 +75,7 @@ def as_html(result: Result) -> str:
         "bytes up": format_bytes(result.bytes_up),
         "bytes down": format_bytes(result.bytes_down),
         "engine": result.engine,
+        "LoRA": result.lora,
         "folder": result.out,
     }
     cells = "".join(

@@ -118,6 +118,7 @@ def _group(group: Group, runs: stats.Runs) -> Record:
         "schedule": config["schedule"],
     }
     settings |= config["parts"] | {"seeds": ", ".join(map(str, runs.seeds)), "engine": config.get("engine")}
+    settings |= {"LoRA": config["lora"]} if "lora" in config else {}
     return {
         "name": group.name,
         "seeds": list(runs.seeds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from fedbraid.algorithms.lora import how
 from fedbraid.run.metrics import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Bar:
     def start(self, run: Run) -> None:
         title = self.title or (run.setup.algorithm.name or "run").split("(")[0]
         self.task = self.progress.add_task(title, total=run.schedule.steps, completed=run.state.t, facts="")
+        adapters = how(run.setup.task.layout, run.setup.algorithm)
+        if adapters is not None and not (self.shared or self.progress.disable):
+            self.progress.console.print(f"LoRA: {adapters}", highlight=False)
         self.own = dict.fromkeys(run.setup.task.metrics, float("nan"))
         self._remember(run)
         if not self.shared:

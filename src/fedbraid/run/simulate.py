@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fedbraid.files as files
 from fedbraid import algorithms
+from fedbraid.algorithms.lora import how as lora
 from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
@@ -122,6 +123,11 @@ class Result:
     def bytes_down(self) -> int:
         return sum(r["bytes_down"] for r in self.history)
 
+    @property
+    def lora(self) -> str | None:
+        """How low-rank adapters were averaged, where there are some."""
+        return lora(self.task.layout, self.algorithm)
+
     def last(self, key: str) -> float | None:
         """The latest value of a measurement, None where there was none."""
         return next((r[key] for r in reversed(self.history) if key in r), None)
@@ -136,6 +142,7 @@ class Result:
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
             "engine": self.engine,
+            "LoRA": self.lora,
         }
         return "\n".join(f"{k:>10}  {v}" for k, v in facts.items() if v is not None)
 
@@ -217,7 +224,7 @@ class Run:
         pending: list[Record] = []
         self.seen = self._seen()
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
-            if not all(budget.affords(tick.clients.tolist()) for budget in self.budgets):
+            if not all(budget.affords(tick.clients.tolist(), self.source.sizes) for budget in self.budgets):
                 self._stop(pending)
                 break
             before = self.state.x
@@ -226,7 +233,7 @@ class Run:
                 self.seen.take(record)
             record |= {**self.source.taken(tick), **self._measure(before), **self._left}
             for budget in self.budgets:
-                record |= budget.spent(self.state.t, record["clients"])
+                record |= budget.spent(self.state.t, record["clients"], self.source.sizes)
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers) or any(budget.ends(self.state.t) for budget in self.budgets)
@@ -386,6 +393,7 @@ def simulate(
     """
     _check(task, algorithm, work, schedule)
     algorithm.fits(work, task.whole.size > task.layout.size)
+    algorithm.gather.fits(task.layout)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
@@ -410,6 +418,8 @@ def simulate(
         engine = known.get("engine", "auto")
     if engine == "auto" and (algorithm.rule.loop() is not None or task.compares):
         engine = "in_process(backend='loop')"
+    if engine == "auto" and algorithm.rule.examples() is not None:  # what was measured is of plain gradients
+        engine = "in_process"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)
@@ -540,6 +550,7 @@ def describe(
         "parameters": task.layout.size,
         "algorithm": algorithm.name or None,
         "parts": parts(algorithm),
+        **({} if (adapters := lora(task.layout, algorithm)) is None else {"lora": adapters}),
         "work": repr(setup.work),
         "schedule": repr(schedule),
         "seed": setup.seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing as mp
 import os
 import random
@@ -45,6 +46,7 @@ class Store:
         targets: str | None = None,
     ) -> None:
         self.datasets, self.loss, self.inputs, self.targets = datasets, loss, inputs, targets
+        self.only: int | None = None  # whose samples are read, whoever is asked for
         if not len(datasets):
             raise DataError("no clients were given; pass at least one dataset")
         self.sizes = np.fromiter((len(datasets[i]) for i in range(len(datasets))), np.int64, len(datasets))
@@ -58,13 +60,26 @@ class Store:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_readers": None, "_coming": {}, "_next": deque()}
 
+    def of(self, client: int) -> Store:
+        """This client's alone, under whatever number it is asked for."""
+        one = copy.copy(self)
+        one.__dict__.update(self.__getstate__(), only=client)
+        one.sizes = self.sizes[[client]]
+        one.offsets = np.array([0, one.sizes[0]])
+        return one
+
     # One client -----------------------------------------------------------------------------------
 
     def read(
         self, client: int, version: int, seed: int, rows: Sequence[int] | None = None
     ) -> tuple[Tree, Tree]:
         """A client's samples as tables; what its transforms draw is counted by version, client and row."""
-        dataset, n, what = self.datasets[client], int(self.sizes[client]), f"client {client}"
+        at = client if self.only is None else self.only
+        dataset, n, what = (
+            self.datasets[at],
+            int(self.sizes[client if self.only is None else 0]),
+            f"client {at}",
+        )
         if len(dataset) != n:
             raise DataError(
                 f"{what} has {len(dataset)} samples now and had {n} when the task was made; bring them back and"

@@ -91,7 +91,6 @@ class InProcess:
         return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r}{precision})"
 
     def close(self) -> None:
-        self.setup.task.close()
         if self.hands:
             self.hands.close()
         torch.set_num_threads(self.torch_threads)
@@ -218,6 +217,8 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         raise ConfigError(
             "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
         )
+    if backend == "vmap" and task.uneven:
+        raise ConfigError("vmap needs clients' samples to be of one length; use backend='loop'")
     if backend == "vmap" and task.whole.buffers is not None:
         raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
     kind = Vmap if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop

@@ -684,6 +684,7 @@ def _opened(engine: Engine, setup: Setup) -> Iterator[None]:
     try:
         yield
     finally:
+        setup.task.close()
         engine.close()
 
 

@@ -152,35 +152,40 @@ def stack(pairs: list[tuple[Tree, Tree]], apart: bool = False) -> tuple[Tree, Tr
     return tuple(_stack([p[k] for p in pairs], kind, apart) for k, kind in enumerate(("input", "target")))
 
 
+def beside(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
+    """Clients' tables below each other as they are, lengths of their own among them."""
+    return tuple(_parts([p[k] for p in pairs]) for k in (0, 1))
+
+
+def _parts(trees: list[Tree]) -> Tree:
+    return _with_keys(trees[0], lambda key, _: Parts.of([t if key is None else t[key] for t in trees]))
+
+
 def _stack(trees: list[Tree], kind: str, apart: bool) -> Tree:
-    head = dict(tree.named(trees[0]))
     for i, some in enumerate(trees):
-        mine = dict(tree.named(some))
-        if type(some) is not type(trees[0]) or mine.keys() != head.keys():
-            odd = next(iter(mine.keys() ^ head.keys()), None)
-            has = (
-                f"{'has' if odd in mine else 'lacks'} the {kind} {odd!r}"
-                if odd is not None
-                else f"has {kind}s of another kind"
+        alike(some, trees[0], f"client {i}", "client 0", kind)
+    return _parts(trees) if apart else tree.cat(trees)
+
+
+def alike(some: Tree, head: Tree, who: str, other: str, kind: str, lengths: bool = False) -> None:
+    """Refuse samples of other keys, shapes or numbers than somebody else's; `lengths` may differ."""
+    mine, theirs = dict(tree.named(some)), dict(tree.named(head))
+    if type(some) is not type(head) or mine.keys() != theirs.keys():
+        odd = next(iter(mine.keys() ^ theirs.keys()), None)
+        has = (
+            f"{'has' if odd in mine else 'lacks'} the {kind} {odd!r}"
+            if odd is not None
+            else f"has {kind}s of another kind"
+        )
+        raise DataError(f"{who} {has}, unlike {other}; give all clients the same {kind}s")
+    for key, leaf in mine.items():
+        first = theirs[key]
+        skip = 2 if lengths else 1
+        if leaf.shape[skip:] != first.shape[skip:] or leaf.dtype != first.dtype:
+            raise DataError(
+                f"{who} holds samples of shape {tuple(leaf.shape[1:])} ({leaf.dtype}), {other} of shape "
+                f"{tuple(first.shape[1:])} ({first.dtype}){'' if key is None else f' as {key!r}'}; all clients need the same"
             )
-            raise DataError(f"client {i} {has}, unlike client 0; give all clients the same {kind}s")
-        for key, leaf in mine.items():
-            first = head[key]
-            if (
-                leaf.shape[1:] != first.shape[1:] and not _padded_leaf(leaf, first)
-            ) or leaf.dtype != first.dtype:
-                raise DataError(
-                    f"client {i} holds samples of shape {tuple(leaf.shape[1:])} ({leaf.dtype}), client 0 of shape "
-                    f"{tuple(first.shape[1:])} ({first.dtype}){'' if key is None else f' as {key!r}'}; all clients need the same"
-                )
-    if apart:
-        return _with_keys(trees[0], lambda key, _: Parts.of([t if key is None else t[key] for t in trees]))
-    return tree.cat(trees)
-
-
-def _padded_leaf(*leaves: Any) -> bool:
-    """Whether lengths may differ from client to client."""
-    return any(isinstance(leaf, Padded) for leaf in leaves) or all(leaf.ndim > 1 for leaf in leaves)
 
 
 def mapped(given: Sequence[Any]) -> bool:
@@ -197,8 +202,20 @@ def table(
         pairs = [pair(g, name, loss) for g, name in zip(given, names)]
         return stack(pairs, apart=mapped(given)), np.cumsum([0] + [tree.length(x) for x, _ in pairs])
     found = [samples(g, name) for g, name in zip(given, names)]
+    for some, name in zip(found, names):
+        _one_kind(some[0], found[0][0], name, names[0])
     whole = collated([s for some in found for s in some], collate, "the table")
     return whole, np.cumsum([0] + [len(some) for some in found])
+
+
+def _one_kind(sample: Any, other: Any, who: str, whose: str) -> None:
+    """Refuse samples of other keys than somebody else's, before they are collated."""
+    one, two = (s[0] if isinstance(s, tuple) else s for s in (sample, other))
+    if isinstance(one, Mapping) and isinstance(two, Mapping) and (odd := set(one) ^ set(two)):
+        has = "has" if min(odd) in one else "lacks"
+        raise DataError(
+            f"{who} {has} the input {min(odd)!r}, unlike {whose}; give all clients the same inputs"
+        )
 
 
 def count(given: Any) -> int:
@@ -248,7 +265,7 @@ def read(
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     items = _unrandom(dataset, what)
     if collate is not None:
-        return [renamed(item, what, inputs, targets) for item in items]
+        return chosen(items, what, inputs, targets)
     return tables(items, what, inputs, targets)
 
 
@@ -278,7 +295,15 @@ def _states() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
-def renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:
+def chosen(items: list[Any], what: str, inputs: Sequence[str] | None, targets: str | None) -> list[Any]:
+    """Items that are still to be collated, all of the same keys."""
+    found = [_renamed(item, what, inputs, targets) for item in items]
+    if isinstance(found[0], Mapping):
+        _same_keys(found, what)
+    return found
+
+
+def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:
     """A dict of the chosen inputs, with its targets where collate functions look for them."""
     if not isinstance(item, Mapping):
         return item
@@ -301,12 +326,7 @@ def _column(values: list[Any], what: str) -> Tree:
     if head is None:
         return None
     if isinstance(head, Mapping):
-        keys = set(head)
-        for i, v in enumerate(values):
-            if odd := keys ^ set(v):
-                raise DataError(
-                    f"{what} has {min(odd)!r} in some items, but not in all (see item {i}); give every item the same keys"
-                )
+        _same_keys(values, what)
         return {key: _column([v[key] for v in values], f"{what}'s {key!r}") for key in head}
     if isinstance(head, tuple):
         return tuple(_column(list(v), what) for v in zip(*values))
@@ -314,6 +334,15 @@ def _column(values: list[Any], what: str) -> Tree:
         return torch.stack([torch.as_tensor(v) for v in values])
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} does not turn into tensors: {_why(values, error)}") from error
+
+
+def _same_keys(values: list[Any], what: str) -> None:
+    keys = set(values[0])
+    for i, v in enumerate(values):
+        if odd := keys ^ set(v):
+            raise DataError(
+                f"{what} has {min(odd)!r} in some items, but not in all (see item {i}); give every item the same keys"
+            )
 
 
 # Variable lengths ---------------------------------------------------------------------------------

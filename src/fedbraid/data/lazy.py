@@ -103,9 +103,18 @@ class Store:
         """A client's samples as tables; what its transforms draw is counted by version, client and row."""
         at = client if self.only is None else self.only
         n = int(self.sizes[client if self.only is None else 0])
-        return self._tables(
+        found = self._tables(
             self._items(client, version, seed, range(lo, n if hi is None else hi)), self._name(at)
         )
+        for kind, mine, first in zip(("input", "target"), found, self.like):
+            arrays.alike(mine, first, self._name(at), "the first client", kind, self.collate is not None)
+        return found
+
+    @cached_property
+    def like(self) -> tuple[Tree, Tree]:
+        """One sample, as all should be."""
+        with _own_randomness():
+            return self._tables(self._items(0, 0, 0, [0]), self._name(0))
 
     def _items(self, client: int, version: int, seed: int, rows: Sequence[int]) -> list[Any]:
         at = client if self.only is None else self.only
@@ -136,7 +145,7 @@ class Store:
     def _tables(self, items: list[Any], what: str) -> tuple[Tree, Tree]:
         if self.collate is None:
             return arrays.pair(arrays.tables(items, what, self.inputs, self.targets), what, self.loss)
-        chosen = [arrays.renamed(item, what, self.inputs, self.targets) for item in items]
+        chosen = arrays.chosen(items, what, self.inputs, self.targets)
         return arrays.pair(arrays.collated(chosen, self.collate, what), what, self.loss)
 
     def table(self, clients: NDArray[np.int64], version: int, seed: int) -> tuple[Tree, Tree]:
@@ -144,7 +153,7 @@ class Store:
         parts = [self._get((int(c), version, seed)) for c in clients]
         if len(parts) == 1:
             return parts[0]
-        return arrays.stack(parts, apart=self.collate is not None)
+        return arrays.stack(parts) if self.collate is None else arrays.beside(parts)
 
     def pick(self, rows: Any) -> tuple[Tree, Tree]:
         """Single samples by their number among all, as they are at version 0."""

@@ -153,6 +153,7 @@ class Task:
         read = partial(arrays.read, inputs=inputs, targets=targets, collate=collate)
         if lazy:
             store, tested = Store(clients, loss, inputs, targets, collate), None
+            store.like  # noqa: B018 (read once here, for all processes)
             if test is not None:
                 judged = Store([test], loss, inputs, targets, collate, "the test set")
                 tested = Column(judged, 0), Column(judged, 1)
@@ -441,6 +442,7 @@ class Task:
         if not callable(self.loss) and self.loss not in LOSSES:
             raise unknown("loss", str(self.loss), LOSSES)
         _check_metrics(self.metrics)
+        self._check_test()
         module = self.module()
         Layout.of(module, self.buffers, self.personal)
         module.to(self.device).eval()
@@ -449,6 +451,17 @@ class Task:
         self._check_loss(out)
         if isinstance(self.loss, str) and self.loss != "mse":
             self._check_labels(out)
+
+    def _check_test(self) -> None:
+        """Refuse a test set of other inputs than the clients have."""
+        if self.test is None:
+            return
+        mine, theirs = (dict(tree.named(_like(t))) for t in (self.test[0], self.inputs))
+        if odd := mine.keys() ^ theirs.keys():
+            key = min(odd, key=str)
+            has = "has" if key in mine else "lacks"
+            what = f"the input {key!r}" if key is not None else "inputs of another kind"
+            raise DataError(f"the test set {has} {what}, unlike the clients; give both the same inputs")
 
     def _check_loss(self, out: Any) -> None:
         y = tree.take(self.targets, self.rows[[0, -1]])

@@ -80,6 +80,28 @@ def test_nodes_noise_for_themselves_and_count_their_own_visits(user, tmp_path):
     assert {r["train_loss"] for r in first.history} == {0.0}  # a loss would tell of a node's data
 
 
+def test_nodes_hide_their_examples_and_count_their_own_steps(user, tmp_path):
+    """Of 12, 21 and 30 samples all are in every step, so that only noise tells a fleet from the simulator."""
+    sure = "Work(lr=0.1, steps=2, batch=None)"
+    still = deployed(
+        user, tmp_path, "private(fedavg(), clip=0.5, noise=0.0, unit='example')", "still", work=sure
+    )
+    a = fb.private(fb.fedavg(), clip=0.5, noise=0.0, unit="example")
+    expected, _ = simulated(user, a, fb.rounds(3, clients=3), work=sure)
+    torch.testing.assert_close(still.x, expected.x, rtol=1e-4, atol=1e-5)
+    text = "private(fedavg(), clip=0.5, noise=6.0, unit='example')"
+    first, second = (deployed(user, tmp_path, text, name, work=sure) for name in ("first", "second"))
+    assert not torch.allclose(first.x, second.x, atol=1e-3)
+    assert [r["epsilon"] for r in first.history] == [
+        dp.get_epsilon_gaussian(6 / math.sqrt(2 * t), 1e-5) for t in (1, 2, 3)
+    ]
+    assert {r["train_loss"] for r in first.history} == {0.0}
+    solved = deployed(
+        user, tmp_path, "private(fedavg(), clip=0.5, epsilon=3.0, unit='example')", "solved", work=sure
+    )
+    assert 2.99 < solved.history[-1]["epsilon"] <= 3.0
+
+
 def test_a_fleet_ends_when_its_budget_is_spent(user, tmp_path):
     two = dp.get_epsilon_gaussian(2 / math.sqrt(2), 1e-5) + 0.01
     result = deployed(user, tmp_path, f"private(fedavg(), clip=0.05, noise=2.0, epsilon={two})")

@@ -246,7 +246,8 @@ def test_what_changed_since_is_run_again_when_asked(home: Path, capsys: pytest.C
     lines = {
         "scaffold with momentum": ({"algorithm": "scaffold()"}, True), "plain": ({"algorithm": "fedavg()"}, False),
         "without momentum": ({"algorithm": "scaffold()", "work": "Work(lr=0.1, momentum=0.0)"}, False),
-        "shifted": ({"algorithm": "fedshift(fedavg())"}, True), "new": ({"algorithm": "scaffold()", "code": "0.1.0+abc"}, False),
+        "shifted": ({"algorithm": "fedshift(fedavg())"}, True), "one optimiser": ({"algorithm": "fedgbo()"}, True),
+        "new": ({"algorithm": "scaffold()", "code": "0.1.0+abc"}, False),
     }  # fmt: skip
     for name, (line, again) in lines.items():
         assert r.outdated({**old, **line}) == again, name

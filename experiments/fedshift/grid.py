@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def both(part: str, partition: str, quantiser: str, method: str, bits: int, seed
 
 # The effect: the authors' training, in small ---------------------------------------------------------
 
-IMAGES, LONG = 50, 200  # a client's, and rounds
+LONG = 200  # rounds
 THEIR_WORK = fb.Work(lr=0.005, epochs=10, batch=50, momentum=0.9)
 
 
@@ -125,27 +125,46 @@ def their_algorithm(quantiser: str = "uniform", bits: int = 8, shift: bool = Fal
     return f"fedshift({text})" if shift else text
 
 
-def few_images(seed: int, bias: bool, augment: bool) -> Callable[[], fb.Task]:
-    """Dirichlet 100, fifty images a client, the authors' network with 16 and 32 channels and 128 units.
+@dataclass(frozen=True)
+class Arm:
+    """A kind of training in which the shift is tried."""
+
+    images: int  # a client's
+    bias: bool = False
+    augment: bool = False
+
+    def __str__(self) -> str:
+        kind = f"{'biases' if self.bias else 'no biases'}, {'augmented' if self.augment else 'as they are'}"
+        return kind if self.images == FEWEST else f"{self.images} images, {kind}"
+
+
+FEWEST = 50  # cells of which do not say it
+
+
+def few_images(arm: Arm, seed: int) -> Callable[[], fb.Task]:
+    """Dirichlet 100, the authors' network with 16 and 32 channels and 128 units.
 
     The cheapest in which the first dense layer's mean drifts: with 8 and 16 channels and 64 units it stays within
     0.1 of σ/√fan_in, with these it is at −0.4 to −0.9 after three rounds.
     """
+    images, bias, augment = arm.images, arm.bias, arm.augment
 
     def make() -> fb.Task:
         build = partial(fb.models.fedshift_cnn, width=16, units=128, bias=bias)
         whole = fb.tasks.load("cifar10", clients=100, partition="dirichlet(100)", seed=seed, model=build)
-        rows = torch.cat([whole.rows[lo : lo + IMAGES] for lo in whole.offsets[:-1]])
+        rows = torch.cat([whole.rows[lo : lo + images] for lo in whole.offsets[:-1]])
         return fb.Task.from_table(
-            build, whole.inputs[rows], whole.targets[rows], torch.arange(len(rows)), IMAGES * np.arange(101),
-            test=whole.test, augment=FlipCrop() if augment else None, name="cifar10, 50 images a client",
+            build, whole.inputs[rows], whole.targets[rows], torch.arange(len(rows)), images * np.arange(101),
+            test=whole.test, augment=FlipCrop() if augment else None, name=f"cifar10, {images} images a client",
         )  # fmt: skip
 
-    make.__name__ = f"few_images_seed_{seed}{'_biases' * bias}{'_augmented' * augment}"
+    count = "few_images" if images == FEWEST else f"images_{images}"
+    make.__name__ = f"{count}_seed_{seed}{'_biases' * bias}{'_augmented' * augment}"
     return make
 
 
-FEW = {(s, b, a): few_images(s, b, a) for s in SEEDS for b in (False, True) for a in (False, True)}
+ARMS = [Arm(100), Arm(FEWEST), Arm(100, augment=True), Arm(100, bias=True)]
+FEW = {(arm, seed): few_images(arm, seed) for arm in ARMS for seed in SEEDS}
 
 
 def probe(run: Run) -> Line:
@@ -177,11 +196,10 @@ def dead(task: fb.Task, x: Tensor) -> dict[str, float]:
     return found
 
 
-def effect_cell(bias: bool, augment: bool, shift: bool, seed: int) -> Cell:
-    kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
+def effect_cell(arm: Arm, shift: bool, seed: int) -> Cell:
     return Cell(
-        f"effect/{kind}/{'shifted' if shift else 'plain'}/seed {seed}",
-        FEW[seed, bias, augment],
+        f"effect/{arm}/{'shifted' if shift else 'plain'}/seed {seed}",
+        FEW[arm, seed],
         their_algorithm(shift=shift),
         THEIR_WORK,
         fb.rounds(LONG, clients=cohorts(seed, LONG)),
@@ -191,7 +209,7 @@ def effect_cell(bias: bool, augment: bool, shift: bool, seed: int) -> Cell:
 
 def bits_cell(quantiser: str, bits: int, shift: bool, seed: int) -> Cell:
     """Tables I and II in the effect's setting, without biases and augmentation."""
-    made = effect_cell(False, False, shift, seed)
+    made = effect_cell(ARMS[0], shift, seed)
     return replace(
         made, name=f"bits/{quantiser}/32+{bits}{' shifted' * shift}/seed {seed}",
         algorithm=their_algorithm(quantiser, bits, shift),
@@ -218,11 +236,8 @@ def after() -> list[Cell]:
     ]  # fmt: skip
 
 
-EFFECT = [(False, False), (False, True), (True, False), (True, True)]  # biases, augmentation
-
-
 def effect() -> list[Cell]:
-    return [effect_cell(b, a, shift, seed) for b, a in EFFECT for seed in SEEDS for shift in (False, True)]
+    return [effect_cell(arm, shift, seed) for arm in ARMS for seed in SEEDS for shift in (False, True)]
 
 
 def cells() -> list[Cell]:
@@ -405,8 +420,8 @@ def draw(done: Done) -> None:
     picture(HERE / "bias.png", [Panel("predicted labels", shares, x="label", y="share of the test set")])
 
 
-def effect_lines(done: Done, bias: bool, augment: bool, shift: bool) -> dict[int, Line]:
-    found = {seed: done.get(effect_cell(bias, augment, shift, seed).name) for seed in SEEDS}
+def effect_lines(done: Done, arm: Arm, shift: bool) -> dict[int, Line]:
+    found = {seed: done.get(effect_cell(arm, shift, seed).name) for seed in SEEDS}
     return {seed: line for seed, line in found.items() if line is not None and not line["diverged"]}
 
 
@@ -422,9 +437,9 @@ def at_the_end(line: Line, key: str, layer: str) -> float:
 
 def effect_table(done: Done) -> str:
     rows = []
-    for bias, augment in EFFECT:
-        plain, shifted = (effect_lines(done, bias, augment, shift) for shift in (False, True))
-        kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'images as they are'}"
+    for arm in ARMS:
+        plain, shifted = (effect_lines(done, arm, shift) for shift in (False, True))
+        kind = f"{arm.images} images, {replace(arm, images=FEWEST)}"
         for name, lines in (("plain", plain), ("shifted", shifted)):
             if lines:
                 other = "after" if name == "plain" else "before"
@@ -449,7 +464,7 @@ def effect_table(done: Done) -> str:
 
 def bits_lines(done: Done, quantiser: str, bits: int, shift: bool) -> dict[int, Line]:
     if (quantiser, bits) == ("uniform", 8):
-        return effect_lines(done, False, False, shift)
+        return effect_lines(done, ARMS[0], shift)
     found = {seed: done.get(bits_cell(quantiser, bits, shift, seed).name) for seed in SEEDS}
     return {seed: line for seed, line in found.items() if line is not None and not line["diverged"]}
 
@@ -472,12 +487,9 @@ def bits_table(done: Done) -> str:
 
 def draw_effect(done: Done) -> None:
     panels = []
-    for bias, augment in EFFECT:
-        kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
-        lines = {
-            "plain": effect_lines(done, bias, augment, False),
-            "shifted": effect_lines(done, bias, augment, True),
-        }
+    for arm in ARMS:
+        kind = f"{arm.images} images, {replace(arm, images=FEWEST)}"
+        lines = {"plain": effect_lines(done, arm, False), "shifted": effect_lines(done, arm, True)}
         curves = {name: list(some.values()) for name, some in lines.items() if some}
 
         def mean(some: list[Line], value: Callable[[Line, int], float]) -> list[float]:
@@ -568,13 +580,14 @@ def error_ratio(bits: int) -> float:
 
 def effect_claim(done: Done) -> Claim:
     told, positive, three = [], [], True
-    for bias, augment in EFFECT:
-        plain, shifted = (effect_lines(done, bias, augment, shift) for shift in (False, True))
+    for arm in ARMS:
+        plain, shifted = (effect_lines(done, arm, shift) for shift in (False, True))
         both = [s for s in SEEDS if s in plain and s in shifted]
         if both:
             gain = [late(shifted[s]) - late(plain[s]) for s in both]
-            kind = f"{'biases' if bias else 'no biases'}, {'augmented' if augment else 'as they are'}"
-            told.append(f"{kind}: {', '.join(f'{g:+.2f}' for g in gain)} points")
+            told.append(
+                f"{arm.images} images, {replace(arm, images=FEWEST)}: {', '.join(f'{g:+.2f}' for g in gain)} points"
+            )
             positive += [g > 0 for g in gain]
             three = three and len(both) == len(SEEDS)
     status = verdict(positive if told and three else [None])

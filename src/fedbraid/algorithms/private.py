@@ -1,12 +1,14 @@
 """Differential privacy of whole clients: what each uploads is clipped, and noise goes on the sum, or on every upload.
 
-Noise on the sum is McMahan et al. 2018, a clip that follows the median norm Andrew et al. 2021.
+Noise on the sum is McMahan et al. 2018, a clip that follows the median norm Andrew et al. 2021. That of single examples
+inside a client is DP-SGD (Abadi et al. 2016) in its local steps.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -22,7 +24,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import Beside, Gather, Info, Mean, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Vectors
+from fedbraid.core.rule import Chain, Examples, Local, Rule, Vectors, chain
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links.private import Around, Clipped, OwnNoise, Scales, clipped, length, scale_of, scaled
@@ -163,6 +165,35 @@ def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], i
     return {name: v[0] for name, v in server.account(as_one).items()}
 
 
+@dataclass(frozen=True)
+class HiddenExamples(Rule):
+    """Every local gradient is (Σ_i min(1, C/‖g_i‖) g_i + N(0, (zC)²)) over the planned batch, its examples drawn by chance.
+
+    The run binds z; unbound it is not a number, so that no step can go without noise.
+    """
+
+    clip: float = 1.0
+    noise: float | None = None  # z, where it was given
+    epsilon: float | None = None
+    delta: float = 1e-5
+    z: float = field(default=math.nan, repr=False, compare=False)
+
+    def examples(self) -> Examples:
+        return Examples(self.clip, self.z)
+
+
+def hiding(rule: Rule) -> HiddenExamples | None:
+    """The link that hides single examples, where there is one."""
+    links = rule.links if isinstance(rule, Chain) else (rule,)
+    return next((link for link in links if isinstance(link, HiddenExamples)), None)
+
+
+def with_noise(rule: Rule, z: float) -> Rule:
+    """A rule that hides single examples with this noise."""
+    links = rule.links if isinstance(rule, Chain) else (rule,)
+    return chain(*(replace(link, z=z) if isinstance(link, HiddenExamples) else link for link in links))
+
+
 @builder
 def private(
     a: Algorithm,
@@ -172,20 +203,29 @@ def private(
     delta: float = 1e-5,
     where: str = "server",
     scales: Mapping[str, float] | None = None,
+    unit: str = "client",
 ) -> Algorithm:
-    """Any algorithm with (ε, δ)-differential privacy of whole clients.
+    """Any algorithm with (ε, δ)-differential privacy of whole clients, or of single examples inside them.
 
     Every client's uploads are clipped to norm `clip`, or to one that follows the median norm ("adaptive"). Gaussian
     noise of deviation noise·clip goes on their sum, or with where="client" on each upload before it leaves. Given
     `epsilon` alone, the noise is solved for the whole schedule before anything runs; given both, the run ends before
     the step that would spend more. `scales` says for names that nobody declared by what they are divided to be clipped.
+
+    With unit="example" every client clips the gradient of each of its examples and noises their sum, in every local
+    step, whose batch takes each example with probability batch/n; all that leaves it is made of such gradients.
     """
     who, own = a.name.split("(")[0] or "this algorithm", _scales(a, scales)
     bound = _check(clip, noise, epsilon, delta, where)
+    if isinstance(a.gather, Noised) or isinstance(a.up, Around) or hiding(a.rule) is not None:
+        raise ConfigError(f"{who} is private already; call private once")
+    if unit not in ("client", "example"):
+        raise unknown("unit", str(unit), ["client", "example"])
+    if unit == "example":
+        _check_examples(who, a.rule, clip, where, scales)
+        return replace(a, rule=chain(HiddenExamples(bound, noise, epsilon, delta), a.rule), name="")
     uploads = scaled(a.uploads, own)
     _check_uploads(who, uploads)
-    if isinstance(a.gather, Noised) or isinstance(a.up, Around):
-        raise ConfigError(f"{who} is private already; call private once")
     if getattr(a.gather, "weights", "uniform") != "uniform":
         _say_once(
             "private: all clients count alike, because a weight by samples would tell of a client's data"
@@ -267,6 +307,45 @@ def _check_uploads(who: str, uploads: Mapping[str, Upload]) -> None:
                 f"{who} uploads {name!r}, whose scale nobody declared, so that no clip bounds it; give"
                 f" scales={{{name!r}: …}} or use an algorithm that uploads updates alone, such as fedavg or feddyn"
             )
+
+
+def _check_examples(who: str, rule: Rule, clip: Clip, where: str, scales: Mapping[str, float] | None) -> None:
+    """Refuse what would tell of examples beside the noised gradients of local steps."""
+    if clip == "adaptive":
+        raise ConfigError(
+            "clip='adaptive' follows the norms of clients' uploads; give clip a number with unit='example'"
+        )
+    if where != "server" or scales is not None:
+        raise ConfigError(
+            "unit='example' noises gradients inside every client, whatever it uploads; leave out where= and scales="
+        )
+    if rule.loop() is not None:
+        raise ConfigError(
+            f"{who} trains by a local loop of the user's own, whose gradients nobody clips; use a rule with unit='example'"
+        )
+    if gradients_besides(rule):
+        raise ConfigError(
+            f"{who} takes gradients besides those of its local steps, which would tell of single examples; use an algorithm"
+            " that takes one a step, such as fedavg, scaffold or fedgbo"
+        )
+
+
+def gradients_besides(rule: Rule) -> bool:
+    """Whether a visit asks for a gradient of the whole local set, or for a second one of a step's batch."""
+    asked = []
+
+    def gradient(y: Tensor) -> Tensor:
+        asked.append(y)
+        return torch.ones(2, 4)
+
+    layout, x, one = Layout.from_shapes([("w", (2, 1)), ("b", (2,))]), torch.zeros(1, 4), torch.ones(2, 1)
+    memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in rule.init(x[0]).items()}
+    down: Vectors = defaultdict(lambda: torch.ones(1, 4))
+    loc = Local(x, down, memory, 0.1, one, one, one, 0, layout, gradient, gradient)
+    s = rule.start(loc)
+    v, s = rule.step(torch.ones(2, 4), x.repeat(2, 1), s, loc)
+    rule.finish(x - 0.1 * v, s, loc)
+    return bool(asked)
 
 
 def _check_own(who: str, clip: Clip, rescales: bool) -> None:

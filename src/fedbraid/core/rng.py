@@ -66,6 +66,32 @@ def normal(seed: int, purpose: str, count: int, *counters: int) -> NDArray[np.fl
     return generator(seed, purpose, *counters).standard_normal(count, dtype=np.float32)
 
 
+def _mix32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Wellons' mix of 32 bits."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def gaussian(keys: U64, count: int) -> NDArray[np.float32]:
+    """So many standard normal numbers for every key, `[m, count]`, as compiled code makes them to rounding."""
+    half = (count + 1) // 2
+    low, high = (keys.astype(np.uint32)[:, None], (keys >> np.uint64(32)).astype(np.uint32)[:, None])
+    with np.errstate(over="ignore"):
+        at = np.arange(half, dtype=np.uint32) ^ low
+        u, w = (_mix32(_mix32(at ^ np.uint32(c)) ^ high) for c in (0, 0x9E3779B9))
+    share = ((u >> np.uint32(1)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
+    radius = np.sqrt(np.float32(-2) * np.log(share))
+    angle = w.view(np.int32).astype(np.float32) * np.float32(2 * np.pi * 2.0**-32)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], 1)[:, :count]
+
+
+def unpredicted(count: int) -> NDArray[np.float64]:
+    """So many numbers in [0, 1) from the operating system's generator."""
+    words = np.frombuffer(os.urandom(8 * count), np.uint64)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def unpredictable(count: int) -> NDArray[np.float64]:
     """So many standard normal numbers from the operating system's generator, which no seed repeats (Box and Muller)."""
     half = (count + 1) // 2

@@ -30,6 +30,13 @@ def _nowhere(y: Tensor) -> Tensor:
     )
 
 
+def _once(y: Tensor) -> Tensor:
+    raise ConfigError(
+        "the rule asks for a second gradient of a step's batch, whose noise would be the first one's, so that their"
+        " difference tells of single examples; use a rule that takes one gradient a step, such as fedavg's"
+    )
+
+
 class Gradient(Protocol):
     """`grad(Y[m, d], batch) -> (G[m, d], losses[m])`: the one place that knows how a block is computed.
 
@@ -76,6 +83,19 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Examples:
+    """How gradients are taken where single examples are private: each clipped, their sum noised."""
+
+    clip: float
+    z: float
+
+    @property
+    def deviation(self) -> float:
+        """Of the noise on a sum."""
+        return self.z * self.clip
+
+
+@dataclass(frozen=True)
 class Rule:
     """One link of local training; every hook defaults to doing nothing."""
 
@@ -115,6 +135,10 @@ class Rule:
 
     def loop(self) -> LocalLoop | None:
         """A function that trains one client's module in place of the steps, where there is one (`fb.local`)."""
+        return None
+
+    def examples(self) -> Examples | None:
+        """How its gradients hide single examples, where they do."""
         return None
 
     def alone(self, K: Tensor) -> Tensor | None:
@@ -172,6 +196,9 @@ class Chain(Rule):
             )
         return found[0].loop() if found else None
 
+    def examples(self) -> Examples | None:
+        return next((e for r in self.links if (e := r.examples()) is not None), None)
+
     def alone(self, K: Tensor) -> Tensor | None:
         return next((n for r in self.links if (n := r.alone(K)) is not None), None)
 
@@ -208,7 +235,8 @@ def train(
     optimiser = work.local
     moments: Vectors = {} if optimiser is None else optimiser.init(y)
     loss = torch.zeros(m, device=y.device)
-    loc.grad = again = _Again(grad, work, y)
+    again = _Again(grad, work, y)
+    loc.grad = again if rule.examples() is None else _once
     for k in range(steps):
         again.batch, again.y = plan.batch(k), y
         again.raw, losses = grad(y, again.batch)

@@ -14,10 +14,26 @@ from fedbraid.core.device import placed
 from fedbraid.data import tree
 from fedbraid.data.augment import Augment
 from fedbraid.data.tree import Tree
+from fedbraid.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedbraid.core.rule import Examples
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
+
+
+@dataclass
+class Secret:
+    """What hides a step's single examples: how many were planned, and where the noise on their sum comes from."""
+
+    planned: Tensor  # float32 [m, 1]
+    keys: rng.U64 | None  # [m]; None: the operating system's generator
+
+    def noise(self, own: Examples, like: Tensor) -> Tensor:
+        """What is added to a mean, `[m, d]`."""
+        m, d = like.shape
+        made = rng.unpredictable(m * d).reshape(m, d) if self.keys is None else rng.gaussian(self.keys, d)
+        return placed(made, like.device).to(like) * (own.deviation / self.planned)
 
 
 @dataclass
@@ -34,6 +50,16 @@ class Batch:
     augment: Augment | None = None
     draws: Tensor | None = None  # [m, B, ·], for the augmentation
     noise: NDArray[np.uint64] | None = None  # [m], seeds for a model that draws numbers itself
+    hidden: Secret | None = None  # where single examples are private
+
+    def secret(self) -> Secret:
+        """What hides its examples."""
+        if self.hidden is None:
+            raise ConfigError(
+                "a gradient is asked for besides the noised ones of local steps, which would tell of single examples; use"
+                " a rule that takes one gradient a step"
+            )
+        return self.hidden
 
     @property
     def size(self) -> int:
@@ -72,13 +98,23 @@ class Batch:
 class Drawn:
     """All the batches that a block of clients will see in one visit, drawn by (seed, version, client).
 
+    To `hide` single examples, each batch is drawn anew, of "simulated" clients or of "real" ones.
     Client i of n_i samples takes `steps(i)` steps; a short last batch is used as it is (`keep`), left
     out (`drop`), or filled with the client's own samples (`fill`). Clients smaller than a batch train
     on all they have.
     """
 
-    def __init__(self, task: Task, work: Work, clients: NDArray[np.int64], version: int, seed: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        work: Work,
+        clients: NDArray[np.int64],
+        version: int,
+        seed: int,
+        hide: str | None = None,
+    ) -> None:
         self.task, self.work, self.clients, self.version, self.seed = task, work, clients, version, seed
+        self.hide = hide
         self.n = task.sizes[clients]
         self.K = step_counts(self.n, work)
         self._epoch = -1
@@ -87,6 +123,8 @@ class Drawn:
 
     def batch(self, k: int) -> Batch:
         """The block's k-th batch."""
+        if self.hide is not None:
+            return self._hidden(k)
         size = batch_sizes(self.n, self.work)
         if self.work.replace:
             return self._drawn(k, size)
@@ -113,6 +151,25 @@ class Drawn:
             inside |= short
         inside &= (k < self.K)[:, None]
         return self._make(picked, inside, k)
+
+    def _hidden(self, k: int) -> Batch:
+        """Every sample with probability batch/n, by the seed or, of "real" clients, by the operating system."""
+        m, most, real = len(self.n), int(self.n.max()), self.hide == "real"
+        planned, column = batch_sizes(self.n, self.work), np.arange(most)
+        draw = (
+            rng.unpredicted(m * most).reshape(m, most) if real
+            else rng.uniform(self.seed, "examples", self.version, self.clients[:, None], k, column)
+        )  # fmt: skip
+        taken = (
+            (draw * self.n[:, None] < planned[:, None]) & (column < self.n[:, None]) & (k < self.K)[:, None]
+        )
+        count = taken.sum(1)
+        width = max(1, int(count.max()))
+        picked = np.argsort(~taken, axis=1, kind="stable")[:, :width]
+        batch = self._make(np.minimum(picked, self.n[:, None] - 1), np.arange(width) < count[:, None], k)
+        keys = None if real else rng.bits(self.seed, "hidden", self.version, self.clients, k)
+        batch.hidden = Secret(placed(planned.astype(np.float32), self.task.device)[:, None], keys)
+        return batch
 
     def _drawn(self, k: int, size: NDArray[np.int64]) -> Batch:
         """A full batch of each client's samples, drawn with replacement."""

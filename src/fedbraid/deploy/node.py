@@ -89,6 +89,9 @@ class Seat:
         if self.made is None or self.known != (settings, client):
             own, (algorithm, work) = self.own, settings.what()
             assert own is not None
+            if _of_its_own(algorithm):  # a gradient knows its noise
+                crowd = Crowd(settings.when(), settings.nodes, work, own.sizes)
+                algorithm, _ = bound(algorithm, crowd)
             offsets = np.concatenate([np.zeros(client + 1, np.int64), own.offsets[1:]])
             setup = Setup(algorithm, replace(own, offsets=offsets), work, settings.seed)
             self.known, self.made = (settings, client), (setup, gradient(setup, "auto"))
@@ -106,7 +109,8 @@ def obey(
     client, version = int(order["client"]), int(order["version"])
     setup, gradients = seat.ready(settings, node_config, client)
     memory = Memory.read(place)
-    setup = replace(setup, algorithm=_within_budget(setup.algorithm, setup.work, settings, memory.visits))
+    n = int(setup.task.sizes[client])
+    setup = replace(setup, algorithm=_within_budget(setup.algorithm, setup.work, settings, memory.visits, n))
     algorithm, task = setup.algorithm, setup.task
     memory.forget_all_but({str(order["start"]), str(order["taken"])})
     if not memory.receive(order, setup):
@@ -124,21 +128,27 @@ def obey(
         "job": str(order["job"]),
         "lost": False,
         "held": memory.held,
-        "loss": 0.0
-        if isinstance(algorithm.up, OwnNoise)
-        else float(reply.loss),  # which would tell of its data
+        "loss": 0.0 if _of_its_own(algorithm) else float(reply.loss),  # which would tell of its data
         "blob": bundle(frames),
     }
 
 
-def _within_budget(algorithm: Algorithm, work: Work, settings: Settings, visits: int) -> Algorithm:
+def _of_its_own(algorithm: Algorithm) -> bool:
+    """Whether clients add noise themselves."""
+    return isinstance(algorithm.up, OwnNoise) or algorithm.rule.examples() is not None
+
+
+def _within_budget(
+    algorithm: Algorithm, work: Work, settings: Settings, visits: int, samples: int
+) -> Algorithm:
     """The algorithm with the noise that this node adds itself, unless its own budget is spent."""
-    if not isinstance(algorithm.up, OwnNoise):
+    if not _of_its_own(algorithm):
         return algorithm
-    algorithm, budgets = bound(algorithm, Crowd(settings.when(), settings.nodes, work))
+    sizes = np.array([samples], np.int64)
+    algorithm, budgets = bound(algorithm, Crowd(settings.when(), settings.nodes, work, sizes))
     for budget in budgets:
         budget.recall([[0]] * visits)
-        if not budget.affords([0]):
+        if not budget.affords([0], sizes):
             raise RunError(
                 f"this node has uploaded {visits} times, which is all that its privacy budget allows; it takes no part in"
                 " this run any more"

@@ -34,7 +34,7 @@ from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import Loop
-from fedbraid.errors import Diverged, InUseError, RunError, WireError
+from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
 from fedbraid.run.budget import Crowd, bound
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
@@ -71,6 +71,10 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
     (algorithm, work), schedule, task = settings.what(), settings.when(), project.parts.served()
     algorithm.fits(work, task.whole.size > task.layout.size)
     algorithm.gather.fits(task.layout)
+    if algorithm.rule.examples() is not None and settings.samples == "free":
+        raise ConfigError(
+            "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
+        )
     algorithm, budgets = bound(algorithm, Crowd(schedule, settings.nodes, work))
     setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
     callbacks = [*project.callbacks, *settings.callbacks(), Lines()]

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbraid.core.check import whole
 from fedbraid.core.gather import WIDE
-from fedbraid.core.rule import Gradient
+from fedbraid.core.rule import Examples, Gradient
 from fedbraid.data import tree
 from fedbraid.data.tree import Tree
 from fedbraid.engines.auto import WORTH, expected_seconds, guess, too_short
 from fedbraid.engines.client import Reply, Setup, visit
+from fedbraid.engines.examples import hidden
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
 from fedbraid.errors import ConfigError, EngineError, unknown
@@ -200,11 +202,19 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         raise ConfigError("native gradients are float32; use backend='loop' or 'vmap' for another precision")
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
+    if setup.algorithm.rule.examples() is not None and task.compares:
+        raise ConfigError(
+            "the loss looks at other models, whose outputs tell of other examples; use a loss of the outputs alone with"
+            " unit='example'"
+        )
     if setup.algorithm.rule.loop() is not None or task.compares:
         if backend in ("native", "vmap"):
             what = "the loss looks at other models" if task.compares else "the local loop is the user's own"
             raise ConfigError(f"{what}, which needs plain autograd; use backend='loop'")
         return Loop(task, precision)
+    own = setup.algorithm.rule.examples()
+    if own is not None:
+        return _private(setup, own, backend, threads, precision)
     if backend == "auto":
         seconds = expected_seconds(task, setup.work, setup.visits)
         if precision is not None or seconds < WORTH or too_short(task, seconds):
@@ -213,23 +223,50 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         native = _native(task, threads, required=backend == "native")
         if native is not None:
             return native
-    if backend == "vmap" and task.stochastic:
-        raise ConfigError(
-            "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
-        )
-    if backend == "vmap" and task.uneven:
-        raise ConfigError("vmap needs clients' samples to be of one length; use backend='loop'")
-    if backend == "vmap" and task.whole.buffers is not None:
-        raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
+    if backend == "vmap":
+        _check_vmap(task)
     kind = Vmap if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop
     return kind(task, precision)
 
 
-def _native(task: Task, threads: int, required: bool) -> Gradient | None:
-    why = "the task is not on the CPU" if task.device != torch.device("cpu") else Native.supports(task)
+def _check_vmap(task: Task) -> None:
+    if task.stochastic:
+        raise ConfigError(
+            "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
+        )
+    if task.uneven:
+        raise ConfigError("vmap needs clients' samples to be of one length; use backend='loop'")
+    if task.whole.buffers is not None:
+        raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
+
+
+def _private(
+    setup: Setup, own: Examples, backend: str, threads: int, precision: torch.dtype | None
+) -> Gradient:
+    """The gradient function of this name that hides single examples."""
+    task = setup.task
+    for name, module in task.module().named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ConfigError(
+                f"model has {type(module).__name__} at {name!r}, which mixes the examples of a batch, so that no clip bounds"
+                " what one of them does; use GroupNorm with unit='example'"
+            )
+    few = backend == "auto" and expected_seconds(task, setup.work, setup.visits) < WORTH
+    if backend == "native" or (backend == "auto" and precision is None and not few):
+        native = _native(task, threads, required=backend == "native", own=own)
+        if native is not None:
+            return native
+    if backend == "vmap":
+        _check_vmap(task)
+    return hidden(own, task, backend, precision)
+
+
+def _native(task: Task, threads: int, required: bool, own: Examples | None = None) -> Gradient | None:
+    on_cpu = task.device == torch.device("cpu")
+    why = Native.supports(task, own is not None) if on_cpu else "the task is not on the CPU"
     if why is None:
         try:
-            return Native(task, threads)
+            return Native(task, threads, examples=own)
         except EngineError as error:
             why = str(error)
     if required:

@@ -110,7 +110,8 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     if task is not setup.task:
         setup = replace(setup, task=task)
     a, work = setup.algorithm, setup.work
-    plan = Drawn(task, work, order.clients, order.version, setup.seed)
+    hide = None if a.rule.examples() is None else "simulated" if frames is None else "real"
+    plan = Drawn(task, work, order.clients, order.version, setup.seed, hide)
     x = order.down["x"][None]
     K = placed(plan.K, x.device).to(x.dtype)[:, None]
     loc = Local(

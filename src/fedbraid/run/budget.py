@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -13,16 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.algorithms.private import Noised, of_mean
+from fedbraid.algorithms.private import HiddenExamples, Noised, hiding, of_mean, with_noise
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work
-from fedbraid.data.batches import step_counts
+from fedbraid.data.batches import batch_sizes, step_counts
 from fedbraid.errors import ConfigError
 from fedbraid.links.private import Around, Clipped, OwnNoise
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
+
+Sizes = NDArray[np.int64]  # samples by client
 
 APART = 2**0.25  # steps at which ε is accounted exactly grow by this
 
@@ -72,7 +74,10 @@ class Mechanism:
     def epsilon(self, z: float, delta: float, steps: int) -> float:
         """ε after so many steps with noise multiplier z."""
         dp = _library()
-        if self.kind == "all":  # a client's uploads may be empty ones instead, in every step
+        if self.kind == "all" or (self.kind, self.rate) == (
+            "poisson",
+            1,
+        ):  # one may send nothing, in every step
             return float(dp.get_epsilon_gaussian(z / math.sqrt(steps), delta))
         if self.kind == "own":  # and here any others, which are up to 2C away
             return float(dp.get_epsilon_gaussian(z / 2 / math.sqrt(steps), delta))
@@ -103,10 +108,10 @@ class Spending(Protocol):
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         """Count what steps before a resume spent, by who came to each."""
 
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
-        """For the record of a step; nothing where there is no noise, and so no ε."""
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+        """For the record of a step, by samples of each client; nothing where there is no noise, and so no ε."""
 
-    def affords(self, coming: Sequence[int]) -> bool:
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         """Whether a step may be taken that these clients come to."""
 
     def ends(self, step: int) -> bool:
@@ -125,12 +130,12 @@ class Budget:
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         """Nothing to count: a step spends the same whoever comes."""
 
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         if self.z == 0:
             return {}
         return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(accounted_at(step), self.last))}
 
-    def affords(self, coming: Sequence[int]) -> bool:
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         return True
 
     def ends(self, step: int) -> bool:
@@ -164,17 +169,109 @@ class OwnBudgets:
         self.visits.update(came)
         self.largest = max([self.largest, *(self.visits[c] for c in came)])
 
-    def spent(self, step: int, came: Sequence[int]) -> dict[str, float]:
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         self._count(came)
         if self.z == 0 or not self.largest:
             return {}
         return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
 
-    def affords(self, coming: Sequence[int]) -> bool:
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
         return all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
 
     def ends(self, step: int) -> bool:
         return self.cautious and self.largest >= self.most
+
+
+@dataclass
+class ExampleBudgets:
+    """ε of every client by its own local steps, whose batches it draws and noises itself; records carry the largest.
+
+    A step spends as a Poisson-sampled Gaussian does, the more the larger a share of its samples a batch takes.
+    """
+
+    own: HiddenExamples
+    work: Work
+    z: float | None  # None: what keeps the budget of each client if it comes every time
+    longest: int  # the most visits that anybody makes, or may make
+    totals: Counter[int] | None = None  # visits in the whole run, where they are known
+    visits: Counter[int] = field(default_factory=Counter)
+    most: dict[int, int] = field(default_factory=dict)  # visits so far, by samples
+    late: set[int] = field(default_factory=set)  # who came and is not among them yet
+    out: bool = False  # whether somebody may not come again
+
+    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
+        for came in cohorts:
+            self.visits.update(came)
+        self.late.update(self.visits)
+
+    def _count(self, came: Sequence[int], sizes: Sizes) -> None:
+        self.visits.update(came)
+        self.late.update(came)
+        while self.late:
+            c = self.late.pop()
+            n, all_of_it = int(sizes[c]), self.longest if self.totals is None else self.totals[c]
+            self.most[n] = max(self.most.get(n, 0), min(accounted_at(self.visits[c]), all_of_it))
+            self.out |= self._limited and self.visits[c] >= self._allowed(n)
+
+    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+        self._count(came, sizes)
+        if self.z == 0 or not self.most:
+            return {}
+        who = self.most if self.z is None else worst(self.most, self.work)
+        return {"epsilon": max(self._epsilon(n, visits) for n, visits in who.items())}
+
+    def _epsilon(self, n: int, visits: int) -> float:
+        how, steps = own_steps(n, self.work)
+        return epsilon_of(how, self._noise(n), self.own.delta, steps * visits)
+
+    def _noise(self, n: int) -> float:
+        return least(self.own, {n: self.longest}, self.work) if self.z is None else self.z
+
+    @property
+    def _limited(self) -> bool:
+        return self.own.noise is not None and self.own.epsilon is not None
+
+    def _allowed(self, n: int) -> int:
+        """How often a client of so many samples may come."""
+        how, steps = own_steps(n, self.work)
+        assert self.own.epsilon is not None
+        return (
+            affordable(how, self._noise(n), self.own.epsilon, self.own.delta, steps * self.longest) // steps
+        )
+
+    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
+        after = self.visits + Counter(coming)
+        return not self._limited or all(after[c] <= self._allowed(int(sizes[c])) for c in {*coming})
+
+    def ends(self, step: int) -> bool:
+        return self.totals is None and self.out  # nobody knows who comes next
+
+
+def own_steps(n: int, work: Work) -> tuple[Mechanism, int]:
+    """(what each local step of a client of n samples is, how many there are in a visit)."""
+    one = np.array([n], np.int64)
+    return Mechanism("poisson", float(batch_sizes(one, work)[0] / n)), int(step_counts(one, work)[0])
+
+
+def worst(most: Mapping[int, int], work: Work) -> dict[int, int]:
+    """Those of (samples: visits) that no other exceeds both in how large a share a batch takes and in steps."""
+    found: dict[int, int] = {}
+    top = 0
+    for n in sorted(most, key=lambda n: -own_steps(n, work)[0].rate):
+        if (steps := own_steps(n, work)[1] * most[n]) > top:
+            found[n], top = most[n], steps
+    return found
+
+
+def least(own: HiddenExamples, most: Mapping[int, int], work: Work) -> float:
+    """The noise that keeps the budget of all clients, by samples and visits."""
+    assert own.epsilon is not None
+    z = 0.0
+    for n, visits in worst(most, work).items():
+        how, steps = own_steps(n, work)
+        if not z or epsilon_of(how, z, own.delta, steps * visits) > own.epsilon:
+            z = solved(how, own.epsilon, own.delta, steps * visits)
+    return z
 
 
 # Binding --------------------------------------------------------------------------------------------
@@ -200,13 +297,20 @@ class Crowd:
         """The most times that any client comes, or may come where nobody knows."""
         if self.seed is None:
             return self.schedule.steps * (self.schedule.buffer if isinstance(self.schedule, Buffered) else 1)
+        return max(self.counted().values(), default=1)
+
+    def counted(self) -> Counter[int]:
+        """How often each client comes in the whole run, which a seed tells."""
+        assert self.seed is not None
         ticks = self.schedule.ticks(self.clients, self.seed)
-        return max(Counter(c for tick in ticks for c in tick.clients.tolist()).values(), default=1)
+        return Counter(c for tick in ticks for c in tick.clients.tolist())
 
 
 def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
+    if (own := hiding(algorithm.rule)) is not None:
+        return _bound_examples(algorithm, own, crowd)
     if not isinstance(gather, Noised) and not isinstance(up, OwnNoise):
         if isinstance(up, Around):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
@@ -234,6 +338,44 @@ def _bound_own(algorithm: Algorithm, up: OwnNoise, crowd: Crowd) -> tuple[Algori
     z, most = _afford(up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.visits())
     new = replace(algorithm, up=replace(up, z=z))
     return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
+
+
+def _bound_examples(
+    algorithm: Algorithm, own: HiddenExamples, crowd: Crowd
+) -> tuple[Algorithm, tuple[Spending, ...]]:
+    """Noise for the worst client of a simulation; real ones, unless it was given, each solve for their own."""
+    work = crowd.work
+    if (work.replace, work.last, work.shuffle) != (False, "keep", True):
+        raise ConfigError(
+            "unit='example' takes every example with probability batch/n, in no order; leave out replace=, last= and shuffle="
+        )
+    sizes = np.zeros(0, np.int64) if crowd.sizes is None else crowd.sizes
+    totals = None if crowd.seed is None else crowd.counted()
+    longest = crowd.visits() if totals is None else max(totals.values(), default=1)
+    most: dict[int, int] = {}
+    for c, n in enumerate(sizes.tolist()):
+        most[n] = max(most.get(n, 0), longest if totals is None else totals[c])
+    _check_examples(own, dict.fromkeys(most, 1), work)
+    z = least(own, most, work) if own.noise is None and most else own.noise
+    budget = ExampleBudgets(own, work, z, longest, totals)
+    return replace(algorithm, rule=with_noise(algorithm.rule, math.nan if z is None else z)), (budget,)
+
+
+def _check_examples(own: HiddenExamples, once: Mapping[int, int], work: Work) -> None:
+    """Refuse a budget that a first visit would exceed; warn of a δ that one example among all exceeds."""
+    if own.delta >= 1 / max(once, default=1):
+        log.warning(
+            f"delta={own.delta} is no less than 1/{max(once, default=1)}, one example among a client's; use a smaller one"
+        )
+    if own.noise is None or own.epsilon is None:
+        return
+    for n in worst(once, work):
+        how, steps = own_steps(n, work)
+        if (spends := epsilon_of(how, own.noise, own.delta, steps)) > own.epsilon:
+            raise ConfigError(
+                f"noise={own.noise} spends epsilon={spends:.3g} in one visit of a client with {n} samples, more than the"
+                f" budget of {own.epsilon}; raise noise= or epsilon="
+            )
 
 
 def _check(algorithm: Algorithm, crowd: Crowd) -> None:

@@ -223,7 +223,7 @@ class Run:
         pending: list[Record] = []
         self.seen = self._seen()
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
-            if not all(budget.affords(tick.clients.tolist()) for budget in self.budgets):
+            if not all(budget.affords(tick.clients.tolist(), self.source.sizes) for budget in self.budgets):
                 self._stop(pending)
                 break
             before = self.state.x
@@ -232,7 +232,7 @@ class Run:
                 self.seen.take(record)
             record |= {**self.source.taken(tick), **self._measure(before), **self._left}
             for budget in self.budgets:
-                record |= budget.spent(self.state.t, record["clients"])
+                record |= budget.spent(self.state.t, record["clients"], self.source.sizes)
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers) or any(budget.ends(self.state.t) for budget in self.budgets)
@@ -417,6 +417,8 @@ def simulate(
         engine = known.get("engine", "auto")
     if engine == "auto" and (algorithm.rule.loop() is not None or task.compares):
         engine = "in_process(backend='loop')"
+    if engine == "auto" and algorithm.rule.examples() is not None:  # what was measured is of plain gradients
+        engine = "in_process"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
     runner = choose(engine, task, work, cohort, schedule.steps)

@@ -230,13 +230,14 @@ def outdated(line: Line) -> bool:
     """Whether a definition has changed since, and with it what came out.
 
     While lines knew their commit at best, SCAFFOLD divided by K where it now divides by the effective steps of
-    local momentum and remembered what it had sent, not what was received; FedShift moved biases too.
+    local momentum and remembered what it had sent, not what was received; FedShift moved biases too; FedGBO
+    inverted by K as well.
     """
     text, work = line["algorithm"], line["work"]
     control = "scaffold" in text and (
         ("momentum=0.0" not in work and "momentum=" in work) or "with_codecs(" in text
     )
-    return line["code"].startswith("commit ") and (control or "fedshift(" in text)
+    return line["code"].startswith("commit ") and (control or "fedshift(" in text or "fedgbo(" in text)
 
 
 @lru_cache(maxsize=4096)

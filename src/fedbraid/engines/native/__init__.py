@@ -11,11 +11,13 @@ import ctypes
 import os
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.core.rule import Examples
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
@@ -44,10 +46,12 @@ class Native:
     vectorised = True
 
     @classmethod
-    def supports(cls, task: Task) -> str | None:
+    def supports(cls, task: Task, examples: bool = False) -> str | None:
         """None if this task can run natively here, else one sentence that says why not."""
         try:
-            _graph(task)
+            graph = _graph(task)
+            if examples:
+                generate(graph, str(task.loss), lanes(), ROOM, examples)
         except Unsupported as why:
             return str(why)
         if compiler() is None:
@@ -62,11 +66,14 @@ class Native:
         except (Unsupported, NativeUnavailable):
             return False
 
-    def __init__(self, task: Task, threads: int = 0, flags: tuple[str, ...] = FLAGS) -> None:
+    def __init__(
+        self, task: Task, threads: int = 0, flags: tuple[str, ...] = FLAGS, examples: Examples | None = None
+    ) -> None:
         try:
             graph = _graph(task)
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
+        self.examples = examples
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.size, self.classifies = task.whole.size, task.loss != "mse"
         self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.whole.buffers
@@ -79,11 +86,17 @@ class Native:
 
     def _compile(self, batch: int) -> None:
         """Load the library, with room for so many samples of a client where they depend on each other."""
-        self.source, self.most = generate(self.graph, self.loss, lanes(), batch), batch
+        private = self.examples is not None
+        try:
+            self.source, self.most = generate(self.graph, self.loss, lanes(), batch, private), batch
+        except Unsupported as why:
+            raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         lib = library(self.source, self.flags)
-        self._gradient, self._evaluate = lib.fedbraid_gradient, lib.fedbraid_evaluate
-        p, n = ctypes.c_void_p, ctypes.c_int64
-        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
+        self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
+        self._evaluate = lib.fedbraid_evaluate
+        p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        more: list[Any] = [f, f, p, p] if private else []
+        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int, *more]
         self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
 
     def alone(self) -> Native:
@@ -111,19 +124,28 @@ class Native:
         if len(self._buffer) != m:
             self._buffer = torch.empty(m, self.size)
         losses = torch.empty(m)
+        more = () if self.examples is None else self._private(self.examples, batch)
         _raise(
             self._gradient(
                 at.data_ptr(), self.graph.constants.data_ptr(), None if noise is None else noise.data_ptr(),
                 self._buffer.data_ptr(), losses.data_ptr(), m, size,
                 rows.data_ptr() if plain else None, rows.data_ptr(),
                 None if weight is None else weight.data_ptr(),
-                inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads,
+                inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads, *more,
             )
         )  # fmt: skip
+        if self.examples is not None and batch.secret().keys is None:
+            self._buffer += batch.secret().noise(self.examples, self._buffer)
         if self.statistics is not None:  # what the running ones have become comes in their gradient's place
             y[:, self.statistics] = self._buffer[:, self.statistics]
             self._buffer[:, self.statistics] = 0
         return self._buffer, losses
+
+    def _private(self, own: Examples, batch: Batch) -> tuple[Any, ...]:
+        """What clipping and noising takes besides: norm, deviation, planned samples, keys of the noise."""
+        secret = batch.secret()
+        keys = None if secret.keys is None else secret.keys.ctypes.data
+        return own.clip, own.deviation, secret.planned.data_ptr(), keys
 
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""

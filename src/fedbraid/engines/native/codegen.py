@@ -8,29 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedbraid.engines.native.ops import Linear, Op
-from fedbraid.engines.native.trace import Graph
+from fedbraid.engines.native.trace import Graph, Unsupported
 
 _CHUNK = 64  # samples that go through the layers together,
 _ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
 _MODELS = 4  # or than so many models
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
-_PARTS = ("kernels.hpp", "images.hpp", "sequence.hpp", "runtime.hpp")
+_KERNELS = ("kernels.hpp", "images.hpp", "sequence.hpp")
 
 
-def generate(graph: Graph, loss: str, lanes: int, batch: int) -> str:
+def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = False) -> str:
     """The whole source of a library for this graph and loss, `lanes` samples to a vector.
 
-    Where an operation mixes the samples of a batch, `batch` of them must fit into a chunk.
+    Where an operation mixes the samples of a batch, `batch` of them must fit into a chunk. With `examples` it also
+    clips single samples' gradients.
     """
     here = Path(__file__).parent
-    *kernels, runtime = ((here / f).read_text(encoding="utf-8") for f in _PARTS)
+    first, last = (*_KERNELS, *["squares.hpp"] * examples), ("runtime.hpp", *["examples.hpp"] * examples)
+    kernels, runtime = ([(here / f).read_text(encoding="utf-8") for f in some] for some in (first, last))
     room = max(_ROOM, 4 * _MODELS * graph.layout.size)
     blocks = -(-batch // lanes) if graph.mixes else _CHUNK // lanes
-    writer = _Writer(graph, loss, lanes, blocks)
+    writer = _Writer(graph, loss, lanes, blocks, examples)
     while blocks > 1 and not graph.mixes and writer.workspace * lanes * 4 > room:
-        writer = _Writer(graph, loss, lanes, blocks := blocks // 2)
-    return "\n".join([f"#define LANES {lanes}", *kernels, writer.model(), runtime])
+        writer = _Writer(graph, loss, lanes, blocks := blocks // 2, examples)
+    return "\n".join([f"#define LANES {lanes}", *kernels, writer.model(), *runtime])
 
 
 @dataclass
@@ -44,10 +46,13 @@ class _Buffer:
 
 
 class _Writer:
-    """Time runs from 0 to n over the forward operations, n is the loss, 2n - t takes operation t back."""
+    """Time runs from 0 to n over the forward operations, n is the loss, 2n - t takes operation t back.
 
-    def __init__(self, graph: Graph, loss: str, lanes: int, blocks: int) -> None:
-        self.graph, self.loss, self.lanes, self.blocks = graph, loss, lanes, blocks
+    Where single `examples` are clipped, everything stays: gradients of weights come once all samples' norms are known.
+    """
+
+    def __init__(self, graph: Graph, loss: str, lanes: int, blocks: int, examples: bool) -> None:
+        self.graph, self.loss, self.lanes, self.blocks, self.examples = graph, loss, lanes, blocks, examples
         self.sizes = [math.prod(s) for s in graph.shapes]
         self.moving = self._moving()
         self.by_rows = self._by_rows()
@@ -66,11 +71,14 @@ class _Writer:
         self.kept = {t: self._per_block(op.kept, t, 2 * n - t) for t, op in enumerate(graph.ops)}
         self.scratch = {t: _Buffer(op.scratch(lanes, blocks), t, t) for t, op in enumerate(graph.ops)}
         self.scratch_back = {t: _Buffer(b.size, 2 * n - t, 2 * n - t) for t, b in self.scratch.items()}
+        if examples:  # one room, beside all gradients
+            shared = _Buffer(max((b.size for b in self.scratch.values()), default=0), n, 2 * n)
+            self.scratch_back = dict.fromkeys(self.scratch, shared)
         groups = (self.values, self.gradients, self.kept, self.scratch, self.scratch_back)
-        self.workspace = _place([b for group in groups for b in group.values()])
+        self.workspace = _place(list({id(b): b for group in groups for b in group.values()}.values()))
 
     def _per_block(self, size: int, first: int, last: int) -> _Buffer:
-        return _Buffer(size * self.blocks, first, last)
+        return _Buffer(size * self.blocks, first, 2 * len(self.graph.ops) if self.examples else last)
 
     def _moving(self) -> set[int]:
         """The values that depend on a trained parameter, and so need a gradient."""
@@ -128,8 +136,42 @@ class _Writer:
             "                         const uint64_t* key, int nb, int samples, bool add) {",
             *(f"        {line}" for line in zeros + back),
             "    }",
+            *(self._examples(zeros) if self.examples else []),
             "};",
         ])  # fmt: skip
+
+    def _examples(self, zeros: list[str]) -> Iterator[str]:
+        """The way back in two: to the inputs, with the norms of all samples' gradients, then to the weights, scaled."""
+        given = "const float* const* rows, const uint64_t* key, int nb, int samples"
+        ops = [(t, op) for t, op in reversed([*enumerate(self.graph.ops)]) if op.output in self.moving]
+        self.written.clear()
+        places = [w for _, op in ops for w in op.weights if w is not None and w.trained]
+        if len(places) > len(set(places)) or self.graph.mixes:
+            raise Unsupported(
+                "a layer is used twice, or mixes samples, so that norms of their gradients do not add up"
+            )
+        yield f"    static void squares(const float* p, const float* q, V* v, {given}, V* squares) {{"
+        yield "        float* g = nullptr; bool add = false; (void)g, (void)add;"
+        for t, op in ops:
+            at = _At(self, t, back=True, only="inputs")
+            calls = op.squares(f"L{t}", at)
+            if calls is None:
+                raise Unsupported(f"single samples' gradients of {op.type()} are not compiled")
+            if any(at.dx(i) != "nullptr" for i in range(len(op.inputs))):
+                yield from (f"        {line}" for line in op.backward(f"L{t}", at))
+                self.written.update(op.inputs)
+            yield from (f"        {line}" for line in calls)
+        yield "    }"
+        yield (
+            f"    static void scaled(const float* p, const float* q, float* g, V* v, {given}, const V* by, bool add) {{"
+        )
+        yield from (f"        {line}" for line in zeros)
+        for t, op in ops:
+            if any(w is not None and w.trained for w in op.weights):
+                at = _At(self, t, back=True, only="weights")
+                yield f"        scale_blocks({at.dy}, {self.sizes[op.output]}, by, nb);"
+                yield from (f"        {line}" for line in op.backward(f"L{t}", at))
+        yield "    }"
 
     def _gather(self, v: int) -> str:
         size, before = self.sizes[v], sum(self.sizes[:v])
@@ -149,8 +191,8 @@ class _Writer:
 class _At:
     """What operation t's surroundings are called in the source."""
 
-    def __init__(self, writer: _Writer, t: int, back: bool = False) -> None:
-        self.writer, self.t, self.op = writer, t, writer.graph.ops[t]
+    def __init__(self, writer: _Writer, t: int, back: bool = False, only: str | None = None) -> None:
+        self.writer, self.t, self.op, self.only = writer, t, writer.graph.ops[t], only
         self.blocks, self.lanes = writer.blocks, writer.lanes
         rooms = writer.scratch_back if back else writer.scratch
         self.scratch, self.kept = f"v + {rooms[t].offset}", f"v + {writer.kept[t].offset}"
@@ -168,7 +210,7 @@ class _At:
         return f"v + {self.writer.values[self.op.inputs[i]].offset}"
 
     def dx(self, i: int = 0) -> str:
-        place = self.writer.gradients.get(self.op.inputs[i])
+        place = None if self.only == "weights" else self.writer.gradients.get(self.op.inputs[i])
         return "nullptr" if place is None else f"v + {place.offset}"
 
     def add(self, i: int = 0) -> str:
@@ -183,7 +225,8 @@ class _At:
 
     def dw(self, i: int) -> str:
         place = self.op.weights[i]
-        return "nullptr" if place is None or not place.trained else f"g + {place.offset}"
+        lost = place is None or not place.trained or self.only == "inputs"
+        return "nullptr" if lost or place is None else f"g + {place.offset}"
 
     def from_table(self) -> bool:
         return self.op.inputs[0] == 0 and self.writer.graph.inputs == 1

@@ -80,9 +80,20 @@ class Op:
         """The calls on the way back."""
         yield f"{L}::backward<{at.add()}>({at.y if self.reads_output else at.x()}, {at.dy}, {at.dx()}, nb);"
 
+    def squares(self, L: str, at: At) -> Iterator[str] | None:
+        """Calls that add each sample's squared gradient of the weights to `squares`, after the way back to the inputs.
+
+        None where there are none, though there are weights.
+        """
+        return None if any(w is not None and w.trained for w in self.weights) else iter(())
+
     def agreements(self, L: str, at: At) -> Iterator[str]:
         """That the room made here is what the kernels take."""
         return iter(())
+
+    def _trained(self) -> str:
+        """Whether the weight is trained, and the bias, as two arguments."""
+        return ", ".join(flag(w is not None and w.trained) for w in self.weights)
 
 
 def flag(value: object) -> str:
@@ -133,6 +144,14 @@ class Linear(Op):
             yield f"{L}::bias({at.dy}, {at.dw(1)}, nb * {self.rows}, {self.o}, add);"
         if at.dx() != "nullptr":
             yield f"{L}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {at.dx()}, nb * {self.rows});"
+
+    def squares(self, L: str, at: At) -> Iterator[str]:
+        if self.rows > 1:
+            yield f"Squares<{L}>::of_sequence({at.x()}, {at.dy}, squares, nb, {self.rows}, {self._trained()});"
+        elif at.from_rows():
+            yield f"Squares<{L}>::of_rows(rows, {at.dy}, squares, nb, {self._trained()});"
+        else:
+            yield f"Squares<{L}>::of({at.x()}, {at.dy}, squares, nb, {self._trained()});"
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
         n = at.blocks if self.rows == 1 else min(PIECE, at.blocks * self.rows)
@@ -277,6 +296,13 @@ class Conv(Op):
             dx, w, _, dy, _, loop, nb = self._where(L, at.dx(), at.w(0), "nullptr", at.dy, at.kept)
             yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
 
+    def squares(self, L: str, at: At) -> Iterator[str]:
+        loop = (
+            f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
+        )
+        each = f"{at.x()} + k * {L}::in_size, {at.dy} + k * {L}::out_size, {at.kept} + k * {L}::kept"
+        yield f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"
+
     def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
         """The places of one call, group by group and block by block where there are groups."""
         if self.groups == 1:
@@ -364,6 +390,19 @@ class Norm(Op):
         flags = f"{at.add() if wanted else 'false'}, {flag(wanted)}"
         rest = f"{at.dy}, {at.dx()}, {at.dw(0)}, {at.dw(1)}, {at.scratch}, nb * {self.rows}, add"
         yield f"{L}::backward<{flags}>({at.x()}, {at.w(0)}, {at.kept}, {rest});"
+
+    def squares(self, L: str, at: At) -> Iterator[str] | None:
+        if not all(w is not None and w.trained for w in self.weights):
+            return super().squares(L, at)
+        return self._squares(L, at)
+
+    def _squares(self, L: str, at: At) -> Iterator[str]:
+        step = self.rows * self.c * self.each
+        given = f"{at.x()} + n * {step}, {at.w(0)}, {at.kept} + n * {self.kept}, {at.dy} + n * {step}"
+        yield (
+            f"for (int n = 0; n < nb; n++) {L}::backward<false, false>({given}, nullptr, nullptr, nullptr, {at.scratch},"
+            f" {self.rows}, false), squares[n] += square_sum({at.scratch}, {L}::sums);"
+        )
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::sums == {self.scratch(at.lanes, at.blocks)}"

@@ -1,0 +1,142 @@
+"""Gradients that hide single examples, by PyTorch: each example's clipped, their sum noised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedbraid.core import rng
+from fedbraid.core.rule import Examples, Gradient
+from fedbraid.data import tree
+from fedbraid.data.batches import Batch
+from fedbraid.data.call import Called
+from fedbraid.data.tree import Tree
+from fedbraid.engines.gradients import Loop, Torch, Vmap
+from fedbraid.errors import FedbraidError
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+
+ROOM = 2**26  # numbers of single gradients that are held at a time
+
+
+class Hidden:
+    """What both ways share: (Σ_i min(1, C/‖g_i‖) g_i + N(0, (zC)²)) over the planned samples."""
+
+    name, vectorised = "loop", False
+
+    def __init__(self, own: Examples, base: Torch) -> None:
+        self.own, self.base = own, base
+
+    def evaluate(self, x: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor | None]:
+        return self.base.evaluate(x, inputs, targets)
+
+    def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        secret = batch.secret()
+        sums, losses = self.sums(y, batch)
+        return sums / secret.planned + secret.noise(self.own, sums), losses
+
+    def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sums of clipped gradients `[m, d]`, mean losses `[m]`)."""
+        raise NotImplementedError
+
+    def clipped(self, each: Tensor) -> Tensor:
+        """The sum of single gradients `[·, B, d]`, each clipped."""
+        norm = torch.linalg.vector_norm(each, dim=-1)
+        shrink = self.own.clip / norm.clamp_min(self.own.clip)
+        return torch.einsum("...b,...bd->...d", shrink, each)
+
+
+class OneByOne(Hidden):
+    """One example after the other through plain autograd: any model."""
+
+    base: Loop
+
+    def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        total, losses = torch.zeros_like(y), torch.zeros(len(y), device=y.device)
+        for i in range(len(y)):
+            part = batch if len(y) == 1 and batch.weight is None else batch.client(i)
+            for b in range(count := part.rows.shape[1]):
+                g, loss = self.base(y[i : i + 1], _single(part, b))
+                total[i] += self.clipped(g)
+                losses[i] += loss[0] / count
+        return total, losses
+
+
+class Together(Hidden):
+    """All examples of a block's clients at once by vmap, as many clients at a time as there is room for."""
+
+    name, vectorised = "vmap", True
+
+    def __init__(self, own: Examples, base: Vmap, task: Task) -> None:
+        super().__init__(own, base)
+        called = Called(base.module, base.run)
+
+        def one(params: dict[str, Tensor], x: Tree, t: Tree, w: Tensor) -> Tensor:
+            batched: Tensor = base.loss(functional_call(called, params, (_alone(x),)), _alone(t), _alone(x))
+            return batched[0] * w
+
+        targets = None if task.targets is None else 0
+        examples = vmap(grad_and_value(one), (None, 0, targets, 0))
+        self._each = vmap(examples, (0, 0, targets, 0))
+
+    def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        m, B = batch.rows.shape
+        weight = torch.ones(m, B, device=y.device) if batch.weight is None else batch.weight
+        step = max(1, ROOM // (B * y.shape[1]))
+        parts = [
+            self._some(y[lo : lo + step], _clients(batch, lo, lo + step), weight[lo : lo + step])
+            for lo in range(0, m, step)
+        ]
+        losses = torch.cat([part[1] for part in parts])
+        return torch.cat([part[0] for part in parts]), losses / weight.sum(1).clamp_min(1)
+
+    def _some(self, y: Tensor, batch: Batch, weight: Tensor) -> tuple[Tensor, Tensor]:
+        params = {f"module.{name}": v for name, v in self.base.layout.views(y).items()}
+        with self.base.cast():
+            grads, losses = self._each(params, batch.x(), batch.y(), weight)
+        each = torch.cat([g.reshape(*weight.shape, -1) for g in grads.values()], 2)
+        return self.clipped(each), losses.sum(1)
+
+
+def hidden(own: Examples, task: Task, backend: str, precision: torch.dtype | None) -> Gradient:
+    """Private gradients by vmap or by a loop; "auto" takes vmap wherever it can follow the model."""
+    if backend == "loop" or (backend == "auto" and not _follows(task)):
+        return OneByOne(own, Loop(task, precision))
+    return Together(own, Vmap(task, precision), task)
+
+
+def _follows(task: Task) -> bool:
+    """Whether vmap can follow this model, example by example."""
+    if task.stochastic or task.compares or task.whole.buffers is not None:
+        return False
+    rows, y = task.rows[[0, -1]].view(1, 2), task.whole.flatten(task.module()).to(task.device)
+    try:  # a forward or loss of the user's may do what vmap cannot
+        Together(Examples(1.0, 0.0), Vmap(task), task).sums(y[None], Batch(task.inputs, task.targets, rows))
+    except FedbraidError:
+        raise
+    except Exception:
+        return False
+    return True
+
+
+def _single(batch: Batch, b: int) -> Batch:
+    """One example of a batch of one client, with random numbers of its own where the model draws some."""
+    noise = None if batch.noise is None else rng.bits(0, "example", batch.noise, b) >> np.uint64(1)
+    draws = None if batch.draws is None else batch.draws[:, b : b + 1]
+    return replace(batch, rows=batch.rows[:, b : b + 1], draws=draws, noise=noise, hidden=None)
+
+
+def _clients(batch: Batch, lo: int, hi: int) -> Batch:
+    draws = None if batch.draws is None else batch.draws[lo:hi]
+    return replace(batch, rows=batch.rows[lo:hi], weight=None, draws=draws, noise=None, hidden=None)
+
+
+def _alone(x: Tree) -> Tree:
+    """A sample as a batch of one."""
+    return tree.map(lambda leaf: leaf[None], x)

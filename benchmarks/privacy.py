@@ -38,9 +38,7 @@ CONTESTANTS = {
 
 def task() -> fb.Task:
     x, y = WORK.table()
-    return fb.Task.from_table(
-        WORK.build, x, y, torch.arange(len(x)), np.arange(0, len(x) + 1, WORK.samples)
-    )
+    return fb.Task.from_table(WORK.build, x, y, torch.arange(len(x)), np.arange(0, len(x) + 1, WORK.samples))
 
 
 def timed(own: fb.Task, name: str, rounds: int) -> float:

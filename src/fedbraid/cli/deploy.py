@@ -32,16 +32,29 @@ CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 
 
 @app.command()
-def init(folder: Folder, json: Json = False) -> None:
+def init(
+    folder: Folder,
+    task: Annotated[
+        str | None, typer.Argument(metavar="[FILE.py:TASK]", help="A task of your own, as `run` takes it.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Argument(metavar="[ALGORITHM]", help="A name, or FILE.py:NAME of your own.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Write a deployment: fleet.py, the one file to edit, and pyproject.toml, which makes it a Flower app.
 
     \b
-    Example:
+    Given a task of yours, there is nothing to edit: its file comes along, and the nodes learn what the simulator did.
+
+    \b
+    Examples:
       fedbraid deploy init fleet && fedbraid deploy trial fleet --nodes 3
+      fedbraid deploy init fleet my.py:task my.py:algorithm
     """
     from fedbraid.deploy.project import init as write
 
-    written = write(folder)
+    written = write(folder, task=task, algorithm=algorithm)
     if json:
         give({"written": [str(p) for p in written]})
     else:

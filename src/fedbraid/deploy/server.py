@@ -28,10 +28,7 @@ from numpy.typing import NDArray
 from fedbraid.core import rng
 from fedbraid.core.link import Caster, Sender, add_overhead, from_message, unbundle
 from fedbraid.core.rule import Vectors
-from fedbraid.data import tree
-from fedbraid.data.arrays import pair
 from fedbraid.data.batches import step_counts
-from fedbraid.data.task import Task
 from fedbraid.deploy import leaving
 from fedbraid.deploy.backoff import Resting
 from fedbraid.deploy.bound import Bound, Norms
@@ -76,7 +73,9 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
 
     A server outlives its SuperLink by some seconds; the next one waits for it to let go of the folder.
     """
-    (algorithm, work), schedule, task = settings.what(), settings.when(), _task(project)
+    (algorithm, work), schedule, task = settings.what(), settings.when(), project.parts.served()
+    algorithm.fits(work, task.whole.size > task.layout.size)
+    algorithm.gather.fits(task.layout)
     if algorithm.rule.examples() is not None and settings.samples == "free":
         raise ConfigError(
             "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
@@ -711,13 +710,3 @@ def _fields(content: ConfigRecord, **kinds: type) -> dict[str, Any]:
         if not isinstance(content.get(name), kind):
             raise WireError(f"its answer has no {name} of type {kind.__name__}")
     return {name: content[name] for name in kinds}
-
-
-def _task(project: Project) -> Task:
-    """The model and the server's test set; clients' data stays with the clients."""
-    test = None if project.test is None else pair(project.test(), "the test set", project.loss)
-    x, y = (torch.zeros(0, 1), torch.zeros(0)) if test is None else (tree.take(t, slice(0)) for t in test)
-    return Task(
-        project.model, x, y, torch.zeros(0, dtype=torch.int64), np.zeros(1, np.int64), test=test, loss=project.loss,
-        buffers=project.buffers,
-    )  # fmt: skip

@@ -241,6 +241,20 @@
       : [say("from version", String(job.version)), say("handed in at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.began)), say("took", plain(job.ended - job.began))]));
   }
 
+  function clients() {
+    const tables = data.clients || [];
+    $("clients").hidden = !tables.length;
+    $("clients-tables").replaceChildren(...tables.map((t) => {
+      const keys = Object.keys(t.rows[0] || {});
+      const say = (k, v) => (v === null || v === undefined ? dash : Number.isInteger(v) ? String(v) : k === "accuracy" ? `${(100 * v).toFixed(1)} %` : v.toFixed(4));
+      return html("div", null, html("h3", null, t.name),
+        html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0", style: "max-height:24em" }, html("table", null,
+          html("tr", null, ...keys.map((k) => html("th", null, k))),
+          ...t.rows.map((r, i) => html("tr", i < t.worst ? { class: "worst" } : null, ...keys.map((k) => html("td", { class: "num" }, say(k, r[k])))))))),
+        html("p", { class: "soft note" }, `${t.count} clients by ${t.by}, worst first; seed ${t.seed}. Mean ${say(t.by, t.mean)}, worst tenth (${t.worst}, marked) ${say(t.by, t.worst_mean)}.${t.count > t.rows.length ? ` The first ${t.rows.length} are shown.` : ""}`));
+    }));
+  }
+
   function partition() {
     const place = $("partition"), part = data.partition;
     if (!part.counts) return place.replaceChildren(html("p", { class: "soft" }, part.note));
@@ -318,7 +332,7 @@
   function status(state, text) { $("status").hidden = false; $("status").dataset.state = state; $("status").textContent = text; }
 
   function drawings() { curves(); extras(); timeline(); }
-  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); partition(); commands(); settings(); hints(); }
+  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); clients(); partition(); commands(); settings(); hints(); }
 
   // A table that is cut on its right says so.
   function hints() {

@@ -16,12 +16,14 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.algorithms import BUILDERS
-from fedbraid.errors import ConfigError, DataError, Diverged, EngineError, FedbraidError, RunError
+from fedbraid.errors import ConfigError, DataError, Diverged, EngineError, FedbraidError, RunError, reading
 from fedbraid.parse import evaluate
 from fedbraid.run.simulate import algorithm_from
 
 WORK = fb.Work(lr=0.1, batch=8)
 NAN, INF = float("nan"), float("inf")
+
+LOOP = "in_process(backend='loop')"
 
 
 def pair(n=4, width=5, dtype=np.float32):
@@ -431,3 +433,131 @@ def test_a_model_that_fails_in_a_worker_is_named():
     assert not multiprocessing.active_children()
     with pytest.raises(ValueError, match="boom"):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine="in_process")
+
+
+@pytest.mark.parametrize("kind", [AssertionError, SyntaxError, RecursionError, KeyError, ZeroDivisionError])
+def test_whatever_damaged_text_sets_off_is_one_sentence(kind):
+    with pytest.raises(RunError, match="holds what no run writes"), reading("run.json"):
+        raise kind("garbled")
+
+
+# What a first week brings -----------------------------------------------------------------------------------
+
+
+class TwoParts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 2)
+
+    def forward(self, a, b):
+        return self.line(torch.cat([a, b], -1))
+
+
+def two(n, **other):
+    return {"a": np.zeros((n, 2), np.float32), "b": np.zeros((n, 2), np.float32), **other}, np.arange(n) % 2
+
+
+def without(key, n=3):
+    x, y = two(n)
+    return {k: v for k, v in x.items() if k != key}, y
+
+
+def as_items(pair):
+    x, y = pair
+    return [{**{k: v[i] for k, v in x.items()}, "label": y[i]} for i in range(len(y))]
+
+
+RAGGED = two(3, b=np.zeros((2, 2), np.float32))
+GIVEN = {
+    "ragged dict": ([two(3), RAGGED], {}, "client 1 has 3 of input 'a' but 2 of 'b'; give one of each"),
+    "ragged rows": (
+        [two(3), two(2, b=[[1.0], [1.0, 2.0]])],
+        {},
+        r"client 1's input 'b' .* differ in length; give collate=",
+    ),
+    "ragged, collated": (
+        [two(3), RAGGED],
+        {"collate": fb.pad()},
+        "client 1 has 3 samples in one input and fewer",
+    ),
+    "missing key": ([two(3), without("b")], {}, "client 1 lacks the input 'b', unlike client 0; give all"),
+    "missing key, collated": (
+        [two(3), without("b")],
+        {"collate": fb.pad()},
+        "client 1 lacks the input 'b', unlike client 0",
+    ),
+    "one key more": (
+        [two(3), two(3, c=np.zeros(3))],
+        {},
+        "client 1 has the input 'c', unlike client 0; give all",
+    ),
+    "test without key": (
+        [two(3)],
+        {"test": without("b")},
+        "the test set lacks the input 'b', unlike the clients; give",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_dicts_that_do_not_fit_name_client_key_and_remedy(name):
+    clients, options, said = GIVEN[name]
+    with pytest.raises(DataError, match=said):
+        fb.Task.from_arrays(TwoParts, clients, **options)
+
+
+ITEMS = {
+    "a key in some": (as_items(two(1)) + as_items(without("b", 1)), {}, r"client 1 has 'b' in some items, .* same keys"),
+    "a key in some, collated": (
+        as_items(two(1)) + as_items(without("b", 1)), {"collate": torch.utils.data.default_collate}, r"client 1 has 'b' in some items, .* same keys"
+    ),
+    "no such column": (as_items(without("b")), {"inputs": ["a", "b"]}, "client 1 has no 'b', only 'a'; see inputs="),
+    "no targets": ([{k: v for k, v in i.items() if k != "label"} for i in as_items(two(2))], {}, "client 1 has no targets"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", ITEMS)
+def test_datasets_that_do_not_fit_name_client_key_and_remedy(name, lazy):
+    odd, options, said = ITEMS[name]
+    good = as_items(two(3))
+    with pytest.raises(DataError, match=said):
+        trained([good, odd, good], lazy=lazy, **options)
+
+
+def trained(datasets, **options):
+    task = fb.Task.from_datasets(TwoParts, datasets, **options)
+    return fb.simulate(task, fb.fedavg(), fb.Work(lr=0.1), fb.rounds(1, clients=3), engine=LOOP)
+
+
+def test_a_lazy_client_of_another_kind_is_named_when_it_is_read(tmp_path):
+    good = as_items(two(3))
+    for odd, said in (
+        (as_items(without("b")), "client 2 lacks the input 'b', unlike the first client"),
+        (
+            as_items(two(3, b=np.zeros((3, 5), np.float32))),
+            r"client 2 holds samples of shape \(5,\) .* as 'b'",
+        ),
+    ):
+        task = fb.Task.from_datasets(TwoParts, [good, good, odd, good], lazy=True)
+        schedule = fb.rounds(3, clients=[[0, 1], [1, 3], [0, 2]])
+        out = tmp_path / str(len(said))
+        with pytest.raises(DataError, match=said):
+            fb.simulate(task, fb.fedavg(), fb.Work(lr=0.1), schedule, engine=LOOP, out=out)
+        assert len((out / "metrics.jsonl").read_text().splitlines()) == 2  # what ran is kept
+
+
+def test_a_batch_of_one_under_batchnorm():
+    draw = np.random.default_rng(0)
+    some = lambda n: (draw.normal(size=(n, 4)).astype(np.float32), np.arange(n) % 2)  # noqa: E731
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    task = fb.Task.from_arrays(model, [some(8), some(9)], buffers="average")
+    for engine in (LOOP, "pool(workers=2, backend='loop')"):
+        with pytest.raises(
+            FedbraidError, match=r"client 1 trains on a batch of one sample.*use Work\(last='fill'\)"
+        ):
+            fb.simulate(task, fb.fedavg(), fb.Work(lr=0.1, batch=4), fb.rounds(1, clients=2), engine=engine)
+    for last in ("fill", "drop"):
+        fb.simulate(
+            task, fb.fedavg(), fb.Work(lr=0.1, batch=4, last=last), fb.rounds(1, clients=2), engine=LOOP
+        )

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import fedbraid as fb
 from fedbraid.data import lazy
-from fedbraid.errors import DataError, EngineError
+from fedbraid.errors import ConfigError, DataError, EngineError
 
 LOOP, VMAP, POOL = (
     "in_process(backend='loop')",
@@ -167,8 +167,6 @@ def test_what_cannot_be_read_is_named(tmp_path):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
     with pytest.raises(DataError, match="cannot be listed"):
         fb.folders(tmp_path / "none", load)
-    with pytest.raises(DataError, match="no collate"):
-        folder_task(tmp_path / "data", lazy=True, collate=fb.pad())
 
 
 def dies(x):
@@ -211,3 +209,167 @@ def test_a_hundred_thousand_clients():
     result = fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2, clients=10), engine=LOOP)
     assert made.clients == 100_000
     assert len(result.history) == 2
+
+
+# Lengths of their own -----------------------------------------------------------------------------
+
+
+class Texts(Dataset):
+    """Sequences of different lengths, perhaps with a word left out at each visit."""
+
+    def __init__(self, client, drops=False, n=None):
+        draw = np.random.default_rng(client)
+        self.said = [draw.integers(1, 20, draw.integers(2, 9)) for _ in range(n or 4 + client)]
+        self.drops = drops
+
+    def __len__(self):
+        return len(self.said)
+
+    def __getitem__(self, i):
+        said = self.said[i]
+        if self.drops:
+            said = np.delete(said, np.random.randint(len(said)))  # noqa: NPY002
+        return {"input_ids": said, "label": int(self.said[i][0] % 2)}
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 4), nn.Linear(4, 2)
+
+    def forward(self, input_ids, attention_mask):
+        seen = attention_mask.unsqueeze(-1).float()
+        return self.out((self.words(input_ids) * seen).sum(1) / seen.sum(1))
+
+
+def texts(drops=False, **options):
+    held = [Texts(i, drops) for i in range(6)]
+    return fb.Task.from_datasets(Words, held, Texts(99, n=700), collate=fb.pad(), **options)
+
+
+@pytest.mark.parametrize("engine", [LOOP, "in_process(backend='loop', block=4)", POOL])
+def test_collated_at_each_visit_to_the_bits_of_a_table(engine):
+    eager, late = (
+        fb.simulate(t, fb.scaffold(), WORK, fb.rounds(3, clients=3), engine=engine)
+        for t in (texts(), texts(lazy=True))
+    )
+    assert torch.equal(eager.x, late.x)
+    assert [r["accuracy"] for r in eager.history] == [r["accuracy"] for r in late.history]
+
+
+def test_collated_draws_are_the_same_when_resumed(tmp_path):
+    options = {"engine": "in_process(backend='loop', block=4)", "seed": 3}
+    whole = fb.simulate(texts(True, lazy=True), fb.mimelite(), WORK, fb.rounds(6, clients=3), **options)
+    alone = fb.simulate(
+        texts(True, lazy=True), fb.mimelite(), WORK, fb.rounds(6, clients=3), engine=LOOP, seed=3
+    )
+    assert torch.allclose(whole.x, alone.x, atol=1e-6)
+    cut = {"out": tmp_path / "cut", "callbacks": [StopAt(3)], **options}
+    with pytest.raises(Stop):
+        fb.simulate(texts(True, lazy=True), fb.mimelite(), WORK, fb.rounds(6, clients=3), **cut)
+    assert torch.equal(fb.resume(tmp_path / "cut", task=texts(True, lazy=True)).x, whole.x)
+    with pytest.raises(ConfigError, match="samples to be of one length"):
+        fb.simulate(texts(lazy=True), fb.fedavg(), WORK, fb.rounds(1), engine=VMAP)
+
+
+# Test sets ----------------------------------------------------------------------------------------
+
+
+def share(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def asks(outputs, targets, inputs):
+    return inputs.mean()
+
+
+def test_a_test_set_is_read_chunk_by_chunk():
+    judged = Counted(99, n=1300)
+    metrics = {"share": share, "asks": asks}
+    runs = []
+    for lazily in (True, False):
+        torch.manual_seed(0)
+        held = [Held(i) for i in range(4)]
+        made = fb.Task.from_datasets(nn.Linear(5, 3), held, judged, lazy=lazily, metrics=metrics)
+        runs.append(fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2, clients=2), engine=LOOP))
+    assert runs[0].history == runs[1].history
+    plain = fb.Task.from_datasets(nn.Linear(5, 3), held, judged, lazy=True)
+    for engine in (LOOP, VMAP, POOL):
+        again = fb.simulate(plain, fb.fedavg(), WORK, fb.rounds(2, clients=2), engine=engine)
+        assert again.last("accuracy") is not None
+    store = plain.test[0].store
+    assert store._readers is None  # what reads ahead ends with the run
+    Counted.read = 0
+    store._labels, store._last = {}, ((0, 0), (None, None))
+    x = plain.initial(0)
+    from fedbraid.engines.gradients import Loop
+    from fedbraid.run.judge import judge
+
+    judge(Loop(plain), plain, x)
+    plain.close()
+    assert Counted.read <= 2  # two samples tell the kind; processes read the rest, once each
+    assert len(store._labels) == 3
+
+
+class Counted(Held):
+    read = 0
+
+    def __getitem__(self, i):
+        Counted.read += 1
+        return super().__getitem__(i)
+
+
+def test_a_test_set_that_changes_is_named(tmp_path):
+    judged = Held(99, n=30)
+    made = fb.Task.from_datasets(nn.Linear(5, 3), [Held(i) for i in range(3)], judged, lazy=True)
+    judged.y, judged.x = judged.y[:20], judged.x[:20]
+    with pytest.raises(DataError, match="the test set has 20 samples now and had 30 when the task was made"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP, out=tmp_path / "run")
+
+
+# Maps of files ------------------------------------------------------------------------------------
+
+
+def test_maps_of_files_stay_so(tmp_path):
+    draw = np.random.default_rng(0)
+    pairs, maps = [], []
+    for i in range(4):
+        y = draw.integers(0, 3, 6 + i)
+        x = (draw.normal(size=(6 + i, 5)) + y[:, None]).astype(np.float32)
+        np.save(tmp_path / f"{i}.npy", x)
+        pairs.append((x, y))
+        maps.append((np.load(tmp_path / f"{i}.npy", mmap_mode="r"), y))
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    plain, mapped = (fb.Task.from_arrays(model, some, pairs[0]) for some in (pairs, maps))
+    starts = {m[0].ctypes.data for m in maps}
+    assert {p.data_ptr() for p in mapped.inputs.pieces} == starts  # the very maps, not copies
+    whole = np.concatenate([x for x, _ in pairs])
+    np.save(tmp_path / "all.npy", whole)
+    one = np.load(tmp_path / "all.npy", mmap_mode="r")
+    table = fb.Task.from_table(
+        model, one, np.concatenate([y for _, y in pairs]), by=np.repeat(range(4), [6, 7, 8, 9])
+    )
+    assert table.inputs.data_ptr() == one.ctypes.data
+    for engine in (LOOP, VMAP, POOL):
+        runs = [
+            fb.simulate(t, fb.scaffold(), WORK, fb.rounds(3, clients=3), engine=engine).x
+            for t in (plain, mapped, table)
+        ]
+        assert torch.equal(runs[0], runs[1])
+        assert torch.equal(runs[0], runs[2])
+    assert mapped.labels(1).tolist() == pairs[1][1].tolist()
+
+
+def test_native_code_reads_what_was_read_for_it():
+    pytest.importorskip("fedbraid.engines.native")
+    from fedbraid.engines.native.build import compiler
+
+    if compiler() is None:
+        pytest.skip("there is no compiler")
+    runs = [
+        fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=3), engine="in_process(backend='native')")
+        for t in (task(), task(lazy=True))
+    ]
+    assert torch.equal(runs[0].x, runs[1].x)
+    assert runs[0].history == runs[1].history

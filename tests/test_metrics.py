@@ -200,3 +200,51 @@ def test_torchmetrics_objects():
     torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
     task = make({"f1": torchmetrics.F1Score("multiclass", num_classes=3)})
     assert 0 < fb.simulate(task, fb.fedavg(), WORK, ROUNDS, evaluate_on="clients").last("f1") <= 1
+
+
+# What is kept of them ---------------------------------------------------------------------------------------
+
+
+def test_by_client_in_the_folder_the_page_and_the_csv(tmp_path):
+    from fedbraid.report import page
+    from fedbraid.report.collect import collect
+    from fedbraid.report.tables import as_csv
+    from fedbraid.run.callbacks import scalars
+
+    task = make({"f1": f1})
+    result = fb.simulate(task, fb.fedavg(), WORK, ROUNDS, evaluate_on="clients", out=tmp_path / "run")
+    found = collect([tmp_path / "run"])
+    (table,) = page.describe(found)["clients"]
+    assert [r["accuracy"] for r in table["rows"]] == sorted(r["accuracy"] for r in result.per_client())
+    assert (table["by"], table["worst"], table["count"]) == ("accuracy", 1, len(result.per_client()))
+    assert table["worst_mean"] == pytest.approx(result.last("accuracy_worst_tenth"))
+    assert "Client by client" in page.render(page.describe(found))
+    head = as_csv(found).splitlines()[0].split(",")
+    names = {"f1", "f1_clients", "f1_worst_tenth", "accuracy_clients", "accuracy_worst_tenth", "loss_clients"}
+    assert names <= set(head)
+    assert names <= scalars(result.history[-1]).keys()  # which is what trackers are told
+
+
+def test_a_resumed_run_may_go_by_another_metric(tmp_path, monkeypatch, capsys):
+    import json
+
+    from fedbraid.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "run",
+        "digits(clients=4)",
+        "fedavg",
+        "--rounds",
+        "2",
+        "--patience",
+        "9",
+        "--out",
+        "a",
+        "--quiet",
+    ]
+    assert main(words) == 0
+    assert main(["resume", "a", "--metric", "loss", "--quiet"]) == 0
+    assert json.loads((tmp_path / "a/watching.json").read_text())["metric"] == "loss"
+    assert main(["resume", "a", "--metric", "f1", "--quiet"]) == 2
+    assert "unknown metric of this run 'f1'" in capsys.readouterr().err

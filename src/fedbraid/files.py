@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.parse import Names, evaluate
@@ -34,6 +34,21 @@ def absolute(text: str) -> str:
     if found is None:
         return text
     return f"{Path(found['path']).resolve()}:{found['name']}{found['call'] or ''}"
+
+
+class Named(NamedTuple):
+    """What a text FILE.py:NAME(...) is made of."""
+
+    path: Path
+    name: str
+    call: str | None
+
+
+def parts_of(text: str) -> Named:
+    """The file, the name in it, and the call's brackets where there are some."""
+    found = _FORM.fullmatch(text)
+    assert found is not None
+    return Named(Path(found["path"]).resolve(), found["name"], found["call"])
 
 
 def word(text: str) -> str:

@@ -10,6 +10,7 @@ import typer
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, console, facts, give
+from fedbraid.data import tree
 
 if TYPE_CHECKING:
     from fedbraid.data.counts import Counts
@@ -61,7 +62,7 @@ def _summary(task: Task, counts: Counts) -> dict[str, Any]:
         "mean": round(float(sizes.mean()), 2),
         "largest": int(sizes.max()),
         "labels_each": round(float(held.mean()), 2),
-        "test": 0 if task.test is None else len(task.test[0]),
+        "test": 0 if task.test is None else tree.length(task.test[0]),
         "parameters": task.layout.size,
         "partition_hash": _hash(task),
         "data_hash": task.fingerprint,

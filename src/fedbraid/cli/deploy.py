@@ -32,16 +32,29 @@ CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 
 
 @app.command()
-def init(folder: Folder, json: Json = False) -> None:
+def init(
+    folder: Folder,
+    task: Annotated[
+        str | None, typer.Argument(metavar="[FILE.py:TASK]", help="A task of your own, as `run` takes it.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Argument(metavar="[ALGORITHM]", help="A name, or FILE.py:NAME of your own.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Write a deployment: fleet.py, the one file to edit, and pyproject.toml, which makes it a Flower app.
 
     \b
-    Example:
+    Given a task of yours, there is nothing to edit: its file comes along, and the nodes learn what the simulator did.
+
+    \b
+    Examples:
       fedbraid deploy init fleet && fedbraid deploy trial fleet --nodes 3
+      fedbraid deploy init fleet my.py:task my.py:algorithm
     """
     from fedbraid.deploy.project import init as write
 
-    written = write(folder)
+    written = write(folder, task=task, algorithm=algorithm)
     if json:
         give({"written": [str(p) for p in written]})
     else:
@@ -321,6 +334,8 @@ def status(
     for trouble in inside["trouble"] if inside else ():
         typer.echo(f"  node {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
     typer.echo("\n".join(f"  {line}" for line in told["log"]))
+    if told["traceback"]:
+        typer.echo(told["traceback"])
 
 
 @app.command()
@@ -345,11 +360,14 @@ def doctor(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: J
         raise typer.Exit(1)
 
 
+LONG = 30.0  # seconds of waiting that are worth a line
+
+
 class View:
     """One line a step: nodes, round, accuracy, bytes."""
 
     def __init__(self, quiet: bool) -> None:
-        self.quiet, self.nodes, self.troubles = quiet, -1, 0
+        self.quiet, self.nodes, self.troubles, self.waits = quiet, -1, 0, ""
 
     def tell(self, status: Record, records: list[Record]) -> None:
         if self.quiet or not status:
@@ -360,6 +378,10 @@ class View:
         for trouble in status["trouble"][self.troubles :]:
             typer.echo(f"node {trouble['node']}: {trouble['why']}", err=True)
         self.troubles = len(status["trouble"])
+        wait = status["wait"]
+        if wait["for"] != self.waits and status["at"] - wait["since"] > LONG:
+            self.waits = wait["for"]
+            typer.echo(f"waiting for {self.waits}, for {status['at'] - wait['since']:.0f} s so far", err=True)
         for r in records:
             words = [f"step {r['step']}/{status['steps']}", f"{r['nodes']} nodes", f"clients {r['clients']}"]
             words += [format_share(r["accuracy"])] if "accuracy" in r else []

@@ -12,8 +12,10 @@ from fedbraid.cli.options import AcceptOtherBits, KeepGoing
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet
 from fedbraid.core.check import number
+from fedbraid.errors import unknown
 
 if TYPE_CHECKING:
+    from fedbraid.run.checkpoint import Folder
     from fedbraid.run.simulate import Result
 
 Track = Annotated[
@@ -23,6 +25,9 @@ Patience = Annotated[
     int | None, typer.Option(help="Stop after another number of evaluations without a rise; 0: do not.")
 ]
 Target = Annotated[float | None, typer.Option(help="Stop at another test accuracy, e.g. 0.99.")]
+Metric = Annotated[
+    str | None, typer.Option(help="Let --patience and --keep-best go by another metric than before.")
+]
 KeepBest = Annotated[
     bool | None, typer.Option("--keep-best/--no-keep-best", help="Keep the most accurate model, or not.")
 ]
@@ -34,6 +39,7 @@ def resume(
     track: Track = None,
     patience: Patience = None,
     keep_best: KeepBest = None,
+    metric: Metric = None,
     keep_going: KeepGoing = False,
     accept_other_bits: AcceptOtherBits = False,
     json: Json = False,
@@ -41,8 +47,8 @@ def resume(
 ) -> None:
     """Continue a run that was stopped or killed, to the very bits of one that was not.
 
-    The run's --target, --track, --patience and --keep-best are remembered; give them to change them. A run
-    that had ended early goes on when the target or the patience changes. Where torch, the processor or the
+    The run's --target, --track, --patience, --keep-best and --metric are remembered; give them to change them. A run
+    that had ended early goes on when the target, the patience or its metric changes. Where torch, the processor or the
     compiler are others than before, it says which and asks for --accept-other-bits.
 
     \b
@@ -57,6 +63,8 @@ def resume(
     Folder(run).config()  # a folder that holds no run is refused first
     before = Asked.of(run)
     asked = _changed(before, target, track, patience, keep_best)
+    if metric is not None:
+        asked = replace(asked, metric=_measured(Folder(run), metric))
     over = asked == before and (run / "model.safetensors").exists()
     watching = [] if over else asked.callbacks()  # trackers need not hear of a run that is only read back
 
@@ -69,6 +77,14 @@ def resume(
         )
 
     keep(run, json, quiet, asked, go)
+
+
+def _measured(folder: Folder, name: str) -> str:
+    """A metric that the run's records have, if it has any."""
+    found = [k for r in folder.records() if "loss" in r for k, v in r.items() if isinstance(v, float)]
+    if found and name not in found:
+        raise unknown("metric of this run", name, sorted({*found} - {"time", "norm", "lr"}))
+    return name
 
 
 def _changed(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.data import tree
-from fedbraid.data.tree import Padded, Tree
+from fedbraid.data.tree import Padded, Parts, Tree
 from fedbraid.errors import DataError
 
 Collate = Callable[[list[Any]], Any]  # samples as they come -> all of them as one batch, as in a DataLoader
@@ -64,6 +64,8 @@ def _input(x: Any, what: str, key: Any) -> Any:
         return x
     if isinstance(x, Padded):
         return Padded(_input(x.values, what, key), x.lengths)
+    if isinstance(x, Parts):
+        return x  # each was looked at before
     x = x.to(torch.float32)
     if not _finite(x):
         where = "its inputs" if key is None else f"its input {key!r}"
@@ -72,7 +74,7 @@ def _input(x: Any, what: str, key: Any) -> Any:
 
 
 def _targets(y: Tree, what: str, loss: Any) -> Tree:
-    if isinstance(loss, str) and not isinstance(y, Tensor):
+    if isinstance(loss, str) and not isinstance(y, Tensor | Parts):
         kind = "no targets" if y is None else f"a {type(y).__name__} of targets"
         raise DataError(f"{what} has {kind}, which {loss!r} cannot use; give a loss of your own for them")
     if loss in ("cross_entropy", "logistic"):
@@ -80,11 +82,13 @@ def _targets(y: Tree, what: str, loss: Any) -> Tree:
             raise DataError(
                 f"{what} has {y.dtype} targets; {loss} needs whole class numbers (or use loss='mse')"
             )
-        return y.long()
+        return y if isinstance(y, Parts) else y.long()
     return _with_keys(y, lambda key, v: _target(v, what, loss))
 
 
 def _target(y: Any, what: str, loss: Any) -> Any:
+    if isinstance(y, Parts):
+        return y
     if isinstance(y, Padded):
         return Padded(_target(y.values, what, loss), y.lengths)
     if y.is_floating_point() or loss == "mse":
@@ -113,7 +117,7 @@ def tensors(given: Any, what: str, kind: str) -> Tree:
 
 def tensor(value: Any, what: str) -> Any:
     """An array, a list, a column of a frame or of a Hugging Face dataset as a tensor, without a copy where it can be."""
-    if isinstance(value, Tensor | Padded):
+    if isinstance(value, Tensor | Padded | Parts):
         return value.detach() if isinstance(value, Tensor) else value
     if hasattr(value, "to_numpy"):
         value = value.to_numpy()
@@ -143,31 +147,51 @@ def _why(value: Any, error: Exception) -> str:
     return f"{error}; give arrays of numbers"
 
 
-def stack(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
-    """All clients' samples as one table."""
-    return tuple(_stack([p[k] for p in pairs], kind) for k, kind in enumerate(("input", "target")))
+def stack(pairs: list[tuple[Tree, Tree]], apart: bool = False) -> tuple[Tree, Tree]:
+    """All clients' samples as one table; `apart`, none of them is copied for it."""
+    return tuple(_stack([p[k] for p in pairs], kind, apart) for k, kind in enumerate(("input", "target")))
 
 
-def _stack(trees: list[Tree], kind: str) -> Tree:
-    head = dict(tree.named(trees[0]))
+def beside(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
+    """Clients' tables below each other as they are, lengths of their own among them."""
+    return tuple(_parts([p[k] for p in pairs]) for k in (0, 1))
+
+
+def _parts(trees: list[Tree]) -> Tree:
+    return _with_keys(trees[0], lambda key, _: Parts.of([t if key is None else t[key] for t in trees]))
+
+
+def _stack(trees: list[Tree], kind: str, apart: bool) -> Tree:
     for i, some in enumerate(trees):
-        mine = dict(tree.named(some))
-        if type(some) is not type(trees[0]) or mine.keys() != head.keys():
-            odd = next(iter(mine.keys() ^ head.keys()), None)
-            has = (
-                f"{'has' if odd in mine else 'lacks'} the {kind} {odd!r}"
-                if odd is not None
-                else f"has {kind}s of another kind"
+        alike(some, trees[0], f"client {i}", "client 0", kind)
+    return _parts(trees) if apart else tree.cat(trees)
+
+
+def alike(some: Tree, head: Tree, who: str, other: str, kind: str, lengths: bool = False) -> None:
+    """Refuse samples of other keys, shapes or numbers than somebody else's; `lengths` may differ."""
+    mine, theirs = dict(tree.named(some)), dict(tree.named(head))
+    if type(some) is not type(head) or mine.keys() != theirs.keys():
+        odd = next(iter(mine.keys() ^ theirs.keys()), None)
+        has = (
+            f"{'has' if odd in mine else 'lacks'} the {kind} {odd!r}"
+            if odd is not None
+            else f"has {kind}s of another kind"
+        )
+        raise DataError(f"{who} {has}, unlike {other}; give all clients the same {kind}s")
+    for key, leaf in mine.items():
+        first = theirs[key]
+        skip = 2 if lengths else 1
+        if leaf.shape[skip:] != first.shape[skip:] or leaf.dtype != first.dtype:
+            raise DataError(
+                f"{who} holds samples of shape {tuple(leaf.shape[1:])} ({leaf.dtype}), {other} of shape "
+                f"{tuple(first.shape[1:])} ({first.dtype}){'' if key is None else f' as {key!r}'}; all clients need the same"
             )
-            raise DataError(f"client {i} {has}, unlike client 0; give all clients the same {kind}s")
-        for key, leaf in mine.items():
-            first = head[key]
-            if leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype:
-                raise DataError(
-                    f"client {i} holds samples of shape {tuple(leaf.shape[1:])} ({leaf.dtype}), client 0 of shape "
-                    f"{tuple(first.shape[1:])} ({first.dtype}){'' if key is None else f' as {key!r}'}; all clients need the same"
-                )
-    return tree.cat(trees)
+
+
+def mapped(given: Sequence[Any]) -> bool:
+    """Whether some of the pairs are maps of files."""
+    leaves = [leaf for some in given for part in some for _, leaf in tree.named(part)]
+    return any(isinstance(leaf, np.memmap) for leaf in leaves)
 
 
 def table(
@@ -176,10 +200,22 @@ def table(
     """Pairs of (inputs, targets) as one table, and where each of them begins in it."""
     if collate is None:
         pairs = [pair(g, name, loss) for g, name in zip(given, names)]
-        return stack(pairs), np.cumsum([0] + [tree.length(x) for x, _ in pairs])
+        return stack(pairs, apart=mapped(given)), np.cumsum([0] + [tree.length(x) for x, _ in pairs])
     found = [samples(g, name) for g, name in zip(given, names)]
+    for some, name in zip(found, names):
+        _one_kind(some[0], found[0][0], name, names[0])
     whole = collated([s for some in found for s in some], collate, "the table")
     return whole, np.cumsum([0] + [len(some) for some in found])
+
+
+def _one_kind(sample: Any, other: Any, who: str, whose: str) -> None:
+    """Refuse samples of other keys than somebody else's, before they are collated."""
+    one, two = (s[0] if isinstance(s, tuple) else s for s in (sample, other))
+    if isinstance(one, Mapping) and isinstance(two, Mapping) and (odd := set(one) ^ set(two)):
+        has = "has" if min(odd) in one else "lacks"
+        raise DataError(
+            f"{who} {has} the input {min(odd)!r}, unlike {whose}; give all clients the same inputs"
+        )
 
 
 def count(given: Any) -> int:
@@ -229,7 +265,7 @@ def read(
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     items = _unrandom(dataset, what)
     if collate is not None:
-        return [_renamed(item, what, inputs, targets) for item in items]
+        return chosen(items, what, inputs, targets)
     return tables(items, what, inputs, targets)
 
 
@@ -259,6 +295,14 @@ def _states() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
+def chosen(items: list[Any], what: str, inputs: Sequence[str] | None, targets: str | None) -> list[Any]:
+    """Items that are still to be collated, all of the same keys."""
+    found = [_renamed(item, what, inputs, targets) for item in items]
+    if isinstance(found[0], Mapping):
+        _same_keys(found, what)
+    return found
+
+
 def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:
     """A dict of the chosen inputs, with its targets where collate functions look for them."""
     if not isinstance(item, Mapping):
@@ -282,12 +326,7 @@ def _column(values: list[Any], what: str) -> Tree:
     if head is None:
         return None
     if isinstance(head, Mapping):
-        keys = set(head)
-        for i, v in enumerate(values):
-            if odd := keys ^ set(v):
-                raise DataError(
-                    f"{what} has {min(odd)!r} in some items, but not in all (see item {i}); give every item the same keys"
-                )
+        _same_keys(values, what)
         return {key: _column([v[key] for v in values], f"{what}'s {key!r}") for key in head}
     if isinstance(head, tuple):
         return tuple(_column(list(v), what) for v in zip(*values))
@@ -295,6 +334,15 @@ def _column(values: list[Any], what: str) -> Tree:
         return torch.stack([torch.as_tensor(v) for v in values])
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} does not turn into tensors: {_why(values, error)}") from error
+
+
+def _same_keys(values: list[Any], what: str) -> None:
+    keys = set(values[0])
+    for i, v in enumerate(values):
+        if odd := keys ^ set(v):
+            raise DataError(
+                f"{what} has {min(odd)!r} in some items, but not in all (see item {i}); give every item the same keys"
+            )
 
 
 # Variable lengths ---------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing as mp
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -22,7 +24,8 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.data import arrays, tree
-from fedbraid.data.tree import Tree
+from fedbraid.data.arrays import Collate
+from fedbraid.data.tree import Padded, Tree
 from fedbraid.errors import DataError, EngineError, FedbraidError
 
 if TYPE_CHECKING:
@@ -30,8 +33,11 @@ if TYPE_CHECKING:
 
 READERS = 2  # processes that read ahead
 WINDOW = 4  # clients that each of them may be ahead of the training
+CHUNKS = 2  # and chunks of a test set, which are larger
 
-Key = tuple[int, int, int]  # client, version, seed
+Key = (
+    tuple[int, int, int] | tuple[int, int, int, int, int]
+)  # client, version, seed, and which rows if not all
 
 
 class Store:
@@ -43,36 +49,87 @@ class Store:
         loss: Any,
         inputs: Sequence[str] | None = None,
         targets: str | None = None,
+        collate: Collate | None = None,
+        what: str = "",
     ) -> None:
         self.datasets, self.loss, self.inputs, self.targets = datasets, loss, inputs, targets
+        self.collate, self.what = collate, what
+        self.only: int | None = None  # whose samples are read, whoever is asked for
         if not len(datasets):
             raise DataError("no clients were given; pass at least one dataset")
         self.sizes = np.fromiter((len(datasets[i]) for i in range(len(datasets))), np.int64, len(datasets))
         if not self.sizes.all():
-            raise DataError(f"client {int(self.sizes.argmin())} has no samples; leave it out or give it one")
+            raise DataError(
+                f"{self._name(int(self.sizes.argmin()))} has no samples; leave it out or give it one"
+            )
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)])
         self._readers: ProcessPoolExecutor | None = None
         self._coming: dict[Key, Future[Any]] = {}
         self._next: deque[Key] = deque()
+        self._last: tuple[tuple[int, int], tuple[Tree, Tree]] = (0, 0), (None, None)
+        self._lock = threading.Lock()
+        self._labels: dict[int, Tree] = {}  # targets of chunks that were read, by where they begin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_readers": None, "_coming": {}, "_next": deque()}
+        kept = {k: v for k, v in vars(self).items() if k != "_lock"}
+        return {
+            **kept,
+            "_readers": None,
+            "_coming": {},
+            "_next": deque(),
+            "_labels": {},
+            "_last": ((0, 0), (None, None)),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def _name(self, client: int) -> str:
+        return self.what or f"client {client}"
+
+    def of(self, client: int) -> Store:
+        """This client's alone, under whatever number it is asked for."""
+        one = copy.copy(self)
+        one.__setstate__({**self.__getstate__(), "only": client})
+        one.sizes = self.sizes[[client]]
+        one.offsets = np.array([0, one.sizes[0]])
+        return one
 
     # One client -----------------------------------------------------------------------------------
 
     def read(
-        self, client: int, version: int, seed: int, rows: Sequence[int] | None = None
+        self, client: int, version: int, seed: int, lo: int = 0, hi: int | None = None
     ) -> tuple[Tree, Tree]:
         """A client's samples as tables; what its transforms draw is counted by version, client and row."""
-        dataset, n, what = self.datasets[client], int(self.sizes[client]), f"client {client}"
+        at = client if self.only is None else self.only
+        n = int(self.sizes[client if self.only is None else 0])
+        found = self._tables(
+            self._items(client, version, seed, range(lo, n if hi is None else hi)), self._name(at)
+        )
+        for kind, mine, first in zip(("input", "target"), found, self.like):
+            arrays.alike(mine, first, self._name(at), "the first client", kind, self.collate is not None)
+        return found
+
+    @cached_property
+    def like(self) -> tuple[Tree, Tree]:
+        """One sample, as all should be."""
+        with _own_randomness():
+            return self._tables(self._items(0, 0, 0, [0]), self._name(0))
+
+    def _items(self, client: int, version: int, seed: int, rows: Sequence[int]) -> list[Any]:
+        at = client if self.only is None else self.only
+        dataset, n, what = (
+            self.datasets[at],
+            int(self.sizes[client if self.only is None else 0]),
+            self._name(at),
+        )
         if len(dataset) != n:
             raise DataError(
                 f"{what} has {len(dataset)} samples now and had {n} when the task was made; bring them back and"
                 " resume, or make the task again"
             )
-        wanted = range(n) if rows is None else rows
         items = []
-        for row in wanted:
+        for row in rows:
             _seed(rng.key(seed, "transform", version, client, row))
             try:
                 items.append(dataset[row])
@@ -83,58 +140,95 @@ class Store:
                 raise DataError(
                     f"{what}'s item {row} cannot be read ({why}); mend or bring back what it reads, and resume"
                 ) from error
-        return arrays.pair(arrays.tables(items, what, self.inputs, self.targets), what, self.loss)
+        return items
+
+    def _tables(self, items: list[Any], what: str) -> tuple[Tree, Tree]:
+        if self.collate is None:
+            return arrays.pair(arrays.tables(items, what, self.inputs, self.targets), what, self.loss)
+        chosen = arrays.chosen(items, what, self.inputs, self.targets)
+        return arrays.pair(arrays.collated(chosen, self.collate, what), what, self.loss)
 
     def table(self, clients: NDArray[np.int64], version: int, seed: int) -> tuple[Tree, Tree]:
         """The samples of these clients below each other."""
         parts = [self._get((int(c), version, seed)) for c in clients]
-        return parts[0] if len(parts) == 1 else arrays.stack(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return arrays.stack(parts) if self.collate is None else arrays.beside(parts)
 
     def pick(self, rows: Any) -> tuple[Tree, Tree]:
         """Single samples by their number among all, as they are at version 0."""
-        parts = []
+        wanted = np.atleast_1d(np.asarray(rows)).ravel()
+        owners, items = np.searchsorted(self.offsets, wanted, "right") - 1, list[Any]()
         with _own_randomness():
-            for row in np.atleast_1d(np.asarray(rows)).ravel():
-                client = int(np.searchsorted(self.offsets, row, "right") - 1)
-                parts.append(self.read(client, 0, 0, [int(row - self.offsets[client])]))
-        return arrays.stack(parts)
+            for some in np.split(np.arange(len(wanted)), np.flatnonzero(np.diff(owners)) + 1):
+                client = int(owners[some[0]])
+                items += self._items(client, 0, 0, (wanted[some] - self.offsets[client]).tolist())
+        return self._tables(items, self._name(int(owners[0])) if len(set(owners)) == 1 else "the table")
+
+    def chunk(self, lo: int, hi: int) -> tuple[Tree, Tree]:
+        """So many samples of a test set, those after them being read ahead; its targets are kept."""
+        if self._last[0] != (lo, hi):
+            key = (0, 0, 0, lo, hi)
+            if key not in self._coming and hi < len(self) and self._start():
+                size, end = hi - lo, len(self)
+                self._next = deque((0, 0, 0, at, min(at + size, end)) for at in range(hi, end, size))
+                self._coming[key] = self._submit(key)
+                self._top_up(CHUNKS)
+            self._last = (lo, hi), self._get(key, CHUNKS)
+            self._labels[lo] = self._last[1][1]
+        return self._last[1]
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
 
     # Reading ahead --------------------------------------------------------------------------------
 
     def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
         """Begin to read what will be asked for, in this order."""
+        if self._start():
+            self._next.extend((int(c), version, seed) for c in clients)
+            self._top_up()
+
+    def _start(self) -> bool:
+        """Whether there are processes to read."""
         if "fork" not in mp.get_all_start_methods() or mp.current_process().daemon:
-            return
+            return False
         if self._readers is None:
             self._readers = ProcessPoolExecutor(READERS, mp.get_context("fork"), _begin, (self,))
-        self._next.extend((int(c), version, seed) for c in clients)
-        self._top_up()
+        return True
 
-    def _top_up(self) -> None:
+    def _submit(self, key: Key) -> Future[Any]:
         assert self._readers is not None
-        while self._next and len(self._coming) < READERS * WINDOW:
-            key = self._next.popleft()
-            self._coming[key] = self._readers.submit(_read, key)
+        return self._readers.submit(_read, key)
 
-    def _get(self, key: Key) -> tuple[Tree, Tree]:
-        if key not in self._coming:
-            with _own_randomness():
-                return self.read(*key)
+    def _top_up(self, window: int = WINDOW) -> None:
+        while self._next and len(self._coming) < READERS * window:
+            key = self._next.popleft()
+            self._coming[key] = self._submit(key)
+
+    def _get(self, key: Key, window: int = WINDOW) -> tuple[Tree, Tree]:
+        with self._lock:  # threads may train side by side
+            coming = self._coming.pop(key, None)
+            if coming is None:
+                with _own_randomness():
+                    return self.read(*key)
         try:
-            found = self._coming.pop(key).result()
+            found = coming.result()
         except BrokenProcessPool as error:
             self.stop()
             raise EngineError(
                 "a process that reads data died; the last committed step is intact, resume the run"
             ) from error
-        self._top_up()
-        inputs, targets = (tree.map(torch.from_numpy, t) for t in found)
+        with self._lock:
+            self._top_up(window)
+        inputs, targets = (tree.map(_tensor, t) for t in found)
         return inputs, targets
 
     def stop(self) -> None:
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
         self._readers, self._coming, self._next = None, {}, deque()
+        self._last = (0, 0), (None, None)
 
 
 _STORE: list[Store] = []  # what this process reads from
@@ -146,8 +240,22 @@ def _begin(store: Store) -> None:
 
 
 def _read(key: Key) -> tuple[Tree, Tree]:
-    inputs, targets = (tree.map(lambda leaf: leaf.numpy(), t) for t in _STORE[0].read(*key))
+    inputs, targets = (tree.map(_array, t) for t in _STORE[0].read(*key))
     return inputs, targets
+
+
+def _array(leaf: Any) -> Any:
+    """A leaf as it goes from one process to another."""
+    if isinstance(leaf, Padded):
+        held: list[Any] = [leaf.values.numpy(), leaf.lengths.numpy()]
+        return Padded(*held)
+    return leaf.numpy()
+
+
+def _tensor(leaf: Any) -> Any:
+    if isinstance(leaf, Padded):
+        return Padded(torch.from_numpy(leaf.values), torch.from_numpy(leaf.lengths))
+    return torch.from_numpy(leaf)
 
 
 def _seed(key: int) -> None:
@@ -198,12 +306,28 @@ class Column:
         return len(self.shape)
 
     def __len__(self) -> int:
-        return int(self.store.offsets[-1])
+        return len(self.store)
+
+    def whole(self) -> Tree:
+        """All of the targets, which are kept while the samples are judged; all of the inputs are read for it."""
+        store, each = self.store, 512
+        if self.part == 0:
+            return tree.cat([self[lo : lo + each] for lo in range(0, len(self), each)])
+        if sum(tree.length(t) for t in store._labels.values()) != len(self):
+            store._labels = {}
+            for lo in range(0, len(self), each):
+                store.chunk(lo, min(lo + each, len(self)))
+        return tree.cat([store._labels[lo] for lo in sorted(store._labels)])
 
     def __getitem__(self, rows: Any) -> Tree:
         if isinstance(rows, slice):
-            rows = range(*rows.indices(len(self)))
-        found = self.store.pick(rows)[self.part]
+            lo, hi, _ = rows.indices(len(self))
+            if hi <= lo:
+                return tree.take(self.example, slice(0))
+            if self.store.what:
+                return tree.take(self.store.chunk(lo, hi)[self.part], slice(None))
+            rows = range(lo, hi)
+        found = tree.take(self.store.pick(rows)[self.part], slice(None))
         block = tuple(rows.shape) if isinstance(rows, Tensor) and rows.ndim > 1 else None
         return found if block is None else tree.map(lambda leaf: leaf.view(*block, *leaf.shape[1:]), found)
 

@@ -24,7 +24,7 @@ from fedbraid.data.augment import Augment
 from fedbraid.data.call import Forward, Loss, by_signature, call, logits
 from fedbraid.data.lazy import Column, Seen, Store
 from fedbraid.data.partition import Partition
-from fedbraid.data.tree import Padded, Tree
+from fedbraid.data.tree import Padded, Parts, Tree
 from fedbraid.errors import DataError, unknown
 
 Build = Callable[[], nn.Module]
@@ -142,7 +142,8 @@ class Task:
         With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
         `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
         unless told everything else. `lazy=True` leaves the data where it is: a client's items are read at each
-        visit, ahead of the training, and what their transforms draw is drawn anew; the test set is read at once.
+        visit, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk by chunk
+        whenever a model is judged.
         """
         if by is not None:
             return cls.from_table(
@@ -151,12 +152,12 @@ class Task:
             )  # fmt: skip
         read = partial(arrays.read, inputs=inputs, targets=targets, collate=collate)
         if lazy:
-            if collate is not None:
-                raise DataError("lazy=True takes no collate=; let the datasets give items of one length")
-            store = Store(clients, loss, inputs, targets)
-            tested = None if test is None else arrays.pair(read(test, "the test set"), "the test set", loss)
-            rows = torch.arange(int(store.offsets[-1]))
-            x, y = Column(store, 0), Column(store, 1)
+            store, tested = Store(clients, loss, inputs, targets, collate), None
+            store.like  # noqa: B018 (read once here, for all processes)
+            if test is not None:
+                judged = Store([test], loss, inputs, targets, collate, "the test set")
+                tested = Column(judged, 0), Column(judged, 1)
+            x, y, rows = Column(store, 0), Column(store, 1), torch.arange(len(store))
             return cls._make(model, x, y, rows, store.offsets, test=tested, loss=loss, **options)
         held = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
@@ -290,18 +291,29 @@ class Task:
 
     def close(self) -> None:
         """Stop what reads ahead."""
-        if isinstance(self.inputs, Column):
-            self.inputs.store.stop()
+        for some in (self.inputs, self.test and self.test[0]):
+            if isinstance(some, Column):
+                some.store.stop()
+
+    @property
+    def uneven(self) -> bool:
+        """Whether clients' samples have lengths of their own that nobody knows before they are read."""
+        return isinstance(self.inputs, Column) and self.inputs.store.collate is not None
+
+    @property
+    def like(self) -> tuple[Tree, Tree]:
+        """Inputs and targets to tell their kind from: all of them, or some where they are on disk."""
+        return _like(self.inputs), _like(self.targets)
 
     @property
     def _like(self) -> Tree:
         """Targets to tell their kind from: all of them, or some where they are on disk."""
-        return self.targets.example if isinstance(self.targets, Column) else self.targets
+        return _like(self.targets)
 
     @property
     def classifies(self) -> bool:
         """Whether targets are class numbers, so that there is an accuracy."""
-        return isinstance(self._like, Tensor) and not self._like.is_floating_point()
+        return isinstance(self._like, Tensor | Parts) and not self._like.is_floating_point()
 
     def guess(self, outputs: Any) -> Tensor | None:
         """The classes that the outputs name, where there is one for each sample."""
@@ -417,7 +429,7 @@ class Task:
         """All that the run's numbers depend on, keys of trees apart."""
         for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
             for leaf in tree.leaves(some.example if isinstance(some, Column) else some):
-                yield from (leaf.values, leaf.lengths) if isinstance(leaf, Padded) else (leaf,)
+                yield from _pieces(leaf)
         if self.start is not None:
             yield from self.module().state_dict().values()
 
@@ -430,6 +442,7 @@ class Task:
         if not callable(self.loss) and self.loss not in LOSSES:
             raise unknown("loss", str(self.loss), LOSSES)
         _check_metrics(self.metrics)
+        self._check_test()
         module = self.module()
         Layout.of(module, self.buffers, self.personal)
         module.to(self.device).eval()
@@ -438,6 +451,17 @@ class Task:
         self._check_loss(out)
         if isinstance(self.loss, str) and self.loss != "mse":
             self._check_labels(out)
+
+    def _check_test(self) -> None:
+        """Refuse a test set of other inputs than the clients have."""
+        if self.test is None:
+            return
+        mine, theirs = (dict(tree.named(_like(t))) for t in (self.test[0], self.inputs))
+        if odd := mine.keys() ^ theirs.keys():
+            key = min(odd, key=str)
+            has = "has" if key in mine else "lacks"
+            what = f"the input {key!r}" if key is not None else "inputs of another kind"
+            raise DataError(f"the test set {has} {what}, unlike the clients; give both the same inputs")
 
     def _check_loss(self, out: Any) -> None:
         y = tree.take(self.targets, self.rows[[0, -1]])
@@ -464,13 +488,27 @@ class Task:
     def _check_labels(self, out: Tensor) -> None:
         classes = out.shape[1] if self.loss == "cross_entropy" else 2
         seen = self._like
-        for what, y in (("training", seen), ("test", self.test[1] if self.test else seen[:0])):
+        tested = self.test[1] if self.test else seen[:0]
+        for what, y in (("training", seen), ("test", _like(tested))):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                 bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
                 outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"
                 raise DataError(
                     f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
                 )
+
+
+def _like(targets: Tree) -> Tree:
+    return targets.example if isinstance(targets, Column) else targets
+
+
+def _pieces(leaf: Any) -> Iterator[Tensor]:
+    """The tensors that a leaf is made of."""
+    if isinstance(leaf, Parts):
+        for piece in leaf.pieces:
+            yield from _pieces(piece)
+    else:
+        yield from (leaf.values, leaf.lengths) if isinstance(leaf, Padded) else (leaf,)
 
 
 def _check_metrics(metrics: Any) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Tree = Any  # a leaf, a tuple of leaves, a dict of leaves by name, or None
@@ -137,3 +140,71 @@ class Padded:
 
     def to(self, device: Any) -> Padded:
         return Padded(self.values.to(device), self.lengths.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A leaf in several pieces below each other, each of them where it is: a map of a file, or a client's own table."""
+
+    pieces: list[Any]
+    begins: NDArray[np.int64]  # one more than pieces
+
+    @classmethod
+    def of(cls, pieces: list[Any]) -> Parts:
+        return cls(pieces, np.cumsum([0] + [len(p) for p in pieces]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *self.pieces[0].shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.pieces[0].dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.pieces[0].device
+        return device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(p.nbytes) for p in self.pieces)
+
+    def numel(self) -> int:
+        return sum(int(p.numel()) for p in self.pieces)
+
+    def max(self) -> Tensor:
+        return torch.stack([p.max() for p in self.pieces]).max()
+
+    def min(self) -> Tensor:
+        return torch.stack([p.min() for p in self.pieces]).min()
+
+    def __len__(self) -> int:
+        return int(self.begins[-1])
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """These rows; only a block of clients `[m, B]` or a slice may come from several pieces."""
+        if isinstance(rows, slice):
+            rows = torch.arange(*rows.indices(len(self)))
+        rows = torch.as_tensor(rows)
+        if rows.ndim > 1:
+            return torch.stack([self[row] for row in rows])
+        owners = np.searchsorted(self.begins, rows.numpy(), "right") - 1
+        ends = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+        found: list[Tensor] = [
+            self.pieces[owners[lo]][rows[lo:hi] - int(self.begins[owners[lo]])]
+            for lo, hi in pairwise(ends)
+            if hi > lo
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found) if found else self.pieces[0][:0]
+
+    def is_floating_point(self) -> bool:
+        return bool(self.pieces[0].is_floating_point())
+
+    def to(self, device: Any) -> Parts:
+        return Parts([p.to(device) for p in self.pieces], self.begins)

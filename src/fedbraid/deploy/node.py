@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster, as_message, bundle
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.core.work import Work
@@ -67,7 +66,7 @@ def client_app(project: Project) -> ClientApp:
 
 @dataclass
 class Seat:
-    """A node's data, model and gradient: made once where Flower keeps the process, for every order where it does not."""
+    """A node's data, model and gradient: made once by a worker, for every order where Flower starts a process for each."""
 
     project: Project
     place: dict[str, Any] = field(default_factory=dict)  # the configuration of the node whose data this is
@@ -77,8 +76,9 @@ class Seat:
 
     def sit(self, node_config: Mapping[str, Any]) -> int:
         """Read the data, as whenever a node introduces itself: how many samples there are."""
-        p, self.place, self.known = self.project, dict(node_config), None
-        self.own = Task.from_arrays(p.model, [p.load(dict(node_config))], loss=p.loss, buffers=p.buffers)
+        self.own, self.known = None, None  # whatever happens now
+        self.own = self.project.parts.own(node_config)
+        self.place = dict(node_config)
         return int(self.own.sizes[0])
 
     def ready(
@@ -160,7 +160,7 @@ def _within_budget(
 def part(project: Project, order: Mapping[str, Any], settings: Settings, place: Path) -> dict[str, Any]:
     """What a client that goes for good sends: the negative of what the server mirrors of its memory."""
     algorithm, _ = settings.what()
-    layout = Layout.of(project.model(), project.buffers)
+    layout = project.parts.layout
     taken, memory = str(order["leave"]), Memory.read(place)
     if taken != "none" and taken not in memory.after:
         return {"lost": True, "blob": b""}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import fedbraid.files as files
 from fedbraid.errors import ConfigError
 
 FLEET = '''\
@@ -84,22 +86,71 @@ poll = 0.5                                          # seconds between two looks 
 """
 
 
-def init(folder: Path, name: str | None = None) -> list[Path]:
-    """Write fleet.py and pyproject.toml; files that are there already are not touched."""
+SAME = '''\
+"""What this fleet learns: the task of {file}, which `fedbraid run {file}:{task}` simulates."""
+
+{imports}
+
+import fedbraid as fb
+
+apps = fb.deploy.from_task({what})
+server = apps.server
+client = apps.client
+'''
+
+
+def init(
+    folder: Path, name: str | None = None, task: str | None = None, algorithm: str | None = None
+) -> list[Path]:
+    """Write fleet.py and pyproject.toml; files that are there already are not touched.
+
+    With FILE.py:NAME of a task, and of an algorithm or its text, the fleet learns those; their files come along.
+    """
     called = re.sub(r"[^a-z0-9]+", "-", (name or folder.resolve().name).lower()).strip("-") or "fleet"
-    files = {
-        folder / "fleet.py": FLEET,
-        folder / "pyproject.toml": PYPROJECT.format(name=called),
-    }
+    fleet, config, copied = FLEET, PYPROJECT.format(name=called), dict[Path, str]()
+    if task is not None:
+        fleet, config, copied = _of_files(folder, config, task, algorithm)
+    written = {folder / "fleet.py": fleet, folder / "pyproject.toml": config, **copied}
     try:
-        for path in files:
+        for path in written:
             if path.exists():
                 raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
+        for path, text in written.items():
             path.write_text(text)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot hold a deployment: {error.strerror}; choose another folder"
         ) from error
-    return list(files)
+    return list(written)
+
+
+def _of_files(
+    folder: Path, config: str, task: str, algorithm: str | None
+) -> tuple[str, str, dict[Path, str]]:
+    """(fleet.py, pyproject.toml, the user's files as they come along) for names in the user's files."""
+    from fedbraid.data import tasks
+    from fedbraid.run.simulate import algorithm_of
+
+    if not files.names_file(task):
+        raise ConfigError(f"{task!r} names no task in a file; write FILE.py:NAME, such as my.py:task")
+    tasks.from_file(task)  # which says what is wrong with it, before anything is written
+    named = [files.parts_of(task)]
+    what = [named[0].name if named[0].call is None else f"lambda: {named[0].name}{named[0].call}"]
+    if algorithm is not None:
+        made = algorithm_of(algorithm)
+        if files.names_file(algorithm):
+            named.append(files.parts_of(algorithm))
+            what.append(f"algorithm={named[1].name}{named[1].call or ''}")
+            config = re.sub(r"^algorithm = .*\n", "", config, flags=re.M)
+        else:
+            config = re.sub(r'^algorithm = ".*?"', f"algorithm = {json.dumps(made.name)}", config, flags=re.M)
+    for one in named:
+        if one.path.stem in ("fleet", "fedbraid") or not one.path.stem.isidentifier():
+            raise ConfigError(
+                f"{one.path.name} cannot be imported beside fleet.py; give the file another name"
+            )
+    imports = "\n".join(sorted({f"from {n.path.stem} import {n.name}" for n in named}))
+    fleet = SAME.format(file=named[0].path.name, task=named[0].name, imports=imports, what=", ".join(what))
+    inside = {n.path for n in named if n.path.parent == folder.resolve()}
+    return fleet, config, {folder / n.path.name: n.path.read_text() for n in named if n.path not in inside}

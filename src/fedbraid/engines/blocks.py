@@ -93,7 +93,6 @@ class InProcess:
         return f"in_process(block={self.block!r}, backend={self.grad.name!r}, threads={self.threads!r}{precision})"
 
     def close(self) -> None:
-        self.setup.task.close()
         if self.hands:
             self.hands.close()
         torch.set_num_threads(self.torch_threads)
@@ -235,6 +234,8 @@ def _check_vmap(task: Task) -> None:
         raise ConfigError(
             "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
         )
+    if task.uneven:
+        raise ConfigError("vmap needs clients' samples to be of one length; use backend='loop'")
     if task.whole.buffers is not None:
         raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +17,7 @@ from fedbraid.core.device import placed
 from fedbraid.core.link import Sender, Sizes
 from fedbraid.core.names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import Gradient, Local, LocalLoop, Vectors, finished, train
-from fedbraid.data.batches import Batch, Drawn, augmenting
+from fedbraid.data.batches import Batch, Drawn, augmenting, batch_sizes
 from fedbraid.data.tree import Tree
 from fedbraid.engines.gradients import Loop
 from fedbraid.errors import FedbraidError, RunError
@@ -132,7 +133,8 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         grad.beside(x, order.memory[PREVIOUS])
     with torch.random.fork_rng(devices=[], enabled=task.stochastic or loop is not None):
         if loop is None:
-            y, s, loss = train(a.rule, grad, loc, plan, work)
+            with _lone_samples(plan):
+                y, s, loss = train(a.rule, grad, loc, plan, work)
         else:
             y, s, loss = by_hand(loop, setup, grad, loc, plan)
         if task.compares:
@@ -145,6 +147,23 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory, **own}
     rates = torch.full_like(K, loc.lr, dtype=torch.float64)
     return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
+
+
+@contextmanager
+def _lone_samples(plan: Drawn) -> Iterator[None]:
+    """A sentence where a layer has no statistics of a batch of one sample."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        rest = plan.n % batch_sizes(plan.n, plan.work)
+        alone = plan.clients[(rest == 1) | (plan.n == 1) | (plan.work.batch == 1)]
+        who = f"client {alone[0]}" if len(alone) else "a client"
+        raise RunError(
+            f"{who} trains on a batch of one sample, of which BatchNorm has no statistics; use Work(last='fill') or"
+            " last='drop', another batch size, or GroupNorm"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Frozen:
     @classmethod
     def of(cls, task: Task, module: nn.Module) -> Frozen | None:
         """What stands in for this module's frozen parts while it trains, if there are any."""
-        if task.augment is not None or not len(task.inputs):  # a deployment's server holds no samples
+        if task.augment is not None or not len(task.rows):  # a deployment's server holds no samples
             return None
         pieces = [np.arange(lo, hi, TOGETHER) for lo, hi in zip(task.offsets[:-1], task.offsets[1:])]
         ends = np.append(np.concatenate(pieces), task.offsets[-1])
@@ -79,7 +79,8 @@ class Frozen:
             return None
         if not all(isinstance(leaf, Tensor) for leaf in (*tree.leaves(inputs), *tree.leaves(task.inputs))):
             return None  # lengths differ from batch to batch, or the table is not there
-        parts = _parts(module, task.run, task.sample)
+        two = tree.numbers(tree.take(inputs, rows[[0, -1]]))
+        parts = _parts(module, task.run, two)
         size = sum(part.bytes for part in parts) * tree.length(inputs)
         if not parts or (size > IN_MEMORY and size > shutil.disk_usage(tempfile.gettempdir()).free // 2):
             return None

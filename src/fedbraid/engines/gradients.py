@@ -15,7 +15,7 @@ from fedbraid.core.device import seed
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import Called
-from fedbraid.data.tree import Tree
+from fedbraid.data.tree import Parts, Tree
 from fedbraid.engines.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class Torch:
         self.guess = task.guess
         self.judge = task.module().to(task.device).eval()
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
-        self.channels_last = convolves and isinstance(task.inputs, Tensor) and task.inputs.ndim == 4
+        like = task.like[0]
+        self.channels_last = convolves and isinstance(like, Tensor | Parts) and like.ndim == 4
         self.test = None if task.test is None else task.test[0]
         self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
 
@@ -179,7 +180,7 @@ class Vmap(Torch):
         leaves = [m for m in task.module().modules() if not list(m.children())]
         if task.device.type == "cpu" and not all(isinstance(m, plain) for m in leaves):
             return False
-        if task.stochastic or task.compares or task.whole.buffers is not None:
+        if task.stochastic or task.compares or task.uneven or task.whole.buffers is not None:
             return False
         rows, y = task.rows[[0, -1]].view(2, 1), task.whole.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow

@@ -241,6 +241,20 @@
       : [say("from version", String(job.version)), say("handed in at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.began)), say("took", plain(job.ended - job.began))]));
   }
 
+  function clients() {
+    const tables = data.clients || [];
+    $("clients").hidden = !tables.length;
+    $("clients-tables").replaceChildren(...tables.map((t) => {
+      const keys = Object.keys(t.rows[0] || {});
+      const say = (k, v) => (v === null || v === undefined ? dash : Number.isInteger(v) ? String(v) : k === "accuracy" ? `${(100 * v).toFixed(1)} %` : v.toFixed(4));
+      return html("div", null, html("h3", null, t.name),
+        html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0", style: "max-height:24em" }, html("table", null,
+          html("tr", null, ...keys.map((k) => html("th", null, k))),
+          ...t.rows.map((r, i) => html("tr", i < t.worst ? { class: "worst" } : null, ...keys.map((k) => html("td", { class: "num" }, say(k, r[k])))))))),
+        html("p", { class: "soft note" }, `${t.count} clients by ${t.by}, worst first; seed ${t.seed}. Mean ${say(t.by, t.mean)}, worst tenth (${t.worst}, marked) ${say(t.by, t.worst_mean)}.${t.count > t.rows.length ? ` The first ${t.rows.length} are shown.` : ""}`));
+    }));
+  }
+
   function partition() {
     const place = $("partition"), part = data.partition;
     if (!part.counts) return place.replaceChildren(html("p", { class: "soft" }, part.note));
@@ -285,19 +299,40 @@
     );
   }
 
+  function fleets() {
+    $("fleets").hidden = !data.fleets.length;
+    $("fleets").replaceChildren(html("h2", null, "The fleet"), ...data.fleets.flatMap(fleet));
+  }
+
+  function fleet(f) {
+    const waits = f.wait && `Waiting for ${f.wait}, for ${f.since} s so far${f.left === null ? ", as long as it takes" : `, ${Math.max(0, f.left)} s more`}.`;
+    const asked = (n) => (n.asked === null ? "idle" : `asked ${n.asked} s ago, no answer yet`);
+    const cells = (tag, ...texts) => html("tr", null, ...texts.map((t) => html(tag, null, t)));
+    return [
+      html("p", null, `${data.fleets.length > 1 ? `${f.name}: ` : ""}${f.state}, ${f.nodes} of ${f.fleet.length + f.more} nodes connected. ${waits}`),
+      f.silent === null ? null : html("p", { class: "bad" }, `The server was last heard of ${f.silent} s ago; see: fedbraid deploy doctor`),
+      html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0" }, html("table", null, cells("th", "node", "client", "connected", "order"),
+        ...f.fleet.map((n) => cells("td", n.name, n.client < 0 ? dash : String(n.client), n.here ? "yes" : "no", asked(n)))))),
+      f.more ? html("p", { class: "soft note" }, `and ${f.more} more`) : null,
+      ...f.trouble.map((t) => html("p", { class: "bad" }, `node ${t.node}: ${t.why} (${t.times} times)`)),
+      f.error ? html("pre", null, f.error) : null,
+    ].filter((part) => part !== null);
+  }
+
   function heading() {
     $("title").textContent = data.title;
     $("task").textContent = data.task;
     $("verdict").textContent = data.verdict;
     $("verdict").hidden = !data.verdict;
     $("footer").textContent = data.footer;
+    fleets();
     if (data.live) status(data.finished ? "finished" : "running", data.finished ? "finished" : `running: ${data.progress}`);
   }
 
   function status(state, text) { $("status").hidden = false; $("status").dataset.state = state; $("status").textContent = text; }
 
   function drawings() { curves(); extras(); timeline(); }
-  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); partition(); commands(); settings(); hints(); }
+  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); clients(); partition(); commands(); settings(); hints(); }
 
   // A table that is cut on its right says so.
   function hints() {
@@ -316,9 +351,10 @@
     try {
       const answer = await fetch("data.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(await answer.text());
-      const news = await answer.text();
-      if (news !== follow.last) { follow.last = news; data = JSON.parse(news); render(); }
-      else heading();
+      data = await answer.json();
+      const news = JSON.stringify({ ...data, fleets: null });  // whose seconds go on
+      if (news !== follow.last) { follow.last = news; render(); }
+      else { heading(); hints(); }
     } catch (error) {
       status("lost", "no answer from fedbraid watch");
     }

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from fedbraid.core.names import falls
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import evaluate
+from fedbraid.report import fleet
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
-from fedbraid.run.simulate import SCHEDULES
+from fedbraid.run.simulate import CLIENTS, SCHEDULES
 from fedbraid.study import recipe, stats
 
 FILES = {
@@ -24,6 +26,7 @@ FILES = {
     "/*charts*/": "charts.js", "/*script*/": "page.js",
 }  # fmt: skip
 JOBS = 40_000  # that are drawn in all timelines of a page together
+SHOWN = 400  # clients in a table
 EVERY = 1500  # milliseconds between two looks at a run that goes on
 
 
@@ -53,12 +56,14 @@ def describe(found: Collection, live: bool = False) -> Record:
             _group(g, s) | {"timeline": _timeline(g, JOBS // len(groups))}
             for g, s in zip(found.groups, groups)
         ],
+        "clients": [one for g in found.groups if (one := _clients(g, key)) is not None],
         "partition": {"counts": None, "note": found.why} if found.known is None else found.known.partition,
         "footer": "Made by " + ", ".join(f"{k} {v}" for k, v in config.get("versions", {}).items()),
         "live": live,
         "finished": found.finished,
         "progress": _progress(found),
         "every": EVERY,
+        "fleets": _fleets(found) if live else [],
     }
 
 
@@ -110,6 +115,13 @@ def _progress(found: Collection) -> str:
     return f"{sum(r.finished for r in runs)} of {len(runs)} runs done, {done} of {sum(r.steps for r in runs)} steps"
 
 
+def _fleets(found: Collection) -> list[Record]:
+    """The nodes of each run that is a deployment."""
+    runs = [(g.name, r) for g in found.groups for r in g.runs]
+    seen = ((name, fleet.describe(run.path)) for name, run in runs)
+    return [about | {"name": name} for name, about in seen if about is not None]
+
+
 def _group(group: Group, runs: stats.Runs) -> Record:
     config = group.config
     settings = {
@@ -130,6 +142,23 @@ def _group(group: Group, runs: stats.Runs) -> Record:
         "command": _command(group, runs.seeds),
         "settings": settings,
     }
+
+
+def _clients(group: Group, key: str) -> Record | None:
+    """What each client's model is worth to it, the worst tenth first; None where the first run did not ask."""
+    run = group.runs[0]
+    path = run.path / CLIENTS
+    if not path.exists():
+        return None
+    rows = Folder(run.path).read_json(CLIENTS)["clients"]
+    by = key if rows and key in rows[0] else "loss"
+    rows.sort(key=lambda r: (r[by] if falls(by) else -r[by]) if np.isfinite(r[by]) else -np.inf, reverse=True)
+    worst = max(1, len(rows) // 10)
+    tenth = [r[by] for r in rows[:worst] if np.isfinite(r[by])]
+    return {
+        "name": group.name, "seed": run.config["seed"], "by": by, "worst": worst, "count": len(rows), "rows": rows[:SHOWN],
+        "mean": float(np.nanmean([r[by] for r in rows])), "worst_mean": float(np.mean(tenth)) if tenth else None,
+    }  # fmt: skip
 
 
 def _timeline(group: Group, most: int) -> Record | None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from fedbraid.core.names import falls
 from fedbraid.data import tree
 from fedbraid.data.call import by_signature
+from fedbraid.data.lazy import Column
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.gradients import Torch
+from fedbraid.engines.gradients import CHUNK, Torch
 from fedbraid.errors import DataError, RunError
 from fedbraid.run.checkpoint import Record
 
@@ -49,7 +50,7 @@ def judge(engine: Evaluates, task: Task, x: Models, on: str = "test", step: int 
     if on == "clients":
         record["loss_clients"] = float(_by_client(losses, task).mean())
     if classes is not None:
-        right = (classes == task.test[1]).double().cpu()
+        right = (classes == _whole(task.test[1])).double().cpu()
         record["accuracy"] = float(right.mean())
         if on == "clients":
             record |= _spread("accuracy", _by_client(right, task))
@@ -128,7 +129,17 @@ def _shares(task: Task) -> Iterator[tuple[int, Tensor]]:
 
 
 def _scores(engine: Evaluates, task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
-    return _outputs(task, x, inputs, targets) if task.metrics else (*engine.evaluate(x, inputs, targets), [])
+    if task.metrics:
+        return _outputs(task, x, inputs, targets)
+    if not isinstance(inputs, Column):
+        return *engine.evaluate(x, inputs, targets), []
+    found = [engine.evaluate(x, inputs[at], targets[at]) for at in _chunks(inputs)]
+    classes = [c for _, c in found if c is not None]
+    return torch.cat([losses for losses, _ in found]), torch.cat(classes) if classes else None, []
+
+
+def _chunks(inputs: Column) -> Iterator[slice]:
+    return (slice(lo, lo + CHUNK) for lo in range(0, len(inputs), CHUNK))
 
 
 @torch.no_grad()
@@ -155,7 +166,8 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
             f"metric {name!r} cannot see all outputs{when}: they differ in shape ({error}); give forward= that makes them alike"
         ) from error
     assert task.test is not None
-    inputs, targets = (tree.map(_whole, t) for t in task.test)
+    asks = "inputs" in by_signature(metric).order if callable(metric) else False
+    inputs, targets = (tree.map(_whole, t) for t in (task.test[0] if asks else None, task.test[1]))
     value = _value(metric, name, outputs, targets, inputs, f"on the test set{when}")
     if not np.isfinite(value):
         raise RunError(
@@ -167,7 +179,7 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
         each = []
         for i, (lo, hi) in enumerate(pairwise(task.test_offsets)):
             if hi > lo:
-                own = [tree.take(t, slice(lo, hi)) for t in (outputs, targets, inputs)]
+                own = [tree.take(t, slice(int(lo), int(hi))) for t in (outputs, targets, inputs)]
                 each.append(_value(metric, name, own[0], own[1], own[2], f"for client {i}{when}"))
         shares = np.array(each)
         shares = shares[np.isfinite(shares)]  # a share of one class has no AUC, say
@@ -175,9 +187,11 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
     return record
 
 
-def _whole(leaf: Any) -> Tensor:
-    found: Tensor = leaf.values if isinstance(leaf, Padded) else leaf
-    return found
+def _whole(leaf: Any) -> Any:
+    """All rows of a leaf, however it is kept."""
+    if isinstance(leaf, Column):
+        return leaf.whole()
+    return leaf.values if isinstance(leaf, Padded) else leaf
 
 
 def _value(metric: Any, name: str, outputs: Any, targets: Tree, inputs: Tree, where: str) -> float:

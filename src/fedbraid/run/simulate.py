@@ -324,6 +324,10 @@ class Run:
         )
         if self.folder is not None:
             save_model(self.folder.path / "model.safetensors", task.layout.views(x))
+            if self.options.evaluate_on == "clients" and history and not self.source.real:
+                own = partial(models_of, self.setup.algorithm.rule, self.state)
+                rows = per_client(task, own if self.state.clients.default else x)
+                self.folder.write_json(CLIENTS, {"clients": rows})
         self._tell("end", result)
         return result
 
@@ -340,6 +344,7 @@ class Run:
             hook(subject)
 
 
+CLIENTS = "clients.json"  # what each client's model is worth to it in the end
 OWN = "{}_own"  # what is said of clients' own models, by the name of what is said of the server's
 
 
@@ -686,6 +691,7 @@ def _opened(engine: Engine, setup: Setup) -> Iterator[None]:
     try:
         yield
     finally:
+        setup.task.close()
         engine.close()
 
 

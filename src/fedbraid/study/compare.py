@@ -30,13 +30,12 @@ from fedbraid.errors import ConfigError, EngineError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.metrics import format_bytes, format_count
-from fedbraid.run.simulate import SCHEDULES, Run, algorithm_of, parts, simulate
+from fedbraid.run.simulate import CLIENTS, SCHEDULES, Run, algorithm_of, parts, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
 
 FILE = "compare.json"
 FAILED = "failed.json"
-CLIENTS = "clients.json"  # what each client's model is worth to it in the end
 ALONE = "alone"  # the contestant that does not federate
 ENGINE = "in_process(threads=1)"
 

@@ -16,6 +16,7 @@ from fedbraid.core.names import TAKEN, falls
 from fedbraid.run.metrics import Record, best, rounds_to
 
 AXES = ("step", "bytes", "time", "flops")
+BY_CLIENT = ("accuracy_clients", "accuracy_worst_tenth", "loss_clients")
 METRICS = ("accuracy", "loss", "train_loss", "drift", "staleness")
 
 # fmt: off
@@ -121,7 +122,9 @@ class Runs:
 def measured(groups: Sequence[Runs]) -> list[str]:
     """Everything that is drawn over time: what every run has, and the task's own metrics."""
     seen = [r for g in groups for h in g.histories for r in (*h[:1], *h[-1:]) if "loss" in r]
-    own = {k for r in seen for k, v in r.items() if k not in TAKEN and isinstance(v, float)}
+    own = {
+        k for r in seen for k, v in r.items() if (k not in TAKEN or k in BY_CLIENT) and isinstance(v, float)
+    }
     spent = ["epsilon"] if any("epsilon" in r for g in groups for h in g.histories for r in h[-1:]) else []
     return [*METRICS, *spent, *sorted(own - {"epsilon"})]
 

@@ -231,22 +231,24 @@ def _rows(inputs: Tree) -> Tensor:
 def _graph(task: Task) -> Graph:
     if not isinstance(task.loss, str) or task.loss not in LOSSES:
         raise Unsupported("the loss is a custom function")
-    leaves = tree.leaves(task.inputs)
+    inputs, targets = task.like
+    leaves = tree.leaves(inputs)
     if task.forward is not None:
         raise Unsupported("the model is called by a function of the user's")
     if (
         not leaves
         or not all(isinstance(leaf, Tensor) for leaf in leaves)
-        or not isinstance(task.targets, Tensor)
+        or not isinstance(targets, Tensor)
+        or task.uneven
     ):
-        raise Unsupported("the data are on disk, or samples have lengths of their own")
+        raise Unsupported("the data are maps of files, or samples have lengths of their own")
     if task.device.type != "cpu":
         raise Unsupported(f"the data are on {task.device}, not on the CPU")
     for leaf in leaves:
         if not leaf.is_floating_point() and leaf.numel() and int(leaf.max()) >= 2**24:
             raise Unsupported("the inputs are numbers beyond 2^24, which float32 does not tell apart")
     if task.augment is not None:
-        one = tree.take(task.inputs, slice(1))
+        one = tree.take(inputs, slice(1))
         made = task.augment(one, torch.zeros(1, task.augment.draws)).shape
         if made != one.shape:
             raise Unsupported(
@@ -254,10 +256,10 @@ def _graph(task: Task) -> Graph:
             )
     if (tail := task.whole.buffers) is not None and tail.stop < task.whole.size:
         raise Unsupported("personal parts stand behind the running statistics")
-    graph = trace(task.module(), task.whole, tree.numbers(tree.take(task.inputs, slice(1))))
-    outputs, wanted = graph.shapes[graph.output][0], task.targets[0].numel()
+    graph = trace(task.module(), task.whole, tree.numbers(tree.take(inputs, slice(1))))
+    outputs, wanted = graph.shapes[graph.output][0], targets[0].numel()
     if task.loss == "mse" and wanted != outputs:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")
-    if task.loss != "mse" and task.targets.ndim != 1:
+    if task.loss != "mse" and targets.ndim != 1:
         raise Unsupported("a sample has more than one label")
     return graph

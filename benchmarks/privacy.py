@@ -3,7 +3,8 @@
     python benchmarks/privacy.py [rounds] [opacus] [server] [--repeats 5] [--rounds 40] [--cpu] [--json]
 
 Contestants take turns, so that a noisy machine is noisy for all; each one's smallest median of a round counts. `opacus`
-needs Opacus (in the extra `dev`). With `--cpu` processor seconds are compared, where others use the machine. The accountant is asked at steps that grow geometrically, and is no part of a median.
+needs Opacus (in the extra `dev`). With `--cpu` processor seconds are compared, for a machine that others use too. The
+accountant is asked at steps that grow geometrically, and is no part of a median once it has answered.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +114,52 @@ def test_it_is_resumed_to_the_bit(blobs, tmp_path):
     with pytest.raises(Stop):
         fb.simulate(blobs, a, WORK, SCHEDULES["buffered"], seed=3, out=tmp_path / "r", callbacks=[StopAt()])
     assert torch.equal(fb.resume(tmp_path / "r").x, straight.x)
+
+
+# Fading ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", ["fedvarp", "mifa", "adam"])
+def test_a_fading_sum_is_of_what_clients_hold_faded(blobs, build):
+    rho, steps = 0.2, 6
+    a = BUILDS[build](held="client", fade=rho)
+    run = fb.simulate(blobs, a, WORK, fb.rounds(steps, clients=2), seed=2)
+    rows = run.state.clients.get(list(range(blobs.clients)))
+    held = rows["w_i"] * rows["y_i"] * (1 - rho) ** (steps - rows["t_i"])
+    sums = next(s for s in run.state.server if hasattr(s, "total"))
+    torch.testing.assert_close(sums.total, held.double().sum(0), rtol=1e-4, atol=1e-4)
+    plain = fb.simulate(blobs, BUILDS[build](held="client"), WORK, fb.rounds(steps, clients=2), seed=2)
+    assert not torch.allclose(run.x, plain.x, atol=1e-4)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.1])
+def test_noise_gathers_in_the_sum_and_fades(rho):
+    """Of clients that change nothing, noise is all there is: N(0, t (zC)²), or no more than a geometric series of it."""
+    from fedbraid.algorithms.private import Cohort, Noised
+    from fedbraid.core.gather import Info, Sums
+    from fedbraid.core.layout import Layout
+
+    d, z, C, N = 20_000, 1.5, 0.3, 50
+    a = fb.private(fb.fedvarp(held="client", fade=rho), clip=C, noise=z)
+    layout, x = Layout.from_shapes([("w", (d,))]), torch.zeros(d)
+    server = a.server.init(x, layout)
+    assert isinstance(a.gather, Noised)
+    gather = replace(a.gather, z=z, planned=10.0, seed=0, server=a.server)
+    for t in range(30):
+        info = Info(t, 10, N, 10.0 * N, 0.1, 1.0, 1.0, 0.0, layout, np.ones(N, np.int64), sent={"x": x[None]})
+        u, _ = gather.close(Cohort(Sums({"change": torch.zeros(d)}, 10.0, 10)), {}, info)
+        _, server = a.server.update(u, server, x, info)
+        sums = next(s for s in server if hasattr(s, "total"))
+        steps = t + 1 if not rho else sum((1 - rho) ** (2 * k) for k in range(1, t + 2))
+        assert float(sums.total.std()) == pytest.approx(z * C * steps**0.5, rel=0.03)
+    if rho:
+        assert float(sums.total.std()) < 1.03 * z * C / (1 - (1 - rho) ** 2) ** 0.5
+
+
+def test_fading_says_where_it_does_not_belong(blobs):
+    with pytest.raises(fb.FedbraidError, match=r"fade=0\.1 is of memory that clients hold"):
+        fb.fedvarp(fade=0.1)
+    with pytest.raises(fb.FedbraidError, match=r"fade=1\.0"):
+        fb.mifa(held="client", fade=1.0)
+    with pytest.raises(fb.FedbraidError, match="leave out fade="):
+        fb.simulate(blobs, fb.fedvarp(held="client", fade=0.1), WORK, SCHEDULES["buffered"])

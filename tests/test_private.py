@@ -552,6 +552,52 @@ def test_cost_says_noise_epsilon_and_the_rounds_that_a_budget_buys(capsys):
     assert bought["epsilons"]["20"] == spent_20
 
 
+@pytest.mark.parametrize("sampling", ["fixed", "arrivals"])
+def test_cost_accounts_for_other_schedules_as_their_runs_do(sampling, blobs, capsys):
+    import json
+
+    from fedbraid.cli import main
+
+    words = "cost softmax_regression fedavg --clients 6 --per-round 3 --rounds 4 --noise 3 --json --sampling"
+    assert main([*words.split(), sampling]) == 0
+    found = json.loads(capsys.readouterr().out)["privacy"]
+    schedule = fb.rounds(4, clients=3) if sampling == "fixed" else fb.buffered(4, buffer=3, concurrency=5)
+    run = fb.simulate(blobs, fb.private(fb.fedavg(), noise=3.0), WORK, schedule)
+    assert found["epsilon"] == run.history[-1]["epsilon"]
+    assert main([*words.split(), "poison"]) == 2
+    assert "did you mean 'poisson'" in capsys.readouterr().err
+
+
+def test_report_and_trackers_carry_what_was_spent(blobs, tmp_path):
+    from fedbraid.report.collect import collect
+    from fedbraid.report.page import describe, render
+    from fedbraid.report.tables import as_csv
+    from fedbraid.run.callbacks import scalars
+
+    fb.simulate(
+        blobs, fb.private(fb.fedavg(), noise=3.0), WORK, fb.buffered(3, buffer=2), out=tmp_path / "run"
+    )
+    found = collect([tmp_path / "run"])
+    (group,) = (data := describe(found))["groups"]
+    last = found.groups[0].runs[0].records[-1]
+    assert group["settings"]["privacy"] == f"ε = {last['epsilon']:.4g}"
+    assert group["curves"]["epsilon"]["mean"][-1] == pytest.approx(last["epsilon"])
+    assert f"{last['epsilon']:.4g}" in render(data)
+    assert str(last["epsilon"]) in as_csv(found)
+    assert scalars(last)["epsilon"] == last["epsilon"]
+
+
+@pytest.mark.parametrize(("rate", "z", "steps"), [(0.1, 1.0, 30), (0.3, 2.0, 10)])
+def test_epsilon_is_what_pfl_says(rate, z, steps):
+    accountants = pytest.importorskip("pfl.privacy.privacy_accountant", reason="pfl is not installed")
+    theirs = accountants.PLDPrivacyAccountant(
+        num_compositions=steps, sampling_probability=rate, mechanism="gaussian", epsilon=None, delta=DELTA, noise_parameter=z
+    )  # fmt: skip
+    from fedbraid.run.budget import Mechanism
+
+    assert Mechanism("poisson", rate).epsilon(z, DELTA, steps) == pytest.approx(theirs.epsilon, rel=0.01)
+
+
 def test_the_bar_says_what_was_spent():
     from fedbraid.run.progress import Bar
 

@@ -86,11 +86,11 @@ MEMORIES = {None: None, "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": co
 def fedadavr(
     optimizer: str = "adam", lr: float = 0.01, memory: str | None = None, normalise: str = "cohort",
     beta1: float | None = None, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0,
-    layerwise: bool = True, weights: str = "samples", held: str = "server",
+    layerwise: bool = True, weights: str = "samples", held: str = "server", fade: float = 0.0,
 ) -> Algorithm:  # fmt: skip
     """FedAdaVR: remember every client's last update, correct with it, step adaptively; memory="int4" quantises it.
 
-    With held="client" each client keeps its own, and uploads what changed.
+    With held="client" each client keeps its own, and uploads what changed; it may `fade`, by that share a step.
     """
     if memory not in MEMORIES:
         raise unknown("memory", str(memory), [m for m in MEMORIES if m])
@@ -109,4 +109,4 @@ def fedadavr(
     trust = [TrustRatio(layerwise)] if optimizer == "lamb" else []
     own = ReducedOfMemories(weights, normalise=normalise)
     steps = (Optimise(optimiser, weight_decay), *trust, Scale(lr))
-    return remembering(held, weights, gather, own, *steps, rated=True)
+    return remembering(held, weights, fade, gather, own, *steps, rated=True)

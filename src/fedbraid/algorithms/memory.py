@@ -6,7 +6,7 @@ The server keeps it, or each client its own (`held="client"`): then differences 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Beside, Gather, Info, Mean, Uploads, check_weights, fold
 from fedbraid.core.layout import Layout
@@ -72,34 +72,49 @@ def everybody(weights: str, info: Info) -> float:
 class OwnMemory(Rule):
     """The client keeps y_i: δ_i = Δ_i − y_i goes up, and y_i ← y_i + δ_i as it was received.
 
-    `rated` remembers Δ_i/η instead; `counted` uploads the weight of a first visit too.
+    `rated` remembers Δ_i/η instead; `counted` uploads the weight of a first visit too. With `fade` ρ every memory shrinks
+    by 1 − ρ a step, wherever its client is: y_i ← (1 − ρ)^(t − t_i) y_i when it comes again.
     """
 
     weights: str = "samples"
     rated: bool = False
     counted: bool = False
+    fade: float = 0.0
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
+        number("fade", self.fade, "[0, 1)", "forgets everything")
 
     def uploads(self) -> tuple[Upload, ...]:
         first = (Upload("first", width=1, uniform=True, signed=False, scale=1.0),) if self.counted else ()
         return (Upload("change", scale=1.0), *first)
 
     def init(self, x: Tensor) -> Vectors:
-        return {"y_i": torch.zeros_like(x), "w_i": torch.zeros(1, device=x.device)}
+        zero = torch.zeros(1, device=x.device)
+        return {"y_i": torch.zeros_like(x), "w_i": zero} | ({"t_i": zero} if self.fade else {})
+
+    def fades(self) -> bool:
+        return self.fade > 0
+
+    def _held(self, loc: Local) -> Tensor:
+        """y_i as it is today."""
+        y_i = loc.memory["y_i"]
+        return y_i * (1 - self.fade) ** (loc.t - loc.memory["t_i"]) if self.fade else y_i
 
     def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
         moved = (loc.x - y) / loc.lr if self.rated else loc.x - y
-        change = {"change": moved - loc.memory["y_i"]}
+        change = {"change": moved - self._held(loc)}
         return change | ({"first": self._p(loc) - loc.memory["w_i"]} if self.counted else {})
 
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         w = loc.memory["w_i"] + got["first"] if self.counted else self._p(loc)
-        return {"y_i": loc.memory["y_i"] + got["change"], "w_i": w}
+        new = {"y_i": self._held(loc) + got["change"], "w_i": w}
+        return new | ({"t_i": torch.full_like(w, loc.t)} if self.fade else {})
 
     def leave(self, memory: Vectors) -> Vectors:
         w = memory["w_i"]
+        if self.fade:  # nobody says here how far it has faded: the share stays, and goes on fading
+            return {}
         change = -w * memory["y_i"] if self.weights == "samples" else -memory["y_i"]
         return {"change": change} | ({"first": -w} if self.counted else {})
 
@@ -117,9 +132,14 @@ class Remembered:
 
 @dataclass(frozen=True)
 class SumOfMemories(Transform):
-    """The server's sum of what clients hold, from the mean of their changes. A subclass says what update that makes."""
+    """The server's sum of what clients hold, from the mean of their changes. A subclass says what update that makes.
+
+    Where the mean is noised, the noise of t steps gathers in the sum as N(0, t (zC)²); with `fade` ρ it does not grow
+    beyond N(0, (zC)²/(1 − (1 − ρ)²)) before each step.
+    """
 
     weights: str = "samples"
+    fade: float = 0.0
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
@@ -138,7 +158,7 @@ class SumOfMemories(Transform):
         seen = info.cohort * float(u["first"]) if "first" in u else 0.0
         new = Remembered(s.total + P_S * u["change"].double(), s.seen + seen)
         delta = self.made(u["change"], P_S, s, new, info)
-        return {**u, "delta": delta, "gathered": delta}, new
+        return {**u, "delta": delta, "gathered": delta}, replace(new, total=(1 - self.fade) * new.total)
 
     def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
         """The update, of the cohort's mean change and its weight."""
@@ -166,14 +186,25 @@ class MifaOfMemories(SumOfMemories):
 
 
 def remembering(
-    held: str, weights: str, server: Gather, clients: SumOfMemories, *steps: Transform, **rule: bool
+    held: str,
+    weights: str,
+    fade: float,
+    server: Gather,
+    clients: SumOfMemories,
+    *steps: Transform,
+    **rule: bool,
 ) -> Algorithm:
     """A gather that remembers, or clients that do and a sum of what they hold; then the server's steps."""
     if held not in ("server", "client"):
         raise unknown("held", held, ["server", "client"])
     if held == "server":
+        if fade:
+            raise ConfigError(
+                f"fade={fade} is of memory that clients hold; give held='client' or leave it out"
+            )
         return Algorithm(gather=server, server=pipeline(*steps))
-    return Algorithm(OwnMemory(weights, **rule), Mean(weights), pipeline(clients, *steps))
+    rule_of_all = OwnMemory(weights, fade=fade, **rule)
+    return Algorithm(rule_of_all, Mean(weights), pipeline(replace(clients, fade=fade), *steps))
 
 
 # One for several clients ----------------------------------------------------------------------------
@@ -249,15 +280,21 @@ class ClusterVarp(Beside):
 
 
 @builder
-def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server") -> Algorithm:
-    """FedVARP: SAGA over clients, with plain averaging steps; held="client" leaves each update with its client."""
-    return remembering(held, weights, Varp(weights), VarpOfMemories(weights), Scale(lr))
+def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server", fade: float = 0.0) -> Algorithm:
+    """FedVARP: SAGA over clients, with plain averaging steps; held="client" leaves each update with its client.
+
+    Memory that clients hold may `fade`, by that share a step.
+    """
+    return remembering(held, weights, fade, Varp(weights), VarpOfMemories(weights), Scale(lr))
 
 
 @builder
-def mifa(lr: float = 1.0, weights: str = "samples", held: str = "server") -> Algorithm:
-    """MIFA: the mean of every client's last update, over all clients seen so far; held="client" leaves it with them."""
-    return remembering(held, weights, Mifa(weights), MifaOfMemories(weights), Scale(lr), counted=True)
+def mifa(lr: float = 1.0, weights: str = "samples", held: str = "server", fade: float = 0.0) -> Algorithm:
+    """MIFA: the mean of every client's last update, over all clients seen so far; held="client" leaves it with them.
+
+    Memory that clients hold may `fade`, by that share a step.
+    """
+    return remembering(held, weights, fade, Mifa(weights), MifaOfMemories(weights), Scale(lr), counted=True)
 
 
 @builder

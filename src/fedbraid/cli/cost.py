@@ -60,6 +60,13 @@ def cost(
     ] = None,
     delta: Annotated[float, typer.Option(help="Privacy: δ.")] = 1e-5,
     rounds: o.Rounds = None,
+    sampling: Annotated[
+        str,
+        typer.Option(
+            help="Privacy: how clients come to a step: 'poisson', 'fixed', or 'arrivals' (buffered with --per-round as its"
+            " buffer; immediate with 1)."
+        ),
+    ] = "poisson",
     paper: Annotated[
         str | None, typer.Option(help="Print a paper's tables beside ours: 'fedgbo' or 'fedadavr'.")
     ] = None,
@@ -79,6 +86,7 @@ def cost(
       fedbraid cost resnet18_gn "fedpaq(kmeans(4))" --samples 500 --batch 32
       fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 500 --epsilon 8
       fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 5000 --epsilon 8 --noise 1.1
+      fedbraid cost lenet5 fedbuff --clients 10000 --per-round 10 --rounds 500 --epsilon 8 --sampling arrivals
       fedbraid cost --paper fedgbo        its Tables 2, 4 and 10 beside ours
       fedbraid cost --paper fedadavr      its Table 3
     """
@@ -109,7 +117,7 @@ def cost(
         from fedbraid.study.privacy import foresee
 
         private = foresee(
-            crowd.clients, crowd.per_round, 100 if rounds is None else rounds, epsilon, noise, delta
+            crowd.clients, crowd.per_round, 100 if rounds is None else rounds, epsilon, noise, delta, sampling
         )
     elif rounds is not None:
         raise ConfigError(f"rounds={rounds} count for privacy alone; give --epsilon or --noise with them")
@@ -232,10 +240,13 @@ def _show(name: str, found: Cost, crowd: Crowd) -> None:
     )
 
 
+_STEPS = {"poisson": "Poisson rounds", "fixed": "rounds", "arrivals": "buffers"}
+
+
 def _show_privacy(private: Privacy, crowd: Crowd) -> None:
     print()
     table(
-        f"Privacy: noise {private.noise:.3f} keeps {private.rounds:,} Poisson rounds of {crowd.per_round:,} clients"
+        f"Privacy: noise {private.noise:.3f} keeps {private.rounds:,} {_STEPS[private.sampling]} of {crowd.per_round:,} clients"
         f" at ε = {private.epsilon:.3g}, δ = {private.delta:g}",
         ["after round", "ε"],
         [[f"{step:,}", f"{spent:.3g}"] for step, spent in private.epsilons.items()],

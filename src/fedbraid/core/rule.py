@@ -141,6 +141,10 @@ class Rule:
         """How its gradients hide single examples, where they do."""
         return None
 
+    def fades(self) -> bool:
+        """Whether what clients remember changes with every step, wherever they are."""
+        return False
+
     def alone(self, K: Tensor) -> Tensor | None:
         """How many of its K steps each client gives to its personal parts, the rest being the shared ones'; None: all to both."""
         return None
@@ -198,6 +202,9 @@ class Chain(Rule):
 
     def examples(self) -> Examples | None:
         return next((e for r in self.links if (e := r.examples()) is not None), None)
+
+    def fades(self) -> bool:
+        return any(r.fades() for r in self.links)
 
     def alone(self, K: Tensor) -> Tensor | None:
         return next((n for r in self.links if (n := r.alone(K)) is not None), None)

@@ -2,7 +2,7 @@
 (() => {
   const AXES = { step: "Rounds", bytes: "Bytes", time: "Time", flops: "FLOPs" };
   const AXIS_TITLES = { step: "server steps", bytes: "bytes up and down", time: "simulated time", flops: "FLOPs on clients" };
-  const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", drift: "Drift", staleness: "Staleness" };
+  const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", drift: "Drift", staleness: "Staleness", epsilon: "Privacy spent, ε" };
   const BANDS = { interval: "95 % interval", range: "Min to max", none: "No bands" };
   const $ = (id) => document.getElementById(id);
   let data = JSON.parse($("data").textContent);
@@ -203,7 +203,7 @@
     );
   }
 
-  const EXTRAS = { drift: "How far clients drift: the mean norm of their updates", staleness: "Staleness: server steps between fetching and handing in" };
+  const EXTRAS = { drift: "How far clients drift: the mean norm of their updates", staleness: "Staleness: server steps between fetching and handing in", epsilon: "Privacy: ε spent so far" };
 
   function extras() {
     const present = Object.keys(EXTRAS).filter((m) => data.groups.some((g) => g.curves[m]));

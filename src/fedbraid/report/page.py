@@ -131,6 +131,8 @@ def _group(group: Group, runs: stats.Runs) -> Record:
     }
     settings |= config["parts"] | {"seeds": ", ".join(map(str, runs.seeds)), "engine": config.get("engine")}
     settings |= {"LoRA": config["lora"]} if "lora" in config else {}
+    spent = [h[-1]["epsilon"] for h in runs.histories if h and "epsilon" in h[-1]]
+    settings |= {"privacy": f"ε = {max(spent):.4g}"} if spent else {}
     return {
         "name": group.name,
         "seeds": list(runs.seeds),

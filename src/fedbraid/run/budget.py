@@ -309,6 +309,10 @@ class Crowd:
 def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
+    if crowd.schedule.asynchronous and algorithm.rule.fades():
+        raise ConfigError(
+            "memory that fades by steps is of rounds, where all know which step it is; leave out fade= with this schedule"
+        )
     if (own := hiding(algorithm.rule)) is not None:
         return _bound_examples(algorithm, own, crowd)
     if not isinstance(gather, Noised) and not isinstance(up, OwnNoise):

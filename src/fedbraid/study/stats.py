@@ -125,7 +125,8 @@ def measured(groups: Sequence[Runs]) -> list[str]:
     own = {
         k for r in seen for k, v in r.items() if (k not in TAKEN or k in BY_CLIENT) and isinstance(v, float)
     }
-    return [*METRICS, *sorted(own)]
+    spent = ["epsilon"] if any("epsilon" in r for g in groups for h in g.histories for r in h[-1:]) else []
+    return [*METRICS, *spent, *sorted(own - {"epsilon"})]
 
 
 def judged_by(groups: Sequence[Runs], metric: str | None = None) -> str | None:

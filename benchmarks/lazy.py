@@ -20,38 +20,37 @@ import torch
 
 import fedbraid as fb
 
-SIDE, CLASSES = 28, 10
+SIDE, CLASSES = 32, 10
 
 
 def write(root: Path, clients: int, each: int) -> None:
     """One .npy of bytes a sample, its class in the name."""
     draw = np.random.default_rng(0)
-    patterns = draw.integers(0, 200, (CLASSES, SIDE, SIDE))
+    patterns = draw.integers(0, 200, (CLASSES, 3, SIDE, SIDE))
     for client in range(clients):
         (place := root / f"{client:06}").mkdir(parents=True)
         for i in range(each):
             label = (client + i) % CLASSES
-            image = np.clip(patterns[label] + draw.integers(0, 56, (SIDE, SIDE)), 0, 255).astype(np.uint8)
+            image = np.clip(patterns[label] + draw.integers(0, 56, (3, SIDE, SIDE)), 0, 255).astype(np.uint8)
             np.save(place / f"{i}-{label}.npy", image)
 
 
 def load(path: Path) -> tuple[np.ndarray, int]:
-    image = np.load(path).astype(np.float32)[None] / 255
+    image = np.load(path).astype(np.float32) / 255
     return image, int(path.stem[-1])
 
 
-def tasks(root: Path, eager: bool) -> dict[str, fb.Task]:
-    make = lambda: fb.models.build("lenet5", channels=1, size=SIDE, classes=CLASSES)  # noqa: E731
-    model = make()
+def tasks(root: Path, eager: bool, name: str = "fedgbo_cnn") -> dict[str, fb.Task]:
+    model = fb.models.build(name, channels=3, size=SIDE, classes=CLASSES)
     found = {"lazy": fb.Task.from_datasets(model, fb.folders(root, load), lazy=True)}
     if eager:
         found["memory"] = fb.Task.from_datasets(model, fb.folders(root, load))
     return found
 
 
-def seconds(task: fb.Task, rounds: int, per_round: int, engine: str) -> float:
+def seconds(task: fb.Task, rounds: int, per_round: int, engine: str, epochs: int = 5) -> float:
     start = time.perf_counter()
-    work = fb.Work(lr=0.05, epochs=5, batch=10)
+    work = fb.Work(lr=0.05, epochs=epochs, batch=10)
     fb.simulate(
         task, fb.fedavg(), work, fb.rounds(rounds, clients=per_round), engine=engine, evaluate_every=None
     )
@@ -66,9 +65,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=10_000)
     parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--per-round", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--per-round", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--model", default="fedgbo_cnn", help="the lighter, the more reading counts: try lenet5"
+    )
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--engine", default="auto")
     parser.add_argument(
         "--memory-only", action="store_true", help="lazy alone: what it takes for so many clients"
@@ -77,7 +80,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="fedbraid-lazy-"))
     try:
         write(root, asked.clients, asked.samples)
-        before, made = megabytes(), tasks(root, not asked.memory_only)
+        before, made = megabytes(), tasks(root, not asked.memory_only, asked.model)
         said: dict[str, Any] = {
             "clients": asked.clients,
             "samples": asked.samples,
@@ -86,7 +89,7 @@ def main() -> None:
         took: dict[str, list[float]] = {name: [] for name in made}
         for repeat in range(asked.repeats + 1):  # the first one warms caches up, and compiles
             for name, task in made.items():
-                spent = seconds(task, asked.rounds, asked.per_round, asked.engine)
+                spent = seconds(task, asked.rounds, asked.per_round, asked.engine, asked.epochs)
                 took[name] += [spent] if repeat else []
         said |= {f"{name}_seconds": round(statistics.median(t), 3) for name, t in took.items()}
         if "memory" in took:

@@ -1,7 +1,9 @@
-"""How fast a fleet goes, and how much memory its server takes.
+"""How fast a fleet goes, how much memory its server takes, and how well the simulator foretells its time.
 
 python benchmarks/fleet.py load --nodes 200 --rounds 3      uploads a second, beside Flower's own FedAvg app
 python benchmarks/fleet.py memory --nodes 3 --rounds 1000   the server's and the SuperLink's memory, round by round
+python benchmarks/fleet.py own --nodes 200 --rounds 5       the server's own CPU time and memory, without a SuperLink
+python benchmarks/fleet.py predict --rounds 12              run A's clock in the simulator, beside the time that run B takes
 
 Light nodes have no torch: one process of many threads that speaks Flower's node protocol and answers every order with a
 ready upload of LeNet-5's size, 61,706 numbers.
@@ -15,6 +17,7 @@ import http.client
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,6 +64,32 @@ def main(grid: Grid, context: Context) -> None:
 
     strategy.aggregate_train = aggregate
     strategy.start(grid, ArrayRecord([np.zeros(s, np.float32) for s in shapes]), num_rounds=int(config["rounds"]))
+"""
+
+SLOW = """
+import random, time
+
+import fedbraid as fb
+import numpy as np
+from flwr.clientapp import ClientApp
+from torch import nn
+
+
+def load(config):
+    draw = np.random.default_rng(int(config["share"]))
+    return draw.normal(size=(20, 5)).astype(np.float32), draw.integers(0, 3, 20)
+
+
+def train(message, context):
+    time.sleep(float(context.node_config["slow"]) * random.uniform(0.8, 1.2))
+    return apps.client(message, context)
+
+
+apps = fb.deploy.apps(lambda: nn.Linear(5, 3), "cross_entropy", load)
+server = apps.server
+client = ClientApp()
+client.query()(lambda message, context: apps.client(message, context))
+client.train()(train)
 """
 
 # Light nodes --------------------------------------------------------------------------------------------
@@ -119,16 +148,21 @@ class Light:
         beat = time.monotonic()
         time.sleep(self.wait * (self.number % 20) / 20)
         while True:
-            if time.monotonic() - beat > 100:
-                beat = time.monotonic()
-                request = heart.SendNodeHeartbeatRequest(node=node, heartbeat_interval=300)
-                self.call("send-node-heartbeat", request, heart.SendNodeHeartbeatResponse)
-            got = self.call("pull-messages", fleet.PullMessagesRequest(node=node), fleet.PullMessagesResponse)
-            if not got.messages_list:
+            try:
+                if time.monotonic() - beat > 100:
+                    request = heart.SendNodeHeartbeatRequest(node=node, heartbeat_interval=300)
+                    self.call("send-node-heartbeat", request, heart.SendNodeHeartbeatResponse)
+                    beat = time.monotonic()
+                got = self.call(
+                    "pull-messages", fleet.PullMessagesRequest(node=node), fleet.PullMessagesResponse
+                )
+                if got.messages_list:
+                    self.obey(node, got.message_object_trees[0], got.messages_list[0].metadata.run_id)
+                else:
+                    time.sleep(self.wait)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:  # as when the run has ended
+                print(f"node {self.number}: {error!r}", flush=True)
                 time.sleep(self.wait)
-                continue
-            with contextlib.suppress(RuntimeError):  # the run may have ended meanwhile
-                self.obey(node, got.message_object_trees[0], got.messages_list[0].metadata.run_id)
 
     def obey(self, node: Any, tree: Any, run: int) -> None:
         from flwr.app.message import remove_content_from_message
@@ -211,18 +245,24 @@ def nodes(port: int, count: int, kind: str, upload: Path, wait: float) -> None:
         thread.join()
 
 
-@contextlib.contextmanager
-def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
-    """That process, for as long as it is needed."""
+def upload() -> bytes:
+    """A ready upload of LeNet-5's size."""
     import numpy as np
 
+    from fedbraid import Layout
     from fedbraid.core.wire import frame
     from fedbraid.models import lenet5
 
-    upload = flower.scratch / "upload"
-    layout = __import__("fedbraid").Layout.of(lenet5())
+    layout = Layout.of(lenet5())
     delta = np.random.default_rng(0).normal(0, 1e-4, layout.size).astype("<f4")
-    upload.write_bytes(frame(0, 0, layout.fingerprint, delta.tobytes()))
+    return frame(0, 0, layout.fingerprint, delta.tobytes())
+
+
+@contextlib.contextmanager
+def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
+    """That process, for as long as it is needed."""
+    place = flower.scratch / "upload"
+    place.write_bytes(upload())
     words = [
         sys.executable,
         __file__,
@@ -234,7 +274,7 @@ def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subproces
         "--kind",
         kind,
     ]
-    words += ["--upload", str(upload), "--wait", str(wait)]
+    words += ["--upload", str(place), "--wait", str(wait)]
     with open(flower.log(f"light-{kind}"), "wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -267,14 +307,15 @@ def run(flower: Any, kind: str, rounds: int, count: int, poll: float = 0.2) -> P
     """Start a run: where its steps are noted."""
     out = flower.scratch / f"run-{kind}"
     app = make_app(flower.scratch, kind, rounds, count, out)
-    config: dict[str, Any] = {}
-    if kind == "fedbraid":
-        config = {
-            "schedule": f"rounds({rounds}, clients={count})", "nodes": count, "minimum": count, "poll": poll,
-            "identity": "name", "out": str(out), "deadline": 3600.0, "work": "Work(lr=0.1, steps=1)",
-        }  # fmt: skip
-    flower.submit(app, config)
+    flower.submit(app, config(rounds, count, poll, out) if kind == "fedbraid" else {})
     return Path(out)
+
+
+def config(rounds: int, count: int, poll: float, out: Path) -> dict[str, Any]:
+    return {
+        "schedule": f"rounds({rounds}, clients={count})", "nodes": count, "minimum": count, "poll": poll,
+        "identity": "name", "out": str(out), "deadline": 3600.0, "work": "Work(lr=0.1, steps=1)",
+    }  # fmt: skip
 
 
 def steps(out: Path, kind: str) -> list[float]:
@@ -299,12 +340,13 @@ def wait_for(
     return found
 
 
-def cpu(word: str) -> float:
-    """CPU seconds so far of the processes with this word in their command line, and of their ended children."""
+def cpu(word: str, scratch: str) -> float:
+    """CPU seconds so far of this benchmark's processes with this word in their command line."""
     total = 0.0
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            if word in (place / "cmdline").read_text().replace("\0", " "):
+            command, around = (place / "cmdline").read_text(), (place / "environ").read_text()
+            if word in command.replace("\0", " ") and scratch in command + around:
                 fields = (place / "stat").read_text().rpartition(")")[2].split()
                 total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return total
@@ -337,10 +379,10 @@ def load(count: int, rounds: int, wait: float) -> None:
                 begun = time.time()
                 out = run(flower, kind, rounds + 1, count)
                 wait_for(out, kind, 1)
-                first, before = time.time(), {name: cpu(word) for name, word in parts.items()}
+                first, before = time.time(), {name: cpu(word, scratch) for name, word in parts.items()}
                 wait_for(out, kind, rounds + 1)
                 took = time.time() - first
-                spent = {name: cpu(word) - before[name] for name, word in parts.items()}
+                spent = {name: cpu(word, scratch) - before[name] for name, word in parts.items()}
                 each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
                 told = [
                     f"{rounds * count / took:.1f}",
@@ -359,8 +401,8 @@ def grow(count: int, rounds: int) -> None:
 
     with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
         flower.link()
-        with light(flower, count, "fedbraid", 0.02):
-            out = run(flower, "fedbraid", rounds, count, poll=0.02)
+        with light(flower, count, "fedbraid", 0.05):
+            out = run(flower, "fedbraid", rounds, count, poll=0.05)
             link = flower.processes["superlink"].pid
             marks = {max(1, rounds * k // 10) - 1 for k in range(11)}
             print("| round | server MB | SuperLink MB |", flush=True)
@@ -375,11 +417,113 @@ def grow(count: int, rounds: int) -> None:
             wait_for(out, "fedbraid", rounds, each)
 
 
+class Nowhere:
+    """A grid without a SuperLink, whose nodes have answered before they are asked."""
+
+    def __init__(self, count: int, upload: bytes) -> None:
+        self.count, self.answer, self.replies, self.sent = count, as_fedbraid(upload), {}, 0
+
+    def get_nodes(self) -> Iterator[Any]:
+        from flwr.proto.node_pb2 import NodeInfo
+
+        return (NodeInfo(node_id=i + 1, public_key=b"k", last_activated_at="") for i in range(self.count))
+
+    def push_messages(self, messages: list[Any]) -> Iterator[str]:
+        for message in messages:
+            self.sent += 1
+            message.metadata.__dict__["_message_id"] = str(self.sent)
+            self.replies[str(self.sent)] = self.answer(message, message.metadata.dst_node_id - 1)
+            yield str(self.sent)
+
+    def pull_messages(self, ids: list[str]) -> list[Any]:
+        return [self.replies.pop(i) for i in ids]
+
+
+def own(count: int, rounds: int) -> None:
+    """What is left when Flower is taken away."""
+    import logging
+
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedbraid.deploy import Project
+    from fedbraid.deploy.server import serve
+    from fedbraid.models import lenet5
+
+    TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    marks = {max(1, rounds * k // 10) for k in range(11)}
+
+    class Scale:
+        def step(self, record: Any, run: Any) -> None:
+            if record["step"] in marks:
+                print(f"| {record['step']} | {memory(os.getpid()):.1f} |", flush=True)
+
+    print("| round | server MB |")
+    with tempfile.TemporaryDirectory() as scratch:
+        project = Project(lenet5, "cross_entropy", lambda config: None, callbacks=(Scale(),))
+        settings = project.settings(config(rounds, count, 0.001, Path(scratch) / "run"))
+        begun = time.process_time()
+        serve(project, settings, Nowhere(count, upload()))
+        print(f"{1000 * (time.process_time() - begun) / (rounds * count):.2f} ms of CPU an upload")
+
+
+SECONDS = (3.0, 6.0, 9.0, 15.0)  # that nodes take for an order, each 20 % more or less
+
+
+def predict(rounds: int) -> None:
+    """A recorded run's clock, and what it says of other runs on the same nodes, which sleep for their slowness."""
+    import fedbraid as fb
+    from fedbraid.deploy.project import init
+    from fedbraid.deploy.trial import Flower, read_status
+    from fedbraid.run.checkpoint import Folder
+
+    known = f"rounds({rounds}, clients=2)"
+    others = [f"rounds({rounds}, clients=3)", f"buffered(steps={rounds}, buffer=2, concurrency=3)"]
+    with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
+        app = flower.scratch / "app"
+        init(app)
+        (app / "fleet.py").write_text(SLOW)
+        flower.link()
+        for i, slow in enumerate(SECONDS):
+            about = {"name": f"node-{i}", "client": i, "share": i, "slow": slow, "state": scratch}
+            flower.node(f"node-{i}", about)
+
+        def took(schedule: str) -> tuple[Path, float]:
+            """A run's folder, and its seconds from the first order to the last step."""
+            out = flower.scratch / f"run-{len(list(flower.scratch.glob('run-*')))}"
+            config = {
+                "schedule": schedule,
+                "nodes": len(SECONDS),
+                "identity": "name",
+                "out": str(out),
+                "poll": 0.2,
+            }
+            flower.submit(app, {**config, "seed": 1, "evaluate-every": 0})
+            while read_status(Folder(out)).get("state") not in ("done", "failed"):
+                time.sleep(0.5)
+            records = list(Folder(out).records())
+            return out, records[-1]["time"] - min(b for r in records for b in r["began"])
+
+        took(f"rounds(1, clients={len(SECONDS)})")  # so that every worker has the app
+        recorded, _ = took(known)
+        clock = fb.clock.from_run(recorded)
+        print(f"nodes that take {SECONDS} s, recorded: {known}", flush=True)
+        print("| run | took s | the simulator says s | off by |", flush=True)
+        for schedule in others:
+            _, real = took(schedule)
+            head, tail = schedule[:-1].split("(")
+            made = eval(f"fb.{head}({tail}, **clock)", {"fb": fb, "clock": clock})
+            said = statistics.mean(
+                [tick.time for tick in made.ticks(len(SECONDS), seed)][-1] for seed in range(50)
+            )
+            print(f"| {schedule} | {real:.1f} | {said:.1f} | {said / real - 1:+.0%} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["load", "memory", "nodes"])
+    parser.add_argument("what", choices=["load", "memory", "own", "predict", "nodes"])
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument(
@@ -393,6 +537,10 @@ def main() -> None:
         nodes(asked.port, asked.nodes, asked.kind, asked.upload, asked.wait)
     elif asked.what == "load":
         load(asked.nodes or 200, asked.rounds or 3, asked.wait)
+    elif asked.what == "own":
+        own(asked.nodes or 200, asked.rounds or 5)
+    elif asked.what == "predict":
+        predict(asked.rounds or 12)
     else:
         grow(asked.nodes or 3, asked.rounds or 1000)
 

@@ -42,8 +42,19 @@ def some(seed, n):
     return (np.random.default_rng(0).normal(size=(3, 5))[y] + draw.normal(size=(n, 5))).astype(np.float32), y
 
 
+LIFE = os.urandom(4).hex()  # of this process, until it starts afresh
+
+
+def noted(place):
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("a") as file:
+        file.write(f"{os.getpid()} {LIFE}\\n")
+
+
 def load(node_config):
     share = int(node_config["share"])
+    if "state" in node_config:
+        noted(Path(node_config["state"]) / f"loads-{share}")
     return some(share + 1, 12 + 9 * share)
 
 
@@ -59,6 +70,7 @@ def mischief(message, context):
     """A client that does what the next line of a file beside the run says, and is honest when there is none."""
     place = Path(str(context.run_config["out"])).parent / f"mischief-{context.node_config['share']}"
     lines = place.read_text().splitlines() if place.exists() else []
+    noted(place.with_name(f"orders-{context.node_config['share']}"))
     if not lines:
         return apps.client(message, context)
     place.write_text("\\n".join(lines[1:]))
@@ -129,6 +141,10 @@ class Fleet:
     def misbehave(self, i, *lines):
         """What node i is to do at its next orders."""
         (self.place / f"mischief-{i}").write_text("\n".join(lines))
+
+    def lives(self, i):
+        """(process, life) of each order that node i got."""
+        return [tuple(line.split()) for line in (self.place / f"orders-{i}").read_text().splitlines()]
 
     def let_go(self, i):
         (self.place / f"mischief-{i}-go").touch()

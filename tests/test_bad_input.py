@@ -16,7 +16,7 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.algorithms import BUILDERS
-from fedbraid.errors import ConfigError, DataError, Diverged, EngineError, FedbraidError, RunError
+from fedbraid.errors import ConfigError, DataError, Diverged, EngineError, FedbraidError, RunError, reading
 from fedbraid.parse import evaluate
 from fedbraid.run.simulate import algorithm_from
 
@@ -433,6 +433,12 @@ def test_a_model_that_fails_in_a_worker_is_named():
     assert not multiprocessing.active_children()
     with pytest.raises(ValueError, match="boom"):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine="in_process")
+
+
+@pytest.mark.parametrize("kind", [AssertionError, SyntaxError, RecursionError, KeyError, ZeroDivisionError])
+def test_whatever_damaged_text_sets_off_is_one_sentence(kind):
+    with pytest.raises(RunError, match="holds what no run writes"), reading("run.json"):
+        raise kind("garbled")
 
 
 # What a first week brings -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 import fedbraid as fb
 from fedbraid.cli import main, show
+from fedbraid.engines.native.trace import Unsupported
 
 Call = Callable[..., tuple[int, str, str]]
 FAST = ["--rounds", "4", "--per-round", "5", "--clients", "20"]
@@ -107,6 +108,20 @@ def test_demo(call: Call) -> None:
     assert kept["bytes_up"] == ours["bytes_up"]  # what is kept in 4 bits still travels in 32
     assert kept["bytes_kept"] == thin["bytes_kept"] < 0.15 * ours["bytes_kept"]
     assert averaging["bytes_kept"] == 0
+
+
+def test_why_gradients_are_not_native(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(call("run", "digits", "fedavg", *FAST, "--json")[1])["not_native"] is None
+    monkeypatch.setattr("fedbraid.engines.native.trace", refuse)
+    _, out, _ = call("run", "digits", "fedavg", *FAST)
+    assert "the layer Odd at 'body.3' is not supported" in out
+    assert json.loads(call("run", "digits", "fedavg", *FAST, "--json")[1])["not_native"].startswith(
+        "the layer Odd"
+    )
+
+
+def refuse(*_: object) -> None:
+    raise Unsupported("the layer Odd at 'body.3' is not supported")
 
 
 def test_what_is_sent_and_what_is_kept(call: Call) -> None:

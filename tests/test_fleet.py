@@ -24,7 +24,7 @@ import fedbraid as fb
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
 import httpx
-from fleets import LONG, Fleet, driven, in_process, make_app, make_user
+from fleets import LONG, Fleet, driven, in_process, make_app, make_user, simulated
 from flwr.app import Error, Message
 from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.fab_pb2 import Fab
@@ -386,6 +386,34 @@ def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, user, tmp_pa
     assert len(result.history) == 2
 
 
+def test_who_does_not_say_its_name_is_shown_and_a_server_leaves_its_traceback(user, tmp_path, caplog):
+    def silent(node, order, reply):
+        if order.metadata.message_type == "query" and node == 101:
+            return None
+        return reply
+
+    def nodes():
+        if len(looks) > 20:
+            raise ValueError("the grid is gone")
+        looks.append(json.loads(status.read_text()) if status.exists() else {})
+        return honest()
+
+    grid, looks, status = in_process(user, tmp_path, 2, silent), [], tmp_path / "run" / "status.json"
+    honest, grid.get_nodes = grid.get_nodes, nodes
+    with caplog.at_level("INFO", "flwr"), pytest.raises(ValueError, match="grid is gone"):
+        driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=2)", nodes=2)
+    named, nameless = looks[-1]["fleet"]
+    assert (named["name"], nameless["client"], nameless["here"]) == ("n0", -1, True)
+    assert nameless["asked"] >= 0
+    assert (
+        "waiting for 2 nodes before the first step (1 are here), as long as it takes: node 101" in caplog.text
+    )
+    left = json.loads(status.read_text())
+    assert left["state"] == "failed"
+    assert "Traceback (most recent call last)" in left["traceback"]
+    assert "the grid is gone" in left["traceback"]
+
+
 def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
     def dies(node, order, reply):
         if order.metadata.message_type == "train" and len(grid.orders) == 4 + 1:
@@ -429,6 +457,49 @@ def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tm
             operator.unregister(secrets / "node-3.pub")
 
 
+# Who stays ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_a_node_does_all_its_orders_in_one_process_with_its_data_read_once(flower, fleet, user):
+    """To the bit what the simulator, which is never interrupted, comes to."""
+    read = [loads(flower, i) for i in range(2)]
+    fleet.run(algorithm="scaffold()", schedule=f"rounds(5, clients={[[0, 1]] * 5})", nodes=2, minimum=2)
+    assert [len(set(fleet.lives(i))) for i in range(2)] == [1, 1]
+    assert [len(fleet.lives(i)) for i in range(2)] == [5, 5]
+    assert [loads(flower, i) - read[i] for i in range(2)] == [1, 1]
+    rounds = fb.rounds(5, clients=[[0, 1]] * 5)
+    expected = simulated(user, fb.scaffold(), rounds, clients=2)[1]
+    assert all(torch.equal(fleet.model[k], v) for k, v in expected.items())
+
+
+def test_another_app_and_a_failed_order_get_a_fresh_process(flower, fleet, app, tmp_path):
+    def run(name, **config):
+        one = Fleet(flower, fleet.app, tmp_path / name)
+        one.place.mkdir()
+        if config:
+            one.misbehave(0, *config["lines"])
+        one.run(schedule="rounds(2, clients=[[0, 1], [0, 1]])", nodes=2, minimum=2)
+        return one.lives(0)
+
+    (pid, first), (_, second) = run("first")
+    fleet.app = tmp_path / "app"
+    shutil.copytree(app, fleet.app)
+    with (fleet.app / "fleet.py").open("a") as file:
+        file.write("# another one\n")
+    other = run("other")
+    assert first == second
+    assert {process for process, _ in other} == {pid}
+    assert len({first, *(life for _, life in other)}) == 2
+    failed, again, _ = run("failed", lines=["raise"])
+    assert failed[1] == other[0][1] != again[1]
+
+
+def loads(flower, i):
+    place = flower.scratch / "nodes" / f"loads-{i}"
+    return len(place.read_text().splitlines()) if place.exists() else 0
+
+
 # Who comes back --------------------------------------------------------------------------------------------
 
 
@@ -468,7 +539,7 @@ def service(flower, key, name, state, *more):
 
 
 def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_path):
-    """Its SuperNode, its executor, the app in mid-task, or the service itself and all at once."""
+    """Its SuperNode, its worker in mid-task, or the service itself, and all with it."""
     state = tmp_path / "state"
     home = state / ".svc"
     with flower.operator as operator:
@@ -479,16 +550,17 @@ def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_
         with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
             fleet.misbehave(2, "hold", "hold", "hold")
             fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
-            for left, victim in ((2, "flower-supernode"), (1, "flower-superexec")):
+            for left, victim in ((2, "flower-supernode"), (1, "fedbraid.deploy.worker")):
                 wait_until(
                     lambda left=left: lines_left(fleet) == left
                 )  # its app is in the middle of an order
-                held = of_node(home, "flwr-clientapp")
+                held = of_node(home, "fedbraid.deploy.worker")
                 of_node(home, victim)[0].kill()
                 wait_until(lambda held=held: not any(app.is_running() for app in held))  # no orphan
             wait_until(lambda: lines_left(fleet) == 0)  # it has the same order for the third time
-            process.kill()  # the service itself, and its children are left alone
+            process.kill()  # the service itself
             process.wait()
+            wait_until(lambda: of_node(home) == [])
         with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
             fleet.wait_for(state="done")
             assert [r["clients"] for r in fleet.records] == [[0]] * 4

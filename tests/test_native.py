@@ -172,7 +172,7 @@ def test_random_convolutions_by_tiles(channels, size, padding):
                      lambda: nn.AdaptiveAvgPool2d(1), *to_three(c))  # fmt: skip
 
     task = make_task(model, (a, *size))
-    assert all(op._tiled for op in native._graph(task).ops if isinstance(op, ops.Conv))
+    assert all(op._tile for op in native._graph(task).ops if isinstance(op, ops.Conv))
     grad = Native(task, threads=2, flags=QUICK)
     assert_equals_autograd(task, grad, 2, 13)
     assert_same_bits(task, grad)
@@ -415,6 +415,17 @@ OPERATIONS = {
         lambda: Chain(lambda: nn.Conv2d(8, 9, 3, padding=1), nn.Tanh, lambda: nn.Conv2d(9, 17, 3, bias=False), nn.Tanh,
                       lambda: nn.Conv2d(17, 8, 3, padding=2), *to_three(336)),
         (8, 7, 6), 0,
+    ),
+    "pooled input": (
+        lambda: Chain(lambda: nn.Conv2d(2, 13, 3, padding=1), nn.ReLU, lambda: nn.MaxPool2d(2), *to_three(13 * 6)), (2, 5, 7), 0,
+    ),
+    "pooled input with gaps": (
+        lambda: Chain(lambda: nn.Conv2d(3, 5, (2, 3), stride=(2, 1), bias=False), lambda: nn.MaxPool2d((2, 3)), *to_three(20)),
+        (3, 9, 8), 0,
+    ),
+    "wide tiles": (
+        lambda: Chain(lambda: nn.Conv2d(8, 9, 3, padding=1), nn.Tanh, lambda: nn.Conv2d(9, 8, 3, padding=1), *to_three(8 * 64)),
+        (8, 8, 8), 0,
     ),
     "tiles in groups": (
         lambda: Chain(lambda: nn.Conv2d(2, 16, 1), lambda: nn.Conv2d(16, 18, 3, padding=1, groups=2), *to_three(450)),
@@ -936,9 +947,21 @@ def tiles_and_statistics() -> nn.Module:
     )  # fmt: skip
 
 
+def pooled_and_tiles() -> nn.Module:
+    return Chain(
+        lambda: nn.Conv2d(2, 13, 3, padding=1), nn.ReLU, lambda: nn.MaxPool2d(2), lambda: nn.Conv2d(13, 9, 3, padding=1),
+        *to_three(9 * 35),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "tokens"),
-    [(Residual, (2, 12, 12), 0), (Everything, (5,), 7), (tiles_and_statistics, (9, 7, 7), 0)],
+    [
+        (Residual, (2, 12, 12), 0),
+        (Everything, (5,), 7),
+        (tiles_and_statistics, (9, 7, 7), 0),
+        (pooled_and_tiles, (2, 11, 15), 0),
+    ],
 )
 def test_sanitizers_find_nothing(tmp_path, model, shape, tokens):
     """Generated code, compiled into a program with address and undefined-behaviour sanitizers."""

@@ -327,6 +327,48 @@ def test_any_loopback_address_is_for_this_machine_alone(single):
         server.shutdown()
 
 
+HOSTILE = "<img src=x onerror=document.title='taken'></script><b>"
+
+
+def fleet_status(**changed):
+    """A deployment's status, as its server writes it."""
+    node = {"client": 0, "name": f"clinic {HOSTILE}", "node": "12", "here": True, "asked": 45.0}
+    away = {"client": 1, "name": "clinic-1", "node": "None", "here": False, "asked": None}
+    wait = {"for": "uploads of round 6", "since": time.time() - 45, "until": time.time() + 555}
+    return {
+        "state": "running", "error": "", "traceback": "", "step": 5, "steps": 9, "busy": 1, "nodes": 1, "pid": 1,
+        "at": time.time(), "wait": wait, "fleet": [node, away],
+        "trouble": [{"node": "12", "client": 0, "why": f"it failed: {HOSTILE}", "times": 3}],
+    } | changed  # fmt: skip
+
+
+def test_watch_tells_of_a_fleet(watched, single, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(single, place)
+    watched.watch.paths = [place]
+
+    def fleets(status):
+        (place / "status.json").write_text(status if isinstance(status, str) else json.dumps(status))
+        code, text = fetch(watched.address + "data.json")
+        assert code == 200
+        return json.loads(text)["fleets"]
+
+    (told,) = fleets(fleet_status())
+    assert told["wait"] == "uploads of round 6"
+    assert told["silent"] is None
+    assert [one["here"] for one in told["fleet"]] == [True, False]
+    assert 45 <= told["fleet"][0]["asked"] < 100
+    assert told["fleet"][1]["asked"] is None
+    (told,) = fleets(fleet_status(at=time.time() - 100))  # the server was killed: its orders grow old
+    assert told["silent"] >= 100
+    assert told["fleet"][0]["asked"] >= 145
+    (told,) = fleets(fleet_status(state="failed", error="no", traceback="Traceback: no"))
+    assert (told["error"], told["wait"]) == ("Traceback: no", "")
+    for damaged in ("", "[]", "{}", json.dumps(fleet_status(fleet=3)), json.dumps(fleet_status(wait=None))):
+        assert fleets(damaged) == []
+    assert page.describe(collect([place]))["fleets"] == []  # a report is of what was, not of what is
+
+
 def test_connections_have_a_limit(watched):
     with ExitStack() as stack:
         for _ in range(watch.MOST):
@@ -664,6 +706,34 @@ OVERLAPS = """() => {
   }
   return bad;
 }"""
+
+
+@pytest.mark.browser
+def test_watch_shows_a_fleet_and_nothing_that_its_nodes_slip_in(browser, watched, single, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(single, place)
+    watched.watch.paths = [place]
+    (place / "status.json").write_text(json.dumps(fleet_status()))
+    seen = Seen(browser, watched.address)
+    text = seen.page.inner_text("#fleets")
+    for words in (
+        HOSTILE,
+        "s ago, no answer yet",
+        "clinic-1",
+        "idle",
+        "Waiting for uploads of round 6",
+        "3 times",
+    ):
+        assert words in text
+    assert "1 of 2 nodes connected" in text
+    stop = fleet_status(state="failed", error="no", traceback=f"Traceback (most recent call last): {HOSTILE}")
+    (place / "status.json").write_text(json.dumps(stop))
+    seen.page.wait_for_function("() => document.getElementById('fleets').textContent.includes('Traceback')")
+    assert HOSTILE in seen.page.inner_text("#fleets pre")
+    assert seen.page.evaluate("document.querySelectorAll('#fleets img, #fleets b').length") == 0
+    assert "taken" not in seen.page.title()
+    assert seen.errors == []
+    seen.context.close()
 
 
 @pytest.mark.browser

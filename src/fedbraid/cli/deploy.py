@@ -334,6 +334,8 @@ def status(
     for trouble in inside["trouble"] if inside else ():
         typer.echo(f"  node {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
     typer.echo("\n".join(f"  {line}" for line in told["log"]))
+    if told["traceback"]:
+        typer.echo(told["traceback"])
 
 
 @app.command()
@@ -358,11 +360,14 @@ def doctor(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: J
         raise typer.Exit(1)
 
 
+LONG = 30.0  # seconds of waiting that are worth a line
+
+
 class View:
     """One line a step: nodes, round, accuracy, bytes."""
 
     def __init__(self, quiet: bool) -> None:
-        self.quiet, self.nodes, self.troubles = quiet, -1, 0
+        self.quiet, self.nodes, self.troubles, self.waits = quiet, -1, 0, ""
 
     def tell(self, status: Record, records: list[Record]) -> None:
         if self.quiet or not status:
@@ -373,6 +378,10 @@ class View:
         for trouble in status["trouble"][self.troubles :]:
             typer.echo(f"node {trouble['node']}: {trouble['why']}", err=True)
         self.troubles = len(status["trouble"])
+        wait = status["wait"]
+        if wait["for"] != self.waits and status["at"] - wait["since"] > LONG:
+            self.waits = wait["for"]
+            typer.echo(f"waiting for {self.waits}, for {status['at'] - wait['since']:.0f} s so far", err=True)
         for r in records:
             words = [f"step {r['step']}/{status['steps']}", f"{r['nodes']} nodes", f"clients {r['clients']}"]
             words += [format_share(r["accuracy"])] if "accuracy" in r else []

@@ -324,6 +324,7 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 **{name: facts_[name] for name in result.task.metrics},
                 "LoRA": result.lora,
                 "took": format_seconds(seconds),
+                "not native": facts_["not_native"],
                 "run": facts_["run"],
             }
         )
@@ -354,6 +355,13 @@ def remembered(result: Result) -> tuple[int, int]:
     return seen * sum(sizes), seen * len(sizes) * result.task.layout.size
 
 
+def _not_native(result: Result) -> str | None:
+    """Why no code could be compiled for the model's gradients, where another way trained it."""
+    from fedbraid.engines.native import Native
+
+    return None if "'native'" in result.engine else Native.supports(result.task)
+
+
 def _reached(target: float | None, step: int | None) -> str | None:
     if target is None:
         return None
@@ -367,6 +375,7 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "task": result.task.spec or result.task.name,
         "algorithm": result.algorithm.name,
         "engine": result.engine,
+        "not_native": _not_native(result),
         **({} if result.lora is None else {"lora": result.lora}),
         "steps": result.state.t,
         "accuracy": result.last("accuracy"),

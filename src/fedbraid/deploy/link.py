@@ -154,8 +154,11 @@ class Executor:
                     process.kill()
                     process.wait()
                 return
-            say(f"flower-superexec ended with exit code {process.returncode}; starting it again")
-            self.stopping.wait(backoff.failed())
+            wait = backoff.failed()
+            say(
+                f"flower-superexec ended with exit code {process.returncode}; starting it again in {wait:.1f} s"
+            )
+            self.stopping.wait(wait)
 
     def _start(self) -> subprocess.Popen[bytes]:
         assert self.scratch is not None

@@ -66,7 +66,7 @@ def client_app(project: Project) -> ClientApp:
 
 @dataclass
 class Seat:
-    """A node's data, model and gradient: made once where Flower keeps the process, for every order where it does not."""
+    """A node's data, model and gradient: made once by a worker, for every order where Flower starts a process for each."""
 
     project: Project
     place: dict[str, Any] = field(default_factory=dict)  # the configuration of the node whose data this is
@@ -76,8 +76,9 @@ class Seat:
 
     def sit(self, node_config: Mapping[str, Any]) -> int:
         """Read the data, as whenever a node introduces itself: how many samples there are."""
-        self.place, self.known = dict(node_config), None
+        self.own, self.known = None, None  # whatever happens now
         self.own = self.project.parts.own(node_config)
+        self.place = dict(node_config)
         return int(self.own.sizes[0])
 
     def ready(

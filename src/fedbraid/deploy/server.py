@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -213,7 +214,7 @@ class Fleet:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         told_to_stop = isinstance(error, SystemExit | KeyboardInterrupt)  # as when its SuperLink goes away
         ended = "done" if error is None else "stopped" if told_to_stop else "failed"
-        self._status(ended, str(error) if ended == "failed" else "")
+        self._status(ended, error if ended == "failed" else None)
 
     # A source -----------------------------------------------------------------------------------------
 
@@ -424,11 +425,16 @@ class Fleet:
         if seconds is not None and not self.state.t and not self.asked:
             return  # the nodes are waited for, which has no end
         now = time.monotonic()
-        silent = [
-            (now - j.since, self.roster.members[j.client].name) for j in self.flying.values() if j.trains
-        ]
+        silent = [(now - j.since, self._who(j)) for j in self.flying.values()]
         told = ", ".join(f"{who} was asked {age:.0f} s ago" for age, who in sorted(silent, reverse=True)[:10])
         self.wait.now(name, seconds, told or f"{len(self._idle())} clients are idle, none is asked")
+
+    def _who(self, job: Job) -> str:
+        return (
+            f"node {job.node}, of which no name is known,"
+            if job.id == HELLO
+            else self.roster.members[job.client].name
+        )
 
     # Messages -----------------------------------------------------------------------------------------
 
@@ -473,6 +479,12 @@ class Fleet:
             member = self.roster.named(name)
             if member is None or member.gone:
                 continue
+            if name not in self.parting:
+                log.info(
+                    "fedbraid: %s is to leave; its share is waited for, up to %g s",
+                    name,
+                    self.settings.deadline,
+                )
             since = self.parting.setdefault(name, time.monotonic())
             if not self._shares():
                 self._dismiss(member, {})
@@ -633,10 +645,17 @@ class Fleet:
         """Refused, failed or silent: counted, reported with the node's id, and the run goes on."""
         self.trouble.add(node, client, why)
 
-    def _status(self, what: str, error: str = "") -> None:
+    def _status(self, what: str, error: BaseException | None = None) -> None:
         """A small file for whoever watches."""
         asked = {j.client: j for j in self.flying.values() if j.trains}
         here, now, step = self.roster.at(self.online), time.monotonic(), self.run.state.t if self.run else 0
+        nameless = [
+            {
+                "client": -1, "name": f"node {j.node}, of which no name is known", "node": str(j.node), "here": True,
+                "asked": round(now - j.since, 1),
+            }
+            for j in self.flying.values() if j.id == HELLO and j.node in self.online
+        ]  # fmt: skip
         nodes = [
             {
                 "client": m.client, "name": m.name, "node": str(m.node), "here": m.node in here,
@@ -647,9 +666,10 @@ class Fleet:
         self.folder.write_json(
             "status.json",
             {
-                "state": what, "error": error, "step": step, "steps": self.schedule.steps, "busy": len(asked),
+                "state": what, "error": "" if error is None else str(error),
+                "traceback": "" if error is None else "".join(traceback.format_exception(error))[-10_000:], "step": step, "steps": self.schedule.steps, "busy": len(asked),
                 "nodes": len(here), "trouble": self.trouble.shown(), "pid": os.getpid(), "at": time.time(),
-                "wait": self.wait.note(), "fleet": nodes,
+                "wait": self.wait.note(), "fleet": [*nodes, *nameless[:SHOWN]],
             },
         )  # fmt: skip
 

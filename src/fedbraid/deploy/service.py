@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from fedbraid.deploy import worker
 from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.keys import signed
 from fedbraid.deploy.notes import say
@@ -39,9 +39,8 @@ class Service:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        for tool in ("flower-supernode", "flower-superexec"):
-            if _tool(tool) is None:
-                raise MissingExtra("deployment", "flower")
+        if _tool("flower-supernode") is None:
+            raise MissingExtra("deployment", "flower")
         for path in (self.key, self.ca, self.trusted):
             if not path.is_file():
                 raise ConfigError(
@@ -96,30 +95,28 @@ class Service:
         from fedbraid.deploy.trial import free_port
 
         at = f"127.0.0.1:{free_port()}"
-        secret = self.home / "secret"
-        secret.unlink(missing_ok=True)
-        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
-        shared = ["--superexec-auth-secret-file", str(secret)]
+        secret = worker.new_secret(self.home / "secret")
         given = " ".join(f"{k}={json.dumps(v)}" for k, v in self.config.items())
         node = ["--superlink", self.superlink, "--root-certificates", str(self.ca), "--node-config", given]
         node += ["--auth-supernode-private-key", str(self.key), "--trusted-entities", str(self.trusted)]
-        node += ["--isolation", "process", "--host", "127.0.0.1", "--port", at.rpartition(":")[2], *shared]
-        executor = ["--runtime-api-address", at, "--insecure", *shared]  # on loopback, with a secret
+        node += ["--isolation", "process", "--host", "127.0.0.1", "--port", at.rpartition(":")[2]]
+        node += ["--superexec-auth-secret-file", str(secret)]
+        supernode = _tool("flower-supernode")
+        assert supernode is not None
         return {
-            "flower-supernode": self._popen("flower-supernode", node),
-            "flower-superexec": self._popen("flower-superexec", executor),
+            "flower-supernode": self._popen([supernode, *node]),
+            "the worker": self._popen(worker.command(at, secret)),
         }
 
-    def _popen(self, tool: str, words: list[str]) -> subprocess.Popen[bytes]:
-        found = _tool(tool)
-        assert found is not None
+    def _popen(self, words: list[str]) -> subprocess.Popen[bytes]:
         path = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
         env = {
             "FLWR_HOME": str(self.home / "flower"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
             **os.environ, "PATH": path, MARK: self.mark,
         }  # fmt: skip
-        return subprocess.Popen([found, *words], env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            worker.mortal(words), env=env, stdin=subprocess.DEVNULL, start_new_session=True
+        )
 
     def _knock(self) -> str | None:
         """Sign the node off that may have died without a word, so that it can come back at once: what is wrong."""

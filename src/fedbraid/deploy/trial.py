@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedbraid.deploy import worker
 from fedbraid.deploy.operator import Operator
 from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError, EngineError, MissingExtra
@@ -52,7 +53,7 @@ class Flower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in reversed(list(self.processes)):
+        for name in [n for n in reversed(self.processes) if not n.endswith(".worker")]:
             self.end(name)
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
@@ -91,24 +92,19 @@ class Flower:
     def node(
         self, name: str, config: dict[str, Any], key: Path | None = None, words: Sequence[str] = ()
     ) -> None:
-        """Start a SuperNode with this node configuration."""
+        """Start a SuperNode with this node configuration, and the worker that does its tasks."""
         given = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
-        port = str(free_port())
+        port, secret = free_port(), worker.new_secret(self.scratch / f"{name}.secret")
         arguments = [
-            "--superlink",
-            f"127.0.0.1:{self.port}",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            port,
-            "--node-config",
-            given,
-        ]
+            "--superlink", f"127.0.0.1:{self.port}", "--host", "127.0.0.1", "--port", str(port), "--node-config", given,
+            "--isolation", "process", "--superexec-auth-secret-file", str(secret),
+        ]  # fmt: skip
         if not words:
             words = ["--insecure"] if self.keys is None else self._trusting(self.keys)
         if key is not None:
             words = [*words, "--auth-supernode-private-key", str(key)]
         self.start(name, "flower-supernode", [*arguments, *words])
+        self._popen(f"{name}.worker", worker.command(f"127.0.0.1:{port}", secret), self.processes[name].pid)
 
     @staticmethod
     def _trusting(keys: Path) -> list[str]:
@@ -160,10 +156,13 @@ class Flower:
     def start(self, name: str, tool: str, words: Sequence[str]) -> None:
         found = _tool(tool)
         assert found is not None
+        self._popen(name, [found, *words], 0)
+
+    def _popen(self, name: str, words: Sequence[str], group: int) -> None:
         with open(self.log(name), "ab") as log:
             self.processes[name] = subprocess.Popen(
-                [found, *words], env=self._environment(name), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                cwd=self.scratch, start_new_session=True,
+                worker.mortal(words), env=self._environment(name), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd=self.scratch, process_group=group,
             )  # fmt: skip
 
     def check(self, name: str) -> None:
@@ -174,7 +173,7 @@ class Flower:
 
     def end(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
         """End a process and everything that it started."""
-        process = self.processes.pop(name)
+        process, helper = self.processes.pop(name), self.processes.pop(f"{name}.worker", None)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -182,6 +181,8 @@ class Flower:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if helper is not None:  # which is of the same group
+            helper.wait()
 
     def log(self, name: str) -> Path:
         return self.scratch / f"{name}.log"

@@ -299,12 +299,33 @@
     );
   }
 
+  function fleets() {
+    $("fleets").hidden = !data.fleets.length;
+    $("fleets").replaceChildren(html("h2", null, "The fleet"), ...data.fleets.flatMap(fleet));
+  }
+
+  function fleet(f) {
+    const waits = f.wait && `Waiting for ${f.wait}, for ${f.since} s so far${f.left === null ? ", as long as it takes" : `, ${Math.max(0, f.left)} s more`}.`;
+    const asked = (n) => (n.asked === null ? "idle" : `asked ${n.asked} s ago, no answer yet`);
+    const cells = (tag, ...texts) => html("tr", null, ...texts.map((t) => html(tag, null, t)));
+    return [
+      html("p", null, `${data.fleets.length > 1 ? `${f.name}: ` : ""}${f.state}, ${f.nodes} of ${f.fleet.length + f.more} nodes connected. ${waits}`),
+      f.silent === null ? null : html("p", { class: "bad" }, `The server was last heard of ${f.silent} s ago; see: fedbraid deploy doctor`),
+      html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0" }, html("table", null, cells("th", "node", "client", "connected", "order"),
+        ...f.fleet.map((n) => cells("td", n.name, n.client < 0 ? dash : String(n.client), n.here ? "yes" : "no", asked(n)))))),
+      f.more ? html("p", { class: "soft note" }, `and ${f.more} more`) : null,
+      ...f.trouble.map((t) => html("p", { class: "bad" }, `node ${t.node}: ${t.why} (${t.times} times)`)),
+      f.error ? html("pre", null, f.error) : null,
+    ].filter((part) => part !== null);
+  }
+
   function heading() {
     $("title").textContent = data.title;
     $("task").textContent = data.task;
     $("verdict").textContent = data.verdict;
     $("verdict").hidden = !data.verdict;
     $("footer").textContent = data.footer;
+    fleets();
     if (data.live) status(data.finished ? "finished" : "running", data.finished ? "finished" : `running: ${data.progress}`);
   }
 
@@ -330,9 +351,10 @@
     try {
       const answer = await fetch("data.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(await answer.text());
-      const news = await answer.text();
-      if (news !== follow.last) { follow.last = news; data = JSON.parse(news); render(); }
-      else heading();
+      data = await answer.json();
+      const news = JSON.stringify({ ...data, fleets: null });  // whose seconds go on
+      if (news !== follow.last) { follow.last = news; render(); }
+      else { heading(); hints(); }
     } catch (error) {
       status("lost", "no answer from fedbraid watch");
     }

@@ -15,6 +15,7 @@ import numpy as np
 from fedbraid.core.names import falls
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import evaluate
+from fedbraid.report import fleet
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import CLIENTS, SCHEDULES
@@ -62,6 +63,7 @@ def describe(found: Collection, live: bool = False) -> Record:
         "finished": found.finished,
         "progress": _progress(found),
         "every": EVERY,
+        "fleets": _fleets(found) if live else [],
     }
 
 
@@ -111,6 +113,13 @@ def _progress(found: Collection) -> str:
     if len(runs) == 1:
         return f"step {done} of {runs[0].steps}"
     return f"{sum(r.finished for r in runs)} of {len(runs)} runs done, {done} of {sum(r.steps for r in runs)} steps"
+
+
+def _fleets(found: Collection) -> list[Record]:
+    """The nodes of each run that is a deployment."""
+    runs = [(g.name, r) for g in found.groups for r in g.runs]
+    seen = ((name, fleet.describe(run.path)) for name, run in runs)
+    return [about | {"name": name} for name, about in seen if about is not None]
 
 
 def _group(group: Group, runs: stats.Runs) -> Record:

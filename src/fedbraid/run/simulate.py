@@ -41,6 +41,7 @@ from fedbraid.run import bits
 from fedbraid.run.budget import Crowd, Spending, bound
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
+from fedbraid.run.history import History
 from fedbraid.run.jobs import Jobs, Source
 from fedbraid.run.judge import Evaluates, Models, judge, per_client
 from fedbraid.run.known import note as note_task
@@ -80,7 +81,7 @@ class Result:
     """What a run came to."""
 
     x: Tensor  # the final model, flat float32: the averaged one, which was evaluated
-    history: list[Record] = field(repr=False)  # one dict per server step
+    history: Sequence[Record] = field(repr=False)  # one dict per server step
     task: Task = field(repr=False)
     state: State = field(repr=False)
     algorithm: Algorithm = field(repr=False)
@@ -187,7 +188,7 @@ class Run:
     state: State
     folder: Folder | None = None
     checkpoint: Checkpoint | None = None
-    history: list[Record] = field(default_factory=list)
+    history: History = field(default_factory=History)
     note: Record = field(default_factory=dict)
     budgets: tuple[Spending, ...] = ()  # what privacy costs
     seen: Seen | None = None  # of clients, where the schedule chooses by it
@@ -239,7 +240,7 @@ class Run:
             self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
-                self.history += pending
+                self.history.extend(pending)
                 pending = []
             elif stop or self._due():
                 self.checkpoint.commit(self.state, pending, self.note)
@@ -310,7 +311,7 @@ class Run:
         return record
 
     def _result(self) -> Result:
-        history = self.history if self.folder is None else list(self.folder.records())
+        history = self.history if self.folder is None else History(self.folder.records())
         x, task = self.state.average, self.setup.task
         result = Result(
             x,

@@ -121,23 +121,97 @@ struct Narrow {
 
 // Winograd ----------------------------------------------------------------------------------------------------
 
-// Tiles of a panel whose 16 places of so many channels fit into half a megabyte, and those of a weight's gradient, whose
-// sums over the lanes want longer runs.
-constexpr int winograd_panel(int channels) {
-    int most = 8192 / LANES / channels / 4 * 4;
-    return most < 8 ? 8 : most > 64 ? 64 : most;
-}
-constexpr int winograd_weight_panel(int channels) { return channels < 512 ? 32 : 16; }
+// How T outputs come from T + 2 inputs and 3 weights, y = A'[(G w)(B'x)], in one direction: `inputs` is B', `outputs` A',
+// `slopes` A, `weights` G and `fold` G'. T is 2, where all is 0, 1, -1 and halves, or 4.
+template <int T>
+struct Points;
 
-// A convolution of 3 x 3 and stride 1 by tiles of 2 x 2 outputs, each from 4 x 4 inputs: y = A'[(G w G') (B'x B)]A takes
-// 16 products where there were 36, and A and B are of 0, 1 and -1 alone. The 16 places are 16 matrix products of a panel
-// of tiles, [channel][tile], which stays in the cache.
-template <int I, int H, int W, int O, int PY, int PX>
+template <>
+struct Points<2> {
+    INLINE void inputs(const V* d, V* t) { t[0] = d[0] - d[2], t[1] = d[1] + d[2], t[2] = d[2] - d[1], t[3] = d[1] - d[3]; }
+    INLINE void outputs(const V* m, V* y) { y[0] = m[0] + (m[1] + m[2]), y[1] = (m[1] - m[2]) - m[3]; }
+    INLINE void slopes(const V* y, V* m) { m[0] = y[0], m[1] = y[0] + y[1], m[2] = y[0] - y[1], m[3] = -y[1]; }
+    INLINE void weights(const V* w, V* u) {
+        V half = (w[0] + w[2]) * 0.5f, odd = w[1] * 0.5f;
+        u[0] = w[0], u[1] = half + odd, u[2] = half - odd, u[3] = w[2];
+    }
+    INLINE void fold(const V* u, V* w) {
+        V even = (u[1] + u[2]) * 0.5f;
+        w[0] = u[0] + even, w[1] = (u[1] - u[2]) * 0.5f, w[2] = even + u[3];
+    }
+};
+
+// At 0, 3/4, -3/4, 3/2, -3/2 and infinity, which round three times less than the usual 1 and 2.
+template <>
+struct Points<4> {
+    static constexpr float a = 0.75f, b = 1.5f, a2 = a * a, b2 = b * b, both = a2 * b2;
+    static constexpr float g0 = 1 / both, ga = 1 / (2 * a2 * (a2 - b2)), gb = 1 / (2 * b2 * (b2 - a2));
+
+    INLINE void inputs(const V* d, V* t) {
+        V p = d[4] - d[2] * b2, q = (d[3] - d[1] * b2) * a, r = d[4] - d[2] * a2, s = (d[3] - d[1] * a2) * b;
+        t[0] = d[0] * both - d[2] * (a2 + b2) + d[4];
+        t[1] = p + q, t[2] = p - q, t[3] = r + s, t[4] = r - s;
+        t[5] = d[1] * both - d[3] * (a2 + b2) + d[5];
+    }
+    INLINE void outputs(const V* m, V* y) {
+        V p = m[1] + m[2], q = m[1] - m[2], r = m[3] + m[4], s = m[3] - m[4];
+        y[0] = m[0] + p + r, y[1] = q * a + s * b, y[2] = p * a2 + r * b2, y[3] = q * (a2 * a) + s * (b2 * b) + m[5];
+    }
+    INLINE void slopes(const V* y, V* m) {
+        V p = y[0] + y[2] * a2, q = y[1] * a + y[3] * (a2 * a), r = y[0] + y[2] * b2, s = y[1] * b + y[3] * (b2 * b);
+        m[0] = y[0], m[1] = p + q, m[2] = p - q, m[3] = r + s, m[4] = r - s, m[5] = y[3];
+    }
+    INLINE void weights(const V* w, V* u) {
+        V p = (w[0] + w[2] * a2) * ga, q = w[1] * (a * ga), r = (w[0] + w[2] * b2) * gb, s = w[1] * (b * gb);
+        u[0] = w[0] * g0, u[1] = p + q, u[2] = p - q, u[3] = r + s, u[4] = r - s, u[5] = w[2];
+    }
+    INLINE void fold(const V* u, V* w) {
+        V p = (u[1] + u[2]) * ga, q = (u[1] - u[2]) * ga, r = (u[3] + u[4]) * gb, s = (u[3] - u[4]) * gb;
+        w[0] = u[0] * g0 + p + r, w[1] = q * a + s * b, w[2] = p * a2 + r * b2 + u[5];
+    }
+};
+
+constexpr int WIDE_TILES = 256 * 256;  // inputs by outputs up to which tiles of 4 x 4 pay: their weights are many
+
+constexpr int across(int n, int T) { return (n + T - 1) / T; }
+
+// Tiles of a panel whose places of so many channels fit into 576 kB.
+constexpr int winograd_panel(int channels, int T) {
+    int places = (T + 2) * (T + 2), most = 147456 / LANES / places / channels / 4 * 4, least = T == 2 ? 8 : 4;
+    return most < least ? least : most > 64 ? 64 : most;
+}
+
+// A convolution of 3 x 3 and stride 1 by tiles of T x T outputs, each from E x E inputs: where there were 9 T T products
+// there are E E. These places are matrix products of a panel of tiles, [channel][tile], which stays in the cache.
+template <int I, int H, int W, int O, int PY, int PX, int T>
 struct Winograd {
-    static constexpr int OY = H + 2 * PY - 2, OX = W + 2 * PX - 2, TY = (OY + 1) / 2, TX = (OX + 1) / 2;
-    static constexpr int tiles = TY * TX, IR = round_up(I);
-    static constexpr int P = winograd_panel(I + O), Q = winograd_weight_panel(I + O);
-    static constexpr int plane = O * I + 16;  // of the 16 of weights, in numbers: beyond a power of two
+    typedef Points<T> At;
+    static constexpr int E = T + 2, places = E * E;
+    static constexpr int OY = H + 2 * PY - 2, OX = W + 2 * PX - 2, TY = across(OY, T), TX = across(OX, T);
+    static constexpr int tiles = TY * TX, IR = round_up(I), P = winograd_panel(I + O, T);
+    static constexpr int plane = O * I + 16;  // of the places of weights, in numbers: beyond a power of two
+
+    // f of each column, then of each row: [FROM][FROM] to [TO][TO], which lie so far apart.
+    template <int FROM, int TO, class F>
+    INLINE void twice(const V* from, int64_t row, int64_t column, V* to, int64_t to_row, int64_t to_column, F f) {
+        V half[FROM * TO];
+        for (int c = 0; c < FROM; c++) {
+            V a[FROM], b[TO];
+            UNROLL for (int r = 0; r < FROM; r++) a[r] = from[r * row + c * column];
+            f(a, b);
+            UNROLL for (int r = 0; r < TO; r++) half[r * FROM + c] = b[r];
+        }
+        for (int r = 0; r < TO; r++) {
+            V b[TO];
+            f(half + r * FROM, b);
+            UNROLL for (int c = 0; c < TO; c++) to[r * to_row + c * to_column] = b[c];
+        }
+    }
+
+    // Rows and columns of a tile that lie in an image of so many.
+    INLINE void clip(int at, int size, int n, int& first, int& last) {
+        first = at < 0 ? -at : 0, last = at + size > n ? n - at : size;
+    }
 
     // G w G' for every output o and input i, w at o * so + i * si, turned by half a turn if `turn`.
     OP void weights(const float* w, int64_t so, int64_t si, bool turn, float* to) {
@@ -145,21 +219,13 @@ struct Winograd {
             for (int i = 0; i < I; i += LANES) {
                 const float* from[LANES];
                 for (int l = 0; l < LANES; l++) from[l] = w + o * so + (i + l < I ? i + l : I - 1) * si;
-                V g[9], h[4][3];
+                V g[9], u[places];
                 for (int k = 0; k < 9; k++)
                     UNROLL for (int l = 0; l < LANES; l++) g[k][l] = from[l][turn ? 8 - k : k];
-                UNROLL for (int c = 0; c < 3; c++) spread(g[c], g[3 + c], g[6 + c], h[0][c], h[1][c], h[2][c], h[3][c]);
+                twice<3, E>(g, 3, 1, u, E, 1, [](const V* a, V* b) { At::weights(a, b); });
                 float* at = to + o * I + i;  // what a row writes beyond its end the next one writes over
-                UNROLL for (int r = 0; r < 4; r++) {
-                    V u[4];
-                    spread(h[r][0], h[r][1], h[r][2], u[0], u[1], u[2], u[3]);
-                    UNROLL for (int c = 0; c < 4; c++) store(at + (4 * r + c) * plane, u[c]);
-                }
+                for (int k = 0; k < places; k++) store(at + k * plane, u[k]);
             }
-    }
-    INLINE void spread(V a, V b, V c, V& p, V& q, V& r, V& s) {
-        V half = (a + c) * 0.5f, odd = b * 0.5f;
-        p = a, q = half + odd, r = half - odd, s = c;
     }
 
     // f(number in the panel, block, row, column) for `count` tiles from `first` on.
@@ -174,33 +240,24 @@ struct Winograd {
         }
     }
 
-    // B'x B of a panel of width N, the 16 places `apart` from each other.
-    template <int N>
-    OP void inputs(const V* in, int first, int count, V* to, int apart) {
+    // B'x B of one channel's tile, the places `apart` from each other.
+    INLINE void input(const V* plane, int ty, int tx, V* to, int apart) {
+        const int y = T * ty - PY, x = T * tx - PX;
+        const auto f = [](const V* a, V* b) { At::inputs(a, b); };
+        const V* from = plane + y * W + x;
+        int top, bottom, left, right;
+        clip(y, E, H, top, bottom), clip(x, E, W, left, right);
+        if (bottom - top == E && right - left == E) return twice<E, E>(from, W, 1, to, E * apart, apart, f);
+        V d[places] = {};
+        for (int r = top; r < bottom; r++)
+            for (int c = left; c < right; c++) d[r * E + c] = from[r * W + c];
+        twice<E, E>(d, E, 1, to, E * apart, apart, f);
+    }
+
+    OP void inputs(const V* in, int first, int count, V* to) {
         for (int i = 0; i < I; i++)
             each_tile(first, count, [=](int t, int n, int ty, int tx) {
-                const int y = 2 * ty - PY, x = 2 * tx - PX;
-                const V* from = in + ((int64_t)n * I + i) * (H * W) + y * W + x;
-                V d[4][4], e[4][4];
-                if (y >= 0 && y + 4 <= H && x >= 0 && x + 4 <= W) {
-                    UNROLL for (int r = 0; r < 4; r++)
-                        UNROLL for (int c = 0; c < 4; c++) d[r][c] = from[r * W + c];
-                } else {
-                    UNROLL for (int r = 0; r < 4; r++)
-                        UNROLL for (int c = 0; c < 4; c++) {
-                            bool inside = y + r >= 0 && y + r < H && x + c >= 0 && x + c < W;
-                            d[r][c] = inside ? from[r * W + c] : V{};
-                        }
-                }
-                UNROLL for (int c = 0; c < 4; c++) {
-                    e[0][c] = d[0][c] - d[2][c], e[1][c] = d[1][c] + d[2][c];
-                    e[2][c] = d[2][c] - d[1][c], e[3][c] = d[1][c] - d[3][c];
-                }
-                V* at = to + i * N + t;
-                UNROLL for (int r = 0; r < 4; r++) {
-                    at[(4 * r) * apart] = e[r][0] - e[r][2], at[(4 * r + 1) * apart] = e[r][1] + e[r][2];
-                    at[(4 * r + 2) * apart] = e[r][2] - e[r][1], at[(4 * r + 3) * apart] = e[r][1] - e[r][3];
-                }
+                input(in + ((int64_t)n * I + i) * (H * W), ty, tx, to + i * P + t, I * P + 2);
             });
     }
 
@@ -211,20 +268,15 @@ struct Winograd {
         for (int o = 0; o < O; o++) {
             const V b = splat(base ? base[o] : 0.f);
             each_tile(first, count, [=](int t, int n, int ty, int tx) {
-                const V* at = m + o * P + t;
-                V e[2][4];
-                UNROLL for (int c = 0; c < 4; c++) {
-                    V p = at[c * apart], q = at[(4 + c) * apart], r = at[(8 + c) * apart], s = at[(12 + c) * apart];
-                    e[0][c] = p + (q + r), e[1][c] = (q - r) - s;
-                }
-                V* to = out + ((int64_t)n * O + o) * (OY * OX) + 2 * ty * OX + 2 * tx;
-                UNROLL for (int r = 0; r < 2; r++) {
-                    if (OY % 2 && r && 2 * ty + 1 == OY) continue;
-                    V left = e[r][0] + (e[r][1] + e[r][2]) + b, right = (e[r][1] - e[r][2]) - e[r][3] + b;
-                    to[r * OX] = ADD ? to[r * OX] + left : left;
-                    if (OX % 2 && 2 * tx + 1 == OX) continue;
-                    to[r * OX + 1] = ADD ? to[r * OX + 1] + right : right;
-                }
+                V y[T * T];
+                twice<E, T>(m + o * P + t, E * apart, apart, y, T, 1, [](const V* a, V* b) { At::outputs(a, b); });
+                V* to = out + ((int64_t)n * O + o) * (OY * OX) + T * ty * OX + T * tx;
+                const int low = OY - T * ty < T ? OY - T * ty : T, right = OX - T * tx < T ? OX - T * tx : T;
+                for (int r = 0; r < low; r++)
+                    for (int c = 0; c < right; c++) {
+                        V v = y[r * T + c] + b;
+                        to[r * OX + c] = ADD ? to[r * OX + c] + v : v;
+                    }
             });
         }
     }
@@ -232,11 +284,11 @@ struct Winograd {
     template <bool ADD>
     OP void run(const V* in, const float* u, const float* base, V* out, V* x, int nb) {
         constexpr int apart = I * P + 2, apart_out = O * P + 2;
-        V* m = x + 16 * apart;
+        V* m = x + places * apart;
         for (int first = 0; first < nb * tiles; first += P) {
             const int count = nb * tiles - first < P ? nb * tiles - first : P;
-            inputs<P>(in, first, count, x, apart);
-            for (int k = 0; k < 16; k++)
+            inputs(in, first, count, x);
+            for (int k = 0; k < places; k++)
                 Linear<I, O>::template run<I, O, 1, I, false, P, P>(x + k * apart, u + k * plane, nullptr, m + k * apart_out,
                                                                     count, 1, 1);
             outputs<ADD>(m, base, first, count, out);
@@ -245,81 +297,89 @@ struct Winograd {
 
     // A dy A' of a panel.
     OP void slopes(const V* dy, int first, int count, V* to) {
-        constexpr int apart = O * Q + 2;
+        constexpr int apart = O * P + 2;
         for (int o = 0; o < O; o++)
             each_tile(first, count, [=](int t, int n, int ty, int tx) {
-                const V* from = dy + ((int64_t)n * O + o) * (OY * OX) + 2 * ty * OX + 2 * tx;
-                const bool low = OY % 2 == 0 || 2 * ty + 1 < OY, right = OX % 2 == 0 || 2 * tx + 1 < OX;
-                V a = from[0], b = right ? from[1] : V{}, c = low ? from[OX] : V{}, d = low && right ? from[OX + 1] : V{};
-                const V rows[4][2] = {{a, b}, {a + c, b + d}, {a - c, b - d}, {-c, -d}};
-                V* at = to + o * Q + t;
-                UNROLL for (int r = 0; r < 4; r++) {
-                    V p = rows[r][0], q = rows[r][1];
-                    at[(4 * r) * apart] = p, at[(4 * r + 1) * apart] = p + q;
-                    at[(4 * r + 2) * apart] = p - q, at[(4 * r + 3) * apart] = -q;
+                const V* from = dy + ((int64_t)n * O + o) * (OY * OX) + T * ty * OX + T * tx;
+                const auto f = [](const V* a, V* b) { At::slopes(a, b); };
+                const int low = OY - T * ty < T ? OY - T * ty : T, right = OX - T * tx < T ? OX - T * tx : T;
+                V* at = to + o * P + t;
+                if (low == T && right == T) return twice<T, E>(from, OX, 1, at, E * apart, apart, f);
+                V y[T * T] = {};
+                for (int r = 0; r < low; r++)
+                    for (int c = 0; c < right; c++) y[r * T + c] = from[r * OX + c];
+                twice<T, E>(y, T, 1, at, E * apart, apart, f);
+            });
+    }
+
+    // B'x B of a panel with samples as rows: [place][tile and lane][channel].
+    OP void turned_inputs(const V* in, int first, int count, V* to) {
+        constexpr int apart = IR * P + 2;
+        for (int i = 0; i < I; i += LANES)
+            each_tile(first, count, [=](int t, int n, int ty, int tx) {
+                V some[places][LANES];
+                for (int l = 0; l < LANES; l++)
+                    input(in + ((int64_t)n * I + (i + l < I ? i + l : I - 1)) * (H * W), ty, tx, &some[0][l], LANES);
+                float* at = (float*)to + t * LANES * IR + i;
+                for (int k = 0; k < places; k++) {
+                    transpose(some[k]);
+                    UNROLL for (int l = 0; l < LANES; l++) *(V*)(at + k * (apart * LANES) + l * IR) = some[k][l];
                 }
             });
     }
 
-    static constexpr int together = ACCUMULATORS / LANES > 1 ? ACCUMULATORS / LANES : 1;
+    static constexpr Tile tile = best_tile(O, IR / LANES, 1, 4);
 
-    // du[o][i] += sum over tiles and lanes of m[o][t] x[i][t], for N outputs and LANES inputs.
-    template <int N>
-    INLINE void product(const V* x, const V* m, float* du, int count) {
-        V acc[N][LANES];
+    // du[o][i] += sum over tiles and lanes of m[o][.] x[.][i], for N outputs and M vectors of inputs.
+    template <int N, int M>
+    INLINE void product(const float* x, const float* m, float* du, int count) {
+        V acc[N][M];
         UNROLL for (int o = 0; o < N; o++)
-            UNROLL for (int l = 0; l < LANES; l++) acc[o][l] = V{};
-        for (int t = 0; t < count; t++) {
-            V g[N];
-            UNROLL for (int o = 0; o < N; o++) g[o] = m[o * Q + t];
-            UNROLL for (int l = 0; l < LANES; l++) {
-                V v = x[l * Q + t];
-                UNROLL for (int o = 0; o < N; o++) acc[o][l] += v * g[o];
+            UNROLL for (int i = 0; i < M; i++) acc[o][i] = load(du + o * IR + i * LANES);
+        for (int s = 0; s < count * LANES; s++) {
+            V v[M];
+            UNROLL for (int i = 0; i < M; i++) v[i] = *(const V*)(x + s * IR + i * LANES);
+            UNROLL for (int o = 0; o < N; o++) {
+                V g = splat(m[o * P * LANES + s]);
+                UNROLL for (int i = 0; i < M; i++) acc[o][i] += v[i] * g;
             }
         }
-        UNROLL for (int o = 0; o < N; o++) {
-            transpose(acc[o]);
-            V s = load(du + o * IR);
-            UNROLL for (int l = 0; l < LANES; l++) s += acc[o][l];
-            store(du + o * IR, s);
-        }
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++) store(du + o * IR + i * LANES, acc[o][i]);
     }
 
-    OP void products(const V* x, const V* m, float* du, int count) {
-        constexpr int whole = O / together * together;
-        for (int i = 0; i < IR; i += LANES) {
-            for (int o = 0; o < whole; o += together) product<together>(x + i * Q, m + o * Q, du + o * IR + i, count);
-            if constexpr (O % together != 0)
-                product<O % together>(x + i * Q, m + whole * Q, du + whole * IR + i, count);
-        }
+    template <int M>
+    OP void products(const float* x, const float* m, float* du, int count) {
+        constexpr int whole = O / tile.n * tile.n;
+        for (int o = 0; o < whole; o += tile.n) product<tile.n, M>(x, m + o * P * LANES, du + o * IR, count);
+        if constexpr (O % tile.n != 0) product<O % tile.n, M>(x, m + whole * P * LANES, du + whole * IR, count);
     }
 
     OP void weight(const V* in, const V* dy, float* dw, float* du, V* x, int nb, bool add) {
-        constexpr int apart = IR * Q + 2, apart_out = O * Q + 2;
-        V* m = x + 16 * apart;
-        std::memset((void*)du, 0, sizeof(float) * 16 * O * IR);
-        for (int first = 0; first < nb * tiles; first += Q) {
-            const int count = nb * tiles - first < Q ? nb * tiles - first : Q;
-            inputs<Q>(in, first, count, x, apart);
+        constexpr int apart = (IR * P + 2) * LANES, apart_out = (O * P + 2) * LANES, vectors = IR / LANES;
+        constexpr int whole = vectors / tile.m * tile.m;
+        V* m = x + places * (IR * P + 2);
+        std::memset((void*)du, 0, sizeof(float) * places * O * IR);
+        for (int first = 0; first < nb * tiles; first += P) {
+            const int count = nb * tiles - first < P ? nb * tiles - first : P;
+            turned_inputs(in, first, count, x);
             slopes(dy, first, count, m);
-            for (int k = 0; k < 16; k++) products(x + k * apart, m + k * apart_out, du + k * O * IR, count);
+            for (int k = 0; k < places; k++) {
+                const float *xs = (float*)x + k * apart, *ms = (float*)m + k * apart_out;
+                float* to = du + k * O * IR;
+                for (int i = 0; i < whole; i += tile.m) products<tile.m>(xs + i * LANES, ms, to + i * LANES, count);
+                if constexpr (vectors % tile.m != 0)
+                    products<vectors % tile.m>(xs + whole * LANES, ms, to + whole * LANES, count);
+            }
         }
         for (int o = 0; o < O; o++)
             for (int i = 0; i < I; i += LANES) {
-                V e[3][4], g[9];
-                UNROLL for (int c = 0; c < 4; c++) {
-                    const float* at = du + c * O * IR + o * IR + i;
-                    fold(load(at), load(at + 4 * O * IR), load(at + 8 * O * IR), load(at + 12 * O * IR), e[0][c], e[1][c], e[2][c]);
-                }
-                UNROLL for (int r = 0; r < 3; r++)
-                    fold(e[r][0], e[r][1], e[r][2], e[r][3], g[3 * r], g[3 * r + 1], g[3 * r + 2]);
+                V e[places], g[9];
+                for (int k = 0; k < places; k++) e[k] = load(du + (k * O + o) * IR + i);
+                twice<E, 3>(e, E, 1, g, 3, 1, [](const V* a, V* b) { At::fold(a, b); });
                 for (int l = 0; l < LANES && i + l < I; l++)
                     for (int k = 0; k < 9; k++) put(dw + ((int64_t)o * I + i + l) * 9 + k, g[k][l], add);
             }
-    }
-    INLINE void fold(V p, V q, V r, V s, V& a, V& b, V& c) {
-        V even = (q + r) * 0.5f;
-        a = p + even, b = (q - r) * 0.5f, c = even + s;
     }
 };
 
@@ -335,16 +395,22 @@ struct Conv {
     static constexpr int weights = O * I * KY * KX;
     typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX> Forward;
     typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W, SY> Backward;
-    // Whether tiles pay: not for few channels, nor where many of a tile's outputs fall outside the image.
+    // Whether tiles pay: not for few channels, nor where many of a tile's outputs fall outside the image; and which.
+    static constexpr int places(int T) {
+        int there = across(OY, T) * across(OX, T), back = across(H, T) * across(W, T);
+        return (T + 2) * (T + 2) * (2 * there + back);
+    }
+    static constexpr int T = I * O <= WIDE_TILES && 10 * places(4) < 9 * places(2) ? 4 : 2;
     static constexpr bool tiled = KY == 3 && KX == 3 && SY == 1 && SX == 1 && PY <= 2 && PX <= 2 && I >= 8 && O >= 8 &&
-                                  3 * OY * OX >= 8 * ((OY + 1) / 2) * ((OX + 1) / 2);
-    typedef Winograd<I, H, W, O, PY, PX> Tiles;
-    typedef Winograd<O, OY, OX, I, 2 - PY, 2 - PX> TilesBack;
-    static constexpr int panel = Tiles::P > Tiles::Q ? Tiles::P : Tiles::Q;
-    static constexpr int packed = tiled ? 16 * (O * round_up(I) + 16) / LANES : weights / LANES + 1;
-    static constexpr int spread = tiled ? 16 * ((round_up(I) + O) * panel + 4) : O * HB * WB;
+                                  9 * (2 * OY * OX + H * W) * 2 >= 3 * places(T);
+    typedef Winograd<I, H, W, O, PY, PX, T> Tiles;
+    typedef Winograd<O, OY, OX, I, 2 - PY, 2 - PX, T> TilesBack;
+    static constexpr int packed = tiled ? Tiles::places * (O * round_up(I) + 16) / LANES : weights / LANES + 1;
+    static constexpr int spread = tiled ? Tiles::places * ((round_up(I) + O) * Tiles::P + 4) : O * HB * WB;
     static constexpr int scratch = packed + spread;                    // in V
     static constexpr int kept = padded && !tiled ? I * HP * WP : 0;  // the padded input, in V per block
+
+    static constexpr int columns = KX, first_row = PY, last_row = PY + H;  // of the kernel; of the padded input that are not zero
 
     static void pad(const V* x, V* to) {
         std::memset((void*)to, 0, sizeof(V) * I * HP * WP);
@@ -353,21 +419,26 @@ struct Conv {
                 std::memcpy((void*)(to + (i * HP + y + PY) * WP + PX), x + (i * H + y) * W, sizeof(V) * W);
     }
 
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
         if constexpr (tiled) {
             Tiles::weights(w, I * 9, 9, false, (float*)scratch);
             Tiles::template run<false>(x, (float*)scratch, b, y, scratch + packed, nb);
         } else {
-            forward_bordered(x, w, b, y, bordered, scratch, nb);
+            forward_bordered(x, w, b, y, room, scratch, nb);
         }
     }
 
-    static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* bordered, V* scratch, int nb) {
+    // A block's input with its border, made in `room` where there is one.
+    static const V* bordered(const V* x, V* room) {
+        if constexpr (padded) pad(x, room);
+        return padded ? room : x;
+    }
+
+    static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
         Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
         for (int n = 0; n < nb; n++) {
-            if constexpr (padded) pad(x + n * in_size, bordered + n * kept);
-            const V* from = padded ? bordered + n * kept : x + n * in_size;
-            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, PY, PY + H);
+            const V* from = bordered(x + n * in_size, room + n * kept);
+            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, first_row, last_row);
         }
     }
 
@@ -409,27 +480,31 @@ struct Conv {
 
     static constexpr Tile tile = best_tile(O, I, KX, 4);  // of the weights: outputs by (inputs and columns)
 
+    // acc[o][i][k] += sum over a block's places (y, c) of x[i][y SY + ky][c SX + k] dy[o][y][c].
+    template <int N, int M>
+    INLINE void along(V (&acc)[N][M][KX], const V* x, const V* dy, int ky) {
+        for (int y = 0; y < OY; y++) {
+            const V *row = x + (y * SY + ky) * WP, *d = dy + y * OX;
+            for (int c = 0; c < OX; c++) {
+                V v[M][KX];
+                UNROLL for (int i = 0; i < M; i++)
+                    UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
+                UNROLL for (int o = 0; o < N; o++) {
+                    V g = d[o * OY * OX + c];
+                    UNROLL for (int i = 0; i < M; i++)
+                        UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;
+                }
+            }
+        }
+    }
+
     template <int N, int M>
     static void weight_block(const V* x, const V* dy, int ky, int nb, float* dw, bool add) {
         V acc[N][M][KX];
         UNROLL for (int o = 0; o < N; o++)
             UNROLL for (int i = 0; i < M; i++)
                 UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = V{};
-        for (int n = 0; n < nb; n++)
-            for (int y = 0; y < OY; y++) {
-                const V* row = x + n * (I * HP * WP) + (y * SY + ky) * WP;
-                const V* d = dy + n * out_size + y * OX;
-                for (int c = 0; c < OX; c++) {
-                    V v[M][KX];
-                    UNROLL for (int i = 0; i < M; i++)
-                        UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
-                    UNROLL for (int o = 0; o < N; o++) {
-                        V g = d[o * OY * OX + c];
-                        UNROLL for (int i = 0; i < M; i++)
-                            UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;
-                    }
-                }
-            }
+        for (int n = 0; n < nb; n++) along<N, M>(acc, x + n * (I * HP * WP), dy + n * out_size, ky);
         UNROLL for (int o = 0; o < N; o++)
             UNROLL for (int i = 0; i < M; i++)
                 UNROLL for (int k = 0; k < KX; k++)
@@ -454,11 +529,11 @@ struct Conv {
             weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
     }
 
-    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* bordered, V* scratch, int nb, bool add) {
+    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* room, V* scratch, int nb, bool add) {
         if constexpr (tiled) {
             if (dw) Tiles::weight(x, dy, dw, (float*)scratch, scratch + packed, nb, add);
         } else {
-            if (dw) weight_bordered(padded ? bordered : x, dy, dw, nb, add);
+            if (dw) weight_bordered(padded ? room : x, dy, dw, nb, add);
         }
         if (db)
             for (int o = 0; o < O; o++) {
@@ -546,5 +621,111 @@ struct Pool {
             V g = dy[at] * share<DIVISOR>(oy, ox);
             window(oy, ox, [&](int k) { dx[plane + k] = !ADD && apart ? g : dx[plane + k] + g; });
         });
+    }
+};
+
+// A convolution of the model's input and the largest of each window of it ---------------------------------------
+
+// Nothing of the convolution itself is kept but which place of a window was the largest, and of its gradient there are
+// only a few channels of a block at a time, so that both stay in the cache.
+template <class C, class P, int I, int TAPS, bool RECTIFY>
+struct Pooled {
+    typedef int8_t VB __attribute__((vector_size(LANES)));
+    static constexpr int O = C::out_size / (C::OY * C::OX), plane = C::OY * C::OX, pooled = P::OY * P::OX, each = I * TAPS;
+    static constexpr int most = O < 12 ? O : 12;  // channels at a time
+    static constexpr int packed = C::weights / LANES + 1, scratch = packed + most * (plane + each);
+    static constexpr int kept = C::kept + (P::out_size + 3) / 4;  // the padded input and the places, in V per block
+
+    INLINE int8_t* places(V* all, int n) { return (int8_t*)(all + (int64_t)n * kept + C::kept); }
+
+    template <int N>
+    static void some(const V* from, const float* w, const float* b, V* y, int8_t* at, V* full) {
+        C::Forward::template rows<N, false>(from, w, b, full, C::first_row, C::last_row);
+        for (int c = 0; c < N; c++)
+            for (int py = 0; py < P::OY; py++)
+                for (int px = 0; px < P::OX; px++, y++, at += LANES) {
+                    V m = RECTIFY ? V{} : splat(-INFINITY);
+                    VI which = VI{} - 1;
+                    int j = 0;
+                    P::window(py, px, [&](int k) {  // the first of equals takes it all
+                        V v = full[c * plane + k];
+                        VI more = v > m;
+                        which = (more & j++) | (~more & which);
+                        m = max(m, v);
+                    });
+                    *y = m;
+                    VB bytes = __builtin_convertvector(which, VB);
+                    std::memcpy(at, &bytes, LANES);
+                }
+    }
+
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* all, V* scratch, int nb) {
+        constexpr int N = C::Forward::tile.n, whole = O / N * N;
+        C::Forward::pack(w, each, TAPS, false, (float*)scratch);
+        const float* u = (float*)scratch;
+        for (int n = 0; n < nb; n++) {
+            const V* from = C::bordered(x + n * C::in_size, all + (int64_t)n * kept);
+            V* to = y + n * P::out_size;
+            int8_t* at = places(all, n);
+            for (int o = 0; o < whole; o += N)
+                some<N>(from, u + o * each, b ? b + o : b, to + o * pooled, at + o * pooled * LANES, scratch + packed);
+            if constexpr (O % N != 0)
+                some<O % N>(from, u + whole * each, b ? b + whole : b, to + whole * pooled, at + whole * pooled * LANES,
+                            scratch + packed);
+        }
+    }
+
+    // The gradient of N channels of one block before the pooling; what they add to the bias's.
+    template <int N>
+    INLINE void spread(const V* dy, const int8_t* at, V* full, V* bias) {
+        if (!P::covers) std::memset((void*)full, 0, sizeof(V) * N * plane);
+        for (int c = 0; c < N; c++)
+            for (int py = 0; py < P::OY; py++)
+                for (int px = 0; px < P::OX; px++, dy++, at += LANES) {
+                    VB bytes;
+                    std::memcpy(&bytes, at, LANES);
+                    VI which = __builtin_convertvector(bytes, VI);
+                    bias[c] += keep(which >= 0, *dy);
+                    int j = 0;
+                    P::window(py, px, [&](int k) { full[c * plane + k] = keep(which == j++, *dy); });
+                }
+    }
+
+    template <int N, int M>
+    INLINE void add_up(const V* x, const V* full, int ky, V* sums) {
+        constexpr int KX = C::columns;
+        V acc[N][M][KX];
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = sums[o * each + i * TAPS + ky * KX + k];
+        C::template along<N, M>(acc, x, full, ky);
+        UNROLL for (int o = 0; o < N; o++)
+            UNROLL for (int i = 0; i < M; i++)
+                UNROLL for (int k = 0; k < KX; k++) sums[o * each + i * TAPS + ky * KX + k] = acc[o][i][k];
+    }
+
+    template <int N>
+    OP void weights(const V* x, const V* dy, float* dw, float* db, V* all, int first, V* scratch, int nb, bool add) {
+        constexpr int M = C::tile.m, whole = I / M * M, rows = TAPS / C::columns;
+        V bias[N] = {}, *full = scratch + packed, *sums = full + most * plane;
+        std::memset((void*)sums, 0, sizeof(V) * N * each);
+        for (int n = 0; n < nb; n++) {
+            const V* from = C::kept ? all + (int64_t)n * kept : x + n * C::in_size;
+            spread<N>(dy + n * P::out_size + first * pooled, places(all, n) + first * pooled * LANES, full, bias);
+            for (int ky = 0; ky < rows; ky++) {
+                for (int i = 0; i < whole; i += M)
+                    add_up<N, M>(from + i * (C::HP * C::WP), full, ky, sums + i * TAPS);
+                if constexpr (I % M != 0)
+                    add_up<N, I % M>(from + whole * (C::HP * C::WP), full, ky, sums + whole * TAPS);
+            }
+        }
+        for (int k = 0; dw && k < N * each; k++) put(dw + first * each + k, total(sums[k]), add);
+        for (int o = 0; db && o < N; o++) put(db + first + o, total(bias[o]), add);
+    }
+
+    OP void backward(const V* x, const V* dy, float* dw, float* db, V* all, V* scratch, int nb, bool add) {
+        constexpr int N = C::tile.n, whole = O / N * N;
+        for (int o = 0; o < whole; o += N) weights<N>(x, dy, dw, db, all, o, scratch, nb, add);
+        if constexpr (O % N != 0) weights<O % N>(x, dy, dw, db, all, whole, scratch, nb, add);
     }
 };

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
 Shape = tuple[int, ...]
 PIECE = 64  # blocks of a sequence whose weights' gradient is taken at a time, as in kernels.hpp
+WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as in images.hpp
 
 
 @dataclass(frozen=True)
@@ -255,17 +256,23 @@ class Conv(Op):
         return self.groups == 1
 
     @property
-    def _tiled(self) -> bool:
-        """Whether it goes by Winograd's tiles, as in images.hpp."""
-        out = [n + 2 * p - 2 for n, p in zip((self.h, self.w), self.padding)]
-        fits = self.kernel == (3, 3) and self.stride == (1, 1) and max(self.padding) <= 2
-        tiles = math.prod((n + 1) // 2 for n in out)
-        return fits and min(self.i, self.o) >= 8 and 3 * math.prod(out) >= 8 * tiles
+    def _tile(self) -> int:
+        """How wide the tiles are by which it goes, 0 if by none, as in images.hpp."""
+        if self.kernel != (3, 3) or self.stride != (1, 1) or max(self.padding) > 2 or min(self.i, self.o) < 8:
+            return 0
+        there, back = [n + 2 * p - 2 for n, p in zip((self.h, self.w), self.padding)], (self.h, self.w)
+
+        def places(t: int) -> int:
+            tiles = [math.prod(-(-n // t) for n in side) for side in (there, back)]
+            return (t + 2) ** 2 * (2 * tiles[0] + tiles[1])
+
+        tile = 4 if self.i * self.o <= WIDE_TILES and 10 * places(4) < 9 * places(2) else 2
+        return tile if 18 * (2 * math.prod(there) + math.prod(back)) >= 3 * places(tile) else 0
 
     @property
     def _kept(self) -> int:
         (py, px) = self.padding
-        bordered = (py or px) and not self._tiled
+        bordered = (py or px) and not self._tile
         return self.i * (self.h + 2 * py) * (self.w + 2 * px) if bordered else 0
 
     @property
@@ -273,10 +280,10 @@ class Conv(Op):
         return self._kept * self.groups
 
     def scratch(self, lanes: int, blocks: int) -> int:
-        if self._tiled:
-            inputs, both = -(-self.i // lanes) * lanes, self.i + self.o
-            panel = max(8, min(64, 8192 // lanes // both // 4 * 4), 32 if both < 512 else 16)
-            return 16 * (self.o * inputs + 16) // lanes + 16 * ((inputs + self.o) * panel + 4)
+        if tile := self._tile:
+            places, inputs, both = (tile + 2) ** 2, -(-self.i // lanes) * lanes, self.i + self.o
+            panel = max(8 if tile == 2 else 4, min(64, 147456 // lanes // places // both // 4 * 4))
+            return places * (self.o * inputs + 16) // lanes + places * ((inputs + self.o) * panel + 4)
         ky, kx = self.kernel
         return self.o * self.i * ky * kx // lanes + 1 + self.o * (self.h + ky - 1) * (self.w + kx - 1)
 
@@ -346,6 +353,46 @@ class MaxPool(Pool):
     def backward(self, L: str, at: At) -> Iterator[str]:
         flags = f"{flag(self.rectify)}, {at.add()}"
         yield f"{L}::max_backward<{flags}>({at.x()}, {at.y}, {at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Conv):
+    """A convolution of the model's input, and the largest of each window of it: windows neither overlap nor leave it."""
+
+    pool: MaxPool
+
+    @classmethod
+    def suits(cls, conv: Conv, pool: MaxPool) -> bool:
+        """Whether a convolution of an input and a pooling of what it gives are one."""
+        return conv.groups == 1 and not conv._tile and pool.kernel == pool.stride and pool.padding == (0, 0)
+
+    @classmethod
+    def of(cls, conv: Conv, pool: MaxPool) -> Pooled:
+        given = {f.name: getattr(conv, f.name) for f in fields(conv)}
+        return cls(**given | {"output": pool.output}, pool=pool)
+
+    @property
+    def kept(self) -> int:
+        pooled = [(n - k) // k + 1 for n, k in zip((self.pool.h, self.pool.w), self.pool.kernel)]
+        return self._kept + (self.o * math.prod(pooled) + 3) // 4
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        taps = self.i * math.prod(self.kernel)
+        return self.o * taps // lanes + 1 + min(12, self.o) * (self.pool.h * self.pool.w + taps)
+
+    def type(self) -> str:
+        taps, rectify = math.prod(self.kernel), flag(self.pool.rectify)
+        return f"Pooled<{super().type()}, {self.pool.type()}, {self.i}, {taps}, {rectify}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {at.kept}, {at.scratch}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward({at.x()}, {at.dy}, {at.dw(0)}, {at.dw(1)}, {at.kept}, {at.scratch}, nb, add);"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+        yield f"{L}::kept == {self.kept}"
 
 
 @dataclass(frozen=True, kw_only=True)

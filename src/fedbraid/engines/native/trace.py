@@ -13,7 +13,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.data import tree
 from fedbraid.data.call import logits
 from fedbraid.data.tree import Tree
-from fedbraid.engines.native.ops import Map, MaxPool, Op, Place, Shape
+from fedbraid.engines.native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape
 
 
 class Unsupported(Exception):
@@ -153,7 +153,7 @@ class Builder:
             raise Unsupported("the model's output is not one tensor that a layer made")
         if len(output.shape) != 1:
             raise Unsupported(f"the model's output has shape {output.shape} per sample, not one row")
-        ops = _rectify_pools(_used(self.ops, output.id), output.id)
+        ops = _joined(_used(self.ops, output.id), output.id, len(self.tokens))
         constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
         return Graph(self.shapes, ops, output.id, self.layout, constants, len(self.tokens), self.tokens)
 
@@ -288,8 +288,12 @@ def _used(ops: list[Op], output: int) -> list[Op]:
     return kept[::-1]
 
 
-def _rectify_pools(ops: list[Op], output: int) -> list[Op]:
-    """ReLU before or after a max-pooling is part of it: the larger of the window and 0."""
+def _joined(ops: list[Op], output: int, inputs: int) -> list[Op]:
+    """Operations that are cheaper as one.
+
+    ReLU before or after a max-pooling is part of it, the larger of the window and 0; a convolution of an input and the
+    pooling of it are one.
+    """
     users = [sum(v in op.inputs for op in ops) for v in range(1 + max(op.output for op in ops))]
     users[output] += 1
     fused: list[Op] = []
@@ -303,7 +307,23 @@ def _rectify_pools(ops: list[Op], output: int) -> list[Op]:
                 fused[-1] = replace(last, output=op.output, rectify=True)
                 continue
         fused.append(op)
-    return fused
+    return _pooled(fused, users, inputs)
+
+
+def _pooled(ops: list[Op], users: list[int], inputs: int) -> list[Op]:
+    joined: list[Op] = []
+    for op in ops:
+        match (joined[-1] if joined else None), op:
+            case Conv() as conv, MaxPool() as pool if (
+                pool.inputs == (conv.output,)
+                and users[conv.output] == 1
+                and conv.inputs[0] < inputs
+                and Pooled.suits(conv, pool)
+            ):
+                joined[-1] = Pooled.of(conv, pool)
+            case _:
+                joined.append(op)
+    return joined
 
 
 def _is_relu(op: Op) -> bool:

@@ -82,6 +82,8 @@ def main() -> None:
         write(root, asked.clients, asked.samples)
         before, made = megabytes(), tasks(root, not asked.memory_only, asked.model)
         said: dict[str, Any] = {
+            "model": asked.model,
+            "epochs": asked.epochs,
             "clients": asked.clients,
             "samples": asked.samples,
             "torch_threads": torch.get_num_threads(),

@@ -478,7 +478,10 @@ def predict(rounds: int) -> None:
     from fedbraid.run.checkpoint import Folder
 
     known = f"rounds({rounds}, clients=2)"
-    others = [f"rounds({rounds}, clients=3)", f"buffered(steps={rounds}, buffer=2, concurrency=3)"]
+    others = [
+        f"rounds({rounds}, clients=3)",
+        f"buffered(steps={rounds}, buffer=2, concurrency=3, arrivals='closed')",
+    ]
     with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
         app = flower.scratch / "app"
         init(app)

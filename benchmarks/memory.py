@@ -145,7 +145,8 @@ def grown(name: str, backend: str) -> float:
     """By how many MB three rounds raise the peak of a process that holds the cohort's samples."""
     work = WORKLOADS[name]
     n = work.cohort * work.samples
-    x, y = torch.zeros(n, *work.shape), torch.zeros(n, dtype=torch.long)
+    x = torch.zeros(n, *work.shape, dtype=torch.long if work.tokens else torch.float32)
+    y = torch.zeros(n, dtype=torch.long)
     task = fb.Task.from_table(work.build, x, y, torch.arange(n), np.arange(0, n + 1, work.samples))
     local = fb.Work(lr=LR, epochs=1, batch=work.batch, momentum=work.momentum)
     before = psutil.Process(os.getpid()).memory_info().rss
@@ -158,7 +159,7 @@ def grown(name: str, backend: str) -> float:
 
 def peak() -> None:
     """What a run adds to the memory of its process, each in one of its own."""
-    for name in ("W1", "W3", "W4"):
+    for name in ("W1", "W3", "W4", "W5", "W6", "W7", "W8"):
         seen = {}
         for backend in ("loop", "native"):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:

@@ -1,10 +1,14 @@
 """Whole rounds through `fb.simulate` against bare hand-written PyTorch, side by side in one run.
 
     python benchmarks/speed.py [W1 ... W9] [--repeats 5] [--engine "in_process(backend='native')"] [--device cuda] [--json]
+    python benchmarks/speed.py [W1 ... W9] --short 2
 
 The yardstick is the better of two bare loops: one process, and two processes of one thread each. Contestants
 take turns, so that a noisy machine is noisy for all; the smallest time of each counts. A ratio above 1 means
 that fedbraid is faster. On a GPU there is one bare loop, and a round ends when the GPU has done it.
+
+`--short N` times whole runs of N rounds with engine="auto" instead, from the call to its result: in a new cache folder,
+where nothing is compiled or measured yet, and again.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -245,6 +250,44 @@ def measure(name: str, repeats: int, engine: str, device: str) -> dict[str, obje
     }
 
 
+def short(name: str, rounds: int) -> str:
+    """Seconds of a whole run of so many rounds by the better bare loop, by "auto" for the first time, and again."""
+    work = WORKLOADS[name]
+    x, y = work.table()
+    split = TwoProcesses(work, x, y)
+    split.start()
+    loops = [clocked(lambda loop=loop: bare_rounds(loop, rounds)) for loop in (Bare(work, x, y), split)]
+    offsets = torch.arange(0, len(x) + 1, work.samples).numpy()
+    task = fb.Task.from_table(work.build, x, y, torch.arange(len(x)), offsets)
+    local = fb.Work(lr=LR, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
+    used: list[str] = []
+
+    def run() -> None:
+        schedule = fb.rounds(rounds, clients=work.cohort)
+        used.append(fb.simulate(task, fb.fedavg(), local, schedule, evaluate_every=None).engine)
+
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        first, again = clocked(run), clocked(run)
+    best = min(loops)
+    return (
+        f"{best:.2f} s | {first:.2f} s | {again:.2f} s | {best / first:.2f} | {best / again:.2f}"
+        f" | `{used[0]}`, `{used[1]}`"
+    )
+
+
+def bare_rounds(loop: Bare, rounds: int) -> None:
+    weights = [p.detach().clone() for p in trained(loop.model)]
+    for _ in range(rounds):
+        weights = loop.round(weights)
+
+
+def clocked(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def start_up() -> float:
     """Seconds from starting Python to the end of the first step, on W1."""
     script = (
@@ -271,7 +314,15 @@ def main() -> None:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--short", type=int, metavar="ROUNDS")
     args = parser.parse_args()
+    if args.short:
+        print("whole runs; ratios: better bare loop / fedbraid, the first time and again\n")
+        print("| workload | bare | auto, first time | auto, again | ratio, first | ratio, again | engines |")
+        print("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+        for name in args.workloads:
+            print(f"| {name} | {short(name, args.short)} |", flush=True)
+        return
     rows = [measure(name, args.repeats, args.engine, args.device) for name in args.workloads]
     startup = round(start_up(), 2)
     if args.json:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -31,9 +32,11 @@ from flwr.proto.fab_pb2 import Fab
 from flwr.proto.fleet_pb2 import PullMessagesRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, keys
+from fedbraid.deploy import check, doctor, keys, link, worker
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.node import Memory
 from fedbraid.deploy.notes import Troubles
@@ -349,6 +352,31 @@ def test_orders_go_out_together_and_records_make_a_clock(user, tmp_path):
     assert set(fb.clock.from_run(tmp_path / "run")) == {"durations"}
 
 
+def test_a_superlink_that_is_overwhelmed_is_tried_again(user, tmp_path):
+    """It loses orders, answers and the list of nodes, each once."""
+    grid, failed = in_process(user, tmp_path, 2), []
+
+    def failing(name):
+        honest = getattr(grid, name)
+
+        def once(*words):
+            if name not in failed and len(grid.orders) == 2:  # after the introductions
+                failed.append(name)
+                raise ObjectPushError("x", 1, "y") if name == "push_messages" else httpx.ReadTimeout("busy")
+            return honest(*words)
+
+        return once
+
+    for name in ("push_messages", "pull_messages", "get_nodes"):
+        setattr(grid, name, failing(name))
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=2)", minimum=2)
+    assert sorted(failed) == ["get_nodes", "pull_messages", "push_messages"]
+    assert [sorted(r["clients"]) for r in result.history] == [[0, 1]] * 2
+    why = [t["why"] for t in result.history[0]["trouble"]]
+    assert sum("did not take orders: ObjectPushError" in w for w in why) == 1
+    assert sum("did not take its order" in w for w in why) == 2
+
+
 def test_what_is_told_of_trouble_is_bounded():
     troubles = Troubles()
     for i in range(100_000):
@@ -457,6 +485,13 @@ def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tm
             operator.unregister(secrets / "node-3.pub")
 
 
+@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # of Flower's migrations
+def test_a_busy_superlinks_requests_wait_for_one_another(secrets, tmp_path):
+    app = link._superlink(secrets, ("127.0.0.1", free_port()), tmp_path / "link.db")
+    (told,) = app.state.linkstate_factory.state().query("PRAGMA busy_timeout")
+    assert [*told.values()] == [60_000]
+
+
 # Who stays ------------------------------------------------------------------------------------------------
 
 
@@ -493,6 +528,20 @@ def test_another_app_and_a_failed_order_get_a_fresh_process(flower, fleet, app, 
     assert len({first, *(life for _, life in other)}) == 2
     failed, again, _ = run("failed", lines=["raise"])
     assert failed[1] == other[0][1] != again[1]
+
+
+def test_a_task_that_its_supernode_gave_up_does_not_block_the_next(monkeypatch):
+    """Its content never comes, as when its run ends while it is on the way."""
+    over = threading.Event()
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: over.wait(LONG))
+    doing = worker.Worker("nowhere", b"")
+    monkeypatch.setattr(doing, "_next", lambda main: "newer")
+    try:
+        assert doing._pulled(None, None) == (None, "newer")
+    finally:
+        over.set()
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: "input")
+    assert doing._pulled(None, None) == ("input", None)
 
 
 def loads(flower, i):

@@ -25,6 +25,7 @@ from fedbraid.deploy.sign import is_signed, read_trusted
 from fedbraid.errors import ConfigError, EngineError
 
 Address = tuple[str, int]
+PATIENCE = "60000"  # milliseconds that one request waits for another's write; with Flower's 5,000, runs of busy fleets break
 
 
 def serve(folder: Path, nodes: Address, operator: Address, database: Path) -> None:
@@ -104,10 +105,13 @@ def _socket(address: Address) -> socket.socket:
 
 def _superlink(folder: Path, operator: Address, database: Path) -> Any:
     """Flower's app, which takes apps' processes by a secret that is made anew with each start."""
+    from flwr.supercore import sql_mixin
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin  # the gate asks for the token
     from flwr.superlink.config_loader import SuperLinkLifespanConfig
     from flwr.superlink.main import create_app
 
+    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": PATIENCE}
+    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())
     paths = [folder / name for name in ("ca.crt", "server.crt", "server.key")]
     secret = secrets.token_bytes(32)
     config = SuperLinkLifespanConfig(

@@ -12,14 +12,17 @@ import os
 import secrets
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import httpx
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPushError
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
+T = TypeVar("T")
 HELLO, LEAVE = "hello", "leave"
 SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
 Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
@@ -194,6 +198,7 @@ class Fleet:
         self.asked = 0
         self.trouble, self.wait = Troubles(), Wait()
         self.late = 0
+        self.lost = 0.0  # since when the SuperLink has not answered
         self.begun = time.monotonic()
         self.met = 0.0
         self.here: set[int] = set()  # clients whose nodes are connected
@@ -443,7 +448,10 @@ class Fleet:
         if time.monotonic() - self.met < self.settings.poll:
             return
         self.met = time.monotonic()
-        nodes = {n.node_id: n for n in self.grid.get_nodes()}
+        found = self._tried("say who is there", lambda: [*self.grid.get_nodes()], None)
+        if found is None:
+            return
+        nodes = {n.node_id: n for n in found}
         self.online = {i: fingerprint(n.public_key) for i, n in nodes.items()}
         self._forget_restarted({i: n.last_activated_at for i, n in nodes.items()})
         self._part()
@@ -562,14 +570,36 @@ class Fleet:
                     ttl=max(60.0, 2 * self.settings.deadline),
                 )
             )  # fmt: skip
-        for sent, (job, _, _) in zip(self.grid.push_messages(messages) if messages else (), letters):
+        if not messages:
+            return
+        taken: list[str | None] = self._tried("take orders", lambda: [*self.grid.push_messages(messages)], [])
+        for (job, _, _), sent in zip_longest(letters, taken):
             if sent:
                 self.flying[sent] = job
+            else:
+                self._note(job.node, job.client, "the SuperLink did not take its order")
+                self.resting.failed(job.errand)
+
+    def _tried(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """What Flower answers; where its SuperLink is overwhelmed, which is noted, something else until the deadline."""
+        try:
+            found = call()
+        except (ObjectPushError, ObjectPullError, httpx.HTTPError) as error:
+            self.lost = self.lost or time.monotonic()
+            if time.monotonic() - self.lost > self.settings.deadline:
+                raise
+            self._note(0, -1, f"the SuperLink did not {what}: {type(error).__name__}: {error}")
+            return otherwise
+        self.lost = 0.0
+        return found
 
     def _pull(self) -> list[Arrival]:
         """What has come in since the last look, broken answers sorted out."""
         arrivals = []
-        for message in self.grid.pull_messages(list(self.flying)) if self.flying else ():
+        came: list[Message] = []
+        if self.flying:
+            came = self._tried("give answers", lambda: [*self.grid.pull_messages([*self.flying])], [])
+        for message in came:
             job = self.flying.pop(message.metadata.reply_to_message_id, None)
             if job is None:
                 self.late += 1

@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ class Worker:
                     token = token or self._next(link)
                     lost = None
                     if token:
-                        self._do(token)
+                        token = self._do(token, link)
                     else:
                         time.sleep(POLL)
                 except httpx.TransportError as error:
@@ -83,7 +84,7 @@ class Worker:
                         why = f"no SuperNode at {self.address} for {PATIENCE:g} s: {error}"
                         raise SystemExit(why) from error
                     time.sleep(POLL)
-                token = None
+                    token = None
 
     def _next(self, link: Any) -> str | None:
         """Take a task, if there is one; that of another app is the first of a fresh process."""
@@ -97,31 +98,47 @@ class Worker:
             afresh(f"another app, {found.task.fab_hash[:16]}", found.token)
         return str(found.token)
 
-    def _do(self, token: str) -> None:
-        """As `flwr-clientapp` does it, but that the app is loaded once."""
+    def _do(self, token: str, main: Any) -> str | None:
+        """As `flwr-clientapp` does it, but that the app is loaded once: another task, if this one was overtaken."""
         import httpx
         from flwr.app import Message
         from flwr.app.error import Error
         from flwr.common.constant import ErrorCode, SubStatus
-        from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+        from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
         failed = ""
-        with self._connected(token) as link:
+        with self._connected(token) as link, _beating(link):
+            got, newer = self._pulled(link, main)
+            if got is None:
+                return newer
+            message, context, run, fab = got
             try:
-                message, context, run, fab = pull_task_input(link)
-            except (httpx.HTTPStatusError, RuntimeError) as error:  # it expired, and will be given again
-                return say(f"a task could not be taken: {error}")
-            with _beating(link):
-                try:
-                    reply = self._loaded(run, fab)(message=message, context=context)
-                except (Exception, KeyboardInterrupt) as error:  # a heart that is not answered interrupts
-                    failed = f"{type(error)}:<'{error}'>"
-                    traceback.print_exception(error)
-                    reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, failed), reply_to=message)
+                reply = self._loaded(run, fab)(message=message, context=context)
+            except Exception as error:
+                failed = f"{type(error)}:<'{error}'>"
+                traceback.print_exception(error)
+                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, failed), reply_to=message)
+            try:
                 push_message(link, reply, context)
                 push_task_output(link, context, SubStatus.FAILED if failed else SubStatus.COMPLETED, failed)
+            except httpx.HTTPStatusError as error:
+                say(f"an answer was not taken: {error}")
         if failed:
             afresh("an order failed")
+        return None
+
+    def _pulled(self, link: Any, main: Any) -> tuple[Any, str | None]:
+        """A task's input; or another task, which a SuperNode has only when it has given this one up, without a word."""
+        got: list[Any] = []
+        thread = threading.Thread(target=_pull, args=(link, got), daemon=True)
+        thread.start()
+        thread.join(POLL)
+        while thread.is_alive():
+            if newer := self._next(main):
+                say("a task was given up, as when its run has ended; taking the next")
+                return None, newer
+            thread.join(POLL)
+        return (got[0] if got else None), None
 
     def _loaded(self, run: Any, fab: Any) -> Any:
         from flwr.cli.install import install_from_fab
@@ -165,18 +182,32 @@ def afresh(why: str, token: str | None = None) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *AS_MODULE, *sys.argv[1:]], env)
 
 
+def _pull(link: Any, got: list[Any]) -> None:
+    from flwr.supernode.runtime.run_clientapp import pull_task_input
+
+    try:
+        got.append(pull_task_input(link))
+    except Exception as error:  # it has expired, or another has overtaken it
+        say(f"a task could not be taken: {error!r}")
+
+
 @contextlib.contextmanager
 def _beating(link: Any) -> Iterator[None]:
     """Let the SuperNode know that its task is in hand."""
-    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+    from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+    from flwr.supercore.heartbeat import HeartbeatSender
 
-    heart = HeartbeatSender(make_task_heartbeat_fn_http(link))
+    def beat() -> bool:
+        with contextlib.suppress(Exception):  # of a task that is over, as will be seen when it is answered
+            link.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        return True
+
+    heart = HeartbeatSender(beat)
     heart.start()
     try:
         yield
     finally:
-        if heart.is_running:
-            heart.stop()
+        heart.stop()
 
 
 def main(words: Sequence[str]) -> None:

@@ -373,3 +373,11 @@ def test_native_code_reads_what_was_read_for_it():
     ]
     assert torch.equal(runs[0].x, runs[1].x)
     assert runs[0].history == runs[1].history
+
+
+def test_every_way_can_be_timed():
+    from fedbraid.engines import auto
+
+    made = task(lazy=True)
+    ways = auto._candidates(made, WORK, 3)
+    assert all(timed() > 0 for timed in ways.values())

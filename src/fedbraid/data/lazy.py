@@ -129,8 +129,9 @@ class Store:
                 " resume, or make the task again"
             )
         items = []
-        for row in rows:
-            _seed(rng.key(seed, "transform", version, client, row))
+        keys = rng.bits(seed, "transform", version, client, np.asarray(rows, np.int64)) >> np.uint64(1)
+        for row, key in zip(rows, keys.tolist()):
+            _seed(key)
             try:
                 items.append(dataset[row])
             except FedbraidError:
@@ -260,7 +261,9 @@ def _tensor(leaf: Any) -> Any:
 
 def _seed(key: int) -> None:
     """Begin every generator that a transform may draw from."""
-    torch.manual_seed(key)
+    torch.default_generator.manual_seed(
+        key
+    )  # torch.manual_seed asks every kind of device, which takes longer than reading
     random.seed(key)
     np.random.seed(key % 2**32)  # noqa: NPY002 (it is what transforms use)
 

@@ -222,7 +222,8 @@ LONG = 0.02  # seconds of one client's step from which a block of them says no m
 
 
 def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
-    y, batch = task.vector(0).repeat(m, 1), Drawn(task, work, np.arange(m), 0, 0).batch(0)
+    who = np.arange(m)
+    y, batch = task.vector(0).repeat(m, 1), Drawn(task.visited(who, 0, 0), work, who, 0, 0).batch(0)
     taken = []
     clock = time.process_time if task.device.type == "cpu" else time.perf_counter
     for _ in range(times):

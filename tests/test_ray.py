@@ -73,21 +73,24 @@ def close(a, b):
     assert torch.allclose(a, b, atol=1e-5, rtol=1e-5), float((a - b).abs().max())
 
 
-class Two(torch.nn.Module):
-    """Its inputs come by name."""
+def two():
+    """A model whose inputs come by name; made here, so that workers without this file have its class."""
 
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = torch.nn.Linear(2, 3), torch.nn.Linear(3, 3)
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = torch.nn.Linear(2, 3), torch.nn.Linear(3, 3)
 
-    def forward(self, left, right):
-        return {"logits": self.left(left) + self.right(right)}
+        def forward(self, left, right):
+            return {"logits": self.left(left) + self.right(right)}
+
+    return Two
 
 
 @pytest.mark.quick
 def test_inputs_by_name(cluster):
     parts = [({"left": x[:, :2], "right": x[:, 2:]}, y) for x, y in table(5)]
-    task = fb.Task.from_arrays(Two, parts[1:], parts[0], personal=("left.*",))
+    task = fb.Task.from_arrays(two(), parts[1:], parts[0], personal=("left.*",))
     runs = [
         fb.simulate(task, fb.scaffold(), WORK, fb.rounds(3, clients=2), engine=engine)
         for engine in (fb.engines.ray(address=cluster.address), "in_process")

@@ -10,7 +10,6 @@ import typer
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, console, facts, give
-from fedbraid.data import tree
 
 if TYPE_CHECKING:
     from fedbraid.data.counts import Counts
@@ -52,6 +51,8 @@ def data(
 
 
 def _summary(task: Task, counts: Counts) -> dict[str, Any]:
+    from fedbraid.data import tree
+
     sizes, held = task.sizes, (counts > 0).sum(1)
     return {
         "task": task.spec or task.name,

@@ -250,11 +250,6 @@ class Task:
         return np.diff(self.offsets)
 
     @cached_property
-    def samples(self) -> int:
-        """Σ n_i, which is not counted anew in every round."""
-        return int(self.offsets[-1] - self.offsets[0])
-
-    @cached_property
     def layout(self) -> Layout:
         """What travels."""
         return self.whole.shared

@@ -51,9 +51,8 @@ def advance(
             if tally.count
             else _on_average(setup, sizes, state.t)
         )
-        samples = float(task.samples if sizes is task.sizes else sizes.sum())
         info = Info(
-            state.t, algorithm.gather.cohort(tally.count), N, samples, lr, K, a,
+            state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
             tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip

@@ -73,32 +73,6 @@ def close(a, b):
     assert torch.allclose(a, b, atol=1e-5, rtol=1e-5), float((a - b).abs().max())
 
 
-def two():
-    """A model whose inputs come by name; made here, so that workers without this file have its class."""
-
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right = torch.nn.Linear(2, 3), torch.nn.Linear(3, 3)
-
-        def forward(self, left, right):
-            return {"logits": self.left(left) + self.right(right)}
-
-    return Two
-
-
-@pytest.mark.quick
-def test_inputs_by_name(cluster):
-    parts = [({"left": x[:, :2], "right": x[:, 2:]}, y) for x, y in table(5)]
-    task = fb.Task.from_arrays(two(), parts[1:], parts[0], personal=("left.*",))
-    runs = [
-        fb.simulate(task, fb.scaffold(), WORK, fb.rounds(3, clients=2), engine=engine)
-        for engine in (fb.engines.ray(address=cluster.address), "in_process")
-    ]
-    close(runs[0].x, runs[1].x)
-    assert [r["bytes_up"] for r in runs[0].history] == [r["bytes_up"] for r in runs[1].history]
-
-
 ALGORITHMS = {
     "fedavg": fb.fedavg(),
     "scaffold": fb.scaffold(),
@@ -239,3 +213,29 @@ def test_a_node_that_dies_in_a_round_is_replaced(cluster, tmp_path):
     killer.join()
     close(here.x, there.x)
     assert [r["clients"] for r in there.history] == [r["clients"] for r in here.history]
+
+
+def two():
+    """A model whose inputs come by name; made here, so that workers without this file have its class."""
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = torch.nn.Linear(2, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, left, right):
+            return {"logits": self.left(left) + self.right(right)}
+
+    return Two
+
+
+@pytest.mark.quick
+def test_inputs_by_name(cluster):
+    parts = [({"left": x[:, :2], "right": x[:, 2:]}, y) for x, y in table(5)]
+    task = fb.Task.from_arrays(two(), parts[1:], parts[0], personal=("left.*",))
+    runs = [
+        fb.simulate(task, fb.scaffold(), WORK, fb.rounds(3, clients=2), engine=engine)
+        for engine in (fb.engines.ray(address=cluster.address), "in_process")
+    ]
+    close(runs[0].x, runs[1].x)
+    assert [r["bytes_up"] for r in runs[0].history] == [r["bytes_up"] for r in runs[1].history]

@@ -37,19 +37,20 @@ def convolutional(clients=4):
 
 def test_a_small_job_is_guessed_and_leaves_nothing_behind(blobs, cache):
     linear = fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(3, clients=2), seed=1)
-    assert "backend='vmap'" in linear.engine
+    assert "backend='loop'" in linear.engine
     assert "backend='loop'" in fb.simulate(convolutional(), fb.fedavg(), WORK, fb.rounds(3, clients=2)).engine
     assert not cache.exists()
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_a_large_job_is_measured_once(cache, monkeypatch):
-    monkeypatch.setattr(auto, "COMPILING", 0.0)
+    monkeypatch.setattr(auto, "compiling", lambda task: 0.0)
+    monkeypatch.setattr(auto, "SHARE", 1e9)
     task, schedule = convolutional(), fb.rounds(400, clients=2)
     first = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert "backend='native'" in first.engine
     assert [way for way, _ in json.loads(cache.read_text())["fastest"].values()] == ["native"]
-    monkeypatch.setattr(auto, "_candidates", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(auto, "_plain", lambda *_: pytest.fail("measured again"))
     again = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
     assert torch.equal(first.x, again.x)
 
@@ -58,8 +59,8 @@ def test_a_large_job_is_measured_once(cache, monkeypatch):
 def test_a_measured_run_records_the_bits_of_its_engine(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(auto, "WORTH", 0.0)
     monkeypatch.setattr(auto, "SHARE", 1e9)
-    monkeypatch.setattr(auto, "COMPILING", 0.0)
-    monkeypatch.setattr(auto, "_candidates", lambda *_: {"native": lambda: 1.0})
+    monkeypatch.setattr(auto, "compiling", lambda task: 0.0)
+    monkeypatch.setattr(auto, "_native_time", lambda *_: 0.0)
     found = []
     for engine in ("auto", "in_process(backend='native')"):
         out = tmp_path / engine[:4]
@@ -69,28 +70,64 @@ def test_a_measured_run_records_the_bits_of_its_engine(cache, monkeypatch, tmp_p
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-def test_a_job_shorter_than_a_compiler_uses_what_is_compiled(cache, monkeypatch):
+def test_a_job_that_does_not_earn_a_compiler_uses_what_is_compiled(cache, monkeypatch):
     """And what it chose without the best candidate is not remembered."""
     task = convolutional()
     monkeypatch.setattr(auto, "_native_time", lambda *_: 0.0)
-    monkeypatch.setattr(auto, "COMPILING", 30.0)
+    monkeypatch.setattr(auto, "compiling", lambda task: 30.0)
+    monkeypatch.setattr(auto, "loading", lambda task: 0.1)
     assert auto.best(task, WORK, 2, 2.0).way == auto.best(task, WORK, 2, 20.0).way == "pool"
     assert not cache.exists()
     Native(task)
-    assert auto.best(task, WORK, 2, 0.6).way == "native"
-    assert json.loads(cache.read_text())["fastest"]
+    assert auto.best(task, WORK, 2, 2.0).way == "pool"  # too short to look
+    assert auto.best(task, WORK, 2, 20.0).way == "native"
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_a_model_that_was_trained_long_enough_before_is_compiled(cache, monkeypatch):
+    task, schedule = convolutional(), fb.rounds(400, clients=2)
+    monkeypatch.setattr(auto, "WORTH", 0.0)
+    monkeypatch.setattr(auto, "SHARE", 0.0)
+    monkeypatch.setattr(auto, "expected_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(auto, "compiling", lambda task: 1e-2)
+    first = fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None)
+    assert "native" not in first.engine
+    (spent,) = json.loads(cache.read_text())["spent"].values()
+    assert spent > 0
+    monkeypatch.setattr(auto, "compiling", lambda task: 0.5 * auto.SAVED * spent)
+    assert "native" in fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None).engine
+    assert len(json.loads(cache.read_text())["compiled"]) == 1
+    monkeypatch.setattr(auto, "compiling", lambda task: 1e9)
+    monkeypatch.setattr(auto, "loading", lambda task: 0.0)
+    assert "native" in fb.simulate(task, fb.fedavg(), WORK, schedule, evaluate_every=None).engine
 
 
 def test_measuring_is_no_more_than_a_share_of_the_work(cache, monkeypatch):
     timed = []
-    monkeypatch.setattr(auto, "SHARE", 0.02)
-    monkeypatch.setattr(
-        auto, "_candidates", lambda *_: {"vmap": lambda: timed.append(1) or 1.0, "loop": lambda: 2.0}
-    )
+    monkeypatch.setattr(auto, "_plain", lambda *_: {"loop": lambda: timed.append(1) or 1e-9})
     step = auto.expected_seconds(convolutional(), fb.Work(steps=1, batch=5), 1)
     for steps in (10, 10_000):
-        assert auto.best(convolutional(), WORK, 1, steps * step).way == "vmap"
+        assert auto.best(convolutional(), WORK, 1, steps * step).way == "loop"
         assert bool(timed) == (steps > 10)
+
+
+def test_processes_that_would_wait_for_each_other_are_threads(monkeypatch):
+    monkeypatch.setattr(auto, "LONG", 0.0)
+    monkeypatch.setattr(auto.os, "sched_getaffinity", lambda _: {0, 1})
+    for cohort, first in {2: "pool", 3: "loop", 9: "pool"}.items():
+        assert next(iter(auto._plain(convolutional(), WORK, cohort))) == first
+    times = {name: timed() for name, timed in auto._plain(convolutional(), WORK, 2).items()}
+    assert times.keys() == {"pool", "loop"}
+    assert all(0 < t < 1 for t in times.values())
+
+
+def test_a_frozen_body_is_kept_not_compiled():
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+
+    def build():
+        return nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.Tanh()).requires_grad_(False), nn.Linear(5, 3))
+
+    assert auto.faster(fb.Task.from_arrays(build, [(x, y), (x, y)]), LARGE) != "native"
 
 
 @pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])
@@ -102,7 +139,8 @@ def test_a_damaged_memory_is_only_forgotten(cache, junk):
 
 
 def test_another_machine_remembers_nothing(cache, monkeypatch):
-    monkeypatch.setattr(auto, "_candidates", lambda *_: {"loop": lambda: 1.0, "vmap": lambda: 2.0})
+    monkeypatch.setattr(auto, "_plain", lambda *_: {"loop": lambda: 1e-9, "pool": lambda: 2e-9})
+    monkeypatch.setattr(Native, "supports", lambda *_: "no")
     assert auto.best(convolutional(), WORK, 2, LARGE).measured
     assert not auto.best(convolutional(), WORK, 2, LARGE).measured
     monkeypatch.setattr(auto, "cpu_model", lambda: ("another", "sse"))
@@ -114,10 +152,11 @@ def test_another_machine_remembers_nothing(cache, monkeypatch):
 def test_a_choice_that_does_not_hold_is_measured_again(cache, monkeypatch, promised, doubted):
     monkeypatch.setattr(auto, "WORTH", 0.0)
     monkeypatch.setattr(auto, "SHARE", 1e9)
-    monkeypatch.setattr(auto, "COMPILING", 0.0)
-    monkeypatch.setattr(
-        auto, "_candidates", lambda *_: {"loop": lambda: promised, "vmap": lambda: 2 * promised}
-    )
+    monkeypatch.setattr(auto, "DOUBTED", 0.0)
+    monkeypatch.setattr(auto, "native_pays", lambda *_: False)
+    monkeypatch.setattr(Native, "supports", lambda *_: "no")
+    monkeypatch.setattr(auto, "BATCHING", 1e99)
+    monkeypatch.setattr(auto, "_plain", lambda *_: {"loop": lambda: promised, "pool": lambda: 2 * promised})
     task, schedule = convolutional(), fb.rounds(2, clients=2)
 
     def run() -> bool:
@@ -154,12 +193,12 @@ def test_without_a_compiler_everything_still_runs(monkeypatch, cache):
 
 
 def test_multiply_adds_follow_the_places_a_weight_is_used_at():
-    assert auto.multiply_adds(convolutional()) == (2 * 9 + 2) * 36 + 72 * 3 + 3
+    assert convolutional().sketch.multiply_adds == (2 * 9 + 2) * 36 + 72 * 3 + 3
 
 
 def test_the_backend_that_ran_is_in_run_json(blobs, tmp_path):
     fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "run")
-    assert "backend='vmap'" in json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
+    assert "backend='loop'" in json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
 
 
 class Named(nn.Module):
@@ -192,5 +231,5 @@ class Silent(nn.Module):
 def test_a_part_of_the_model_may_give_anything():
     x, y = torch.randn(8, 5), torch.randint(3, (8,))
     task = fb.Task.from_arrays(Named, [(x, y), (x, y)])
-    assert auto.multiply_adds(task) == 4 + (20 + 4) + (12 + 3)
+    assert task.sketch.multiply_adds == 4 + (20 + 4) + (12 + 3)
     assert len(fb.simulate(task, fb.fedavg(), fb.Work(batch=4), fb.rounds(1, clients=2)).history) == 1

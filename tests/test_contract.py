@@ -399,6 +399,24 @@ def test_estimates_are_the_mean_over_todays_clients_after_newcomers():
     newcomers(fb.scaffold_m, "h_i")
 
 
+def test_clients_are_counted_anew_when_one_joins_or_leaves_and_only_then():
+    from types import SimpleNamespace
+
+    from fedbraid.run.step import Census
+
+    sizes = np.array([3, 4, 5])
+    source, stay = SimpleNamespace(sizes=sizes, real=False), SimpleNamespace(gone=())
+    first = Census.of(source, stay)
+    assert (first.N, first.samples) == (3, 12.0)
+    assert Census.of(source, stay, first) is first
+    left = Census.of(source, SimpleNamespace(gone=(1,)), first)
+    assert (left.N, left.samples, left.sizes.tolist()) == (2, 8.0, [3, 0, 5])
+    source.sizes = np.array([3, 4, 5, 6])
+    joined = Census.of(source, SimpleNamespace(gone=(1,)), left)
+    assert (joined.N, joined.samples) == (3, 14.0)
+    assert sizes.tolist() == [3, 4, 5]
+
+
 def test_clusters_shares_follow_the_number_of_clients():
     from fedbraid.algorithms.memory import ClusterVarp
     from fedbraid.core.gather import Info

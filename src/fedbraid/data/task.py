@@ -7,12 +7,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fedbraid.core import rng
 from fedbraid.core.device import placed
@@ -50,6 +51,16 @@ def _mean(each: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "logistic": logistic, "mse": mse}
+
+
+class Sketch(NamedTuple):
+    """What a model looks like from outside."""
+
+    text: str  # its layers, as it prints
+    stochastic: bool  # whether it draws random numbers while it trains
+    frozen: bool  # whether some of its weights are not trained
+    layers: int  # that a forward pass goes through
+    multiply_adds: int  # about how many a sample takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,13 +340,31 @@ class Task:
         seen = self._like
         return int(seen.max()) + 1 if self.classifies and seen.numel() else 0
 
-    @cached_property
+    @property
     def stochastic(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout), by trying it."""
+        return self.sketch.stochastic
+
+    @cached_property
+    def sketch(self) -> Sketch:
+        """What one forward pass of two samples tells of the model."""
+        leaves = products = 0
+
+        def count(module: nn.Module, _: Any, out: Any) -> None:
+            nonlocal leaves, products
+            leaves += not any(True for _ in module.children())
+            products += _multiply_adds(module, out)
+
+        module = self.module().train()
+        hooks = [m.register_forward_hook(count) for m in module.modules()]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             before = torch.get_rng_state()
-            self._forward(self.module().train(), "cpu")
-            return not torch.equal(before, torch.get_rng_state())
+            self._forward(module, "cpu")
+            stochastic = not torch.equal(before, torch.get_rng_state())
+        for hook in hooks:
+            hook.remove()
+        frozen = not all(p.requires_grad for p in module.parameters())
+        return Sketch(repr(module), stochastic, frozen, leaves, products)
 
     def _forward(self, module: nn.Module, device: str | torch.device) -> Any:
         """The outputs for the first and the last sample."""
@@ -444,7 +473,7 @@ class Task:
         _check_metrics(self.metrics)
         self._check_test()
         module = self.module()
-        Layout.of(module, self.buffers, self.personal)
+        self.__dict__["whole"] = Layout.of(module, self.buffers, self.personal)
         module.to(self.device).eval()
         with torch.no_grad():
             out = self._forward(module, self.device)
@@ -496,6 +525,16 @@ class Task:
                 raise DataError(
                     f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
                 )
+
+
+def _multiply_adds(module: nn.Module, out: Any) -> int:
+    """About how many a module's own weights take for a sample: each once for every place it is used at."""
+    weights = sum(p.numel() for p in module.parameters(recurse=False))
+    first = next((t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.ndim), None)
+    if not weights or first is None or not first.numel():
+        return 0
+    channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
+    return weights * first[0].numel() // channels
 
 
 def _like(targets: Tree) -> Tree:

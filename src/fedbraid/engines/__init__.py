@@ -77,4 +77,4 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
         return in_process(backend=auto.guess(task))
     chosen = auto.best(task, work, cohort, seconds)
     fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
-    return auto.Watched(fastest, chosen)
+    return auto.Watched(fastest, chosen, task)

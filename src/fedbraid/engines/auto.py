@@ -1,9 +1,10 @@
 """Which way is fastest for this model on this machine: guessed for small jobs, measured once for large ones.
 
-No job pays for what it cannot earn back: a compiler runs for those that take longer than it, and ways are timed where
-that is a small share of the work. A small job takes the same way every time, so that it repeats to the bit; what was
-measured for a large one is remembered for the model, the batch and the cohort, in the user's cache folder, as long as
-the machine is the same. A run that turns out slower than was promised is measured again the next time.
+No job pays for what it cannot earn back: a compiler runs for those that surely save more than it takes, or whose model
+was trained for that long before, and ways are timed where that is a small share of the work. A small job takes the same
+way every time, so that it repeats to the bit; what was measured for a large one is remembered for the model, the batch
+and the cohort, in the user's cache folder, as long as the machine is the same. A run that turns out slower than was
+promised is measured again the next time.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from fedbraid.core.device import finish
 from fedbraid.core.rule import Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import Drawn, batch_sizes, step_counts
+from fedbraid.engines.frozen import Frozen
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import cache_folder, compiler, cpu_model
@@ -42,47 +43,55 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedbraid")
 
-WORTH = 0.5  # seconds of plain autograd from which looking for a faster way pays,
-COMPILING = 0.5  # and from which, on all cores, a compiler does: what it makes is kept for all later runs
-SHARE = 2.0  # times the work that measuring may take, whose result is kept too
-OVERHEAD, RATE = (
-    4e-4,
-    2e10,
-)  # seconds of any autograd step, and operations a second beyond it: rough on purpose
+WORTH = 0.2  # seconds of plain autograd on one core from which more than one process pays
+SHARE = 0.02  # of the work that measuring may take
+SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
+BATCHING = 4.0  # seconds on all cores from which vmap pays, whose first call loads half of PyTorch's compiler
+LAYER, RATE = (
+    2e-4,
+    6e10,
+)  # seconds of any layer's autograd, and operations a second beyond it: rough on purpose
 
 
 def expected_seconds(task: Task, work: Work, visits: int) -> float:
     """About how long plain autograd on one core would take for so many visits of clients."""
     n = np.array([task.sizes.mean().round()], np.int64)
-    step = OVERHEAD + 6 * multiply_adds(task) * int(batch_sizes(n, work)[0]) / RATE
+    look = task.sketch
+    step = LAYER * (1 + look.layers) + 6 * look.multiply_adds * int(batch_sizes(n, work)[0]) / RATE
     return float(visits * int(step_counts(n, work)[0]) * step)
-
-
-def multiply_adds(task: Task) -> int:
-    """About how many a forward pass of one sample takes: each weight once for every place it is used at."""
-    total = 0
-
-    def count(module: nn.Module, _: Any, out: Any) -> None:
-        nonlocal total
-        weights = sum(p.numel() for p in module.parameters(recurse=False))
-        first = next((t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.ndim), None)
-        if not weights or first is None or not first.numel():
-            return
-        channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
-        total += weights * first[0].numel() // channels
-
-    module = task.module().to(task.device).eval()
-    hooks = [m.register_forward_hook(count) for m in module.modules()]
-    with torch.no_grad():
-        task._forward(module, task.device)
-    for hook in hooks:
-        hook.remove()
-    return total
 
 
 def guess(task: Task) -> str:
     """The backend of a small job."""
-    return "vmap" if Vmap.suits(task) else "loop"
+    return "vmap" if task.device.type != "cpu" and Vmap.suits(task) else "loop"
+
+
+def compiling(task: Task) -> float:
+    """About how many seconds a compiler takes."""
+    return 2 + 0.08 * task.sketch.layers
+
+
+def loading(task: Task) -> float:
+    """About how many seconds it takes to follow a model and load what was compiled for it."""
+    return 0.05 + 0.008 * task.sketch.layers
+
+
+def native_pays(task: Task, wall: float) -> bool:
+    """Whether so many seconds of plain autograd on all cores are worth compiled code, if the model can have it."""
+    if task.device.type != "cpu":
+        return False
+    memory, model = _Memory(), _model(task)
+    if SAVED * (wall + memory.spent.get(model, 0.0)) > compiling(task):
+        return Native.supports(task) is None
+    known = model in memory.compiled and SAVED * wall > loading(task)
+    return (known or SHARE * wall > loading(task)) and Native.ready(task)
+
+
+def faster(task: Task, wall: float) -> str | None:
+    """What is surely faster than so many seconds of plain autograd on all cores, without measuring."""
+    if native_pays(task, wall) and not Frozen.suits(task):
+        return "native"
+    return "vmap" if wall > BATCHING and Vmap.suits(task) else None
 
 
 @dataclass(frozen=True)
@@ -104,44 +113,50 @@ def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
     known = memory.get(key)
     if known is not None and (known.way != "native" or Native.supports(task) is None):
         return known
-    wall = seconds / _hands(cohort)
-    ways = _candidates(task, work, cohort)
-    complete = not (ways.keys() >= {"native"} and too_short(task, wall))
-    if not complete:
-        del ways["native"]
-    if len(ways) == 1 or _measuring(task, work, cohort, len(ways)) > SHARE * wall:
-        return Choice(next(iter(ways)), math.inf, key)
-    times = {name: timed() for name, timed in ways.items()}
+    wall = seconds / hands(cohort)
+    ways = _plain(task, work, cohort)
+    measures = _measuring(task, work, cohort) <= SHARE * wall
+    times = {name: timed() for name, timed in ways.items()} if measures else {}
+    if times:  # from here on it is known how long plain autograd takes
+        wall = min(times.values()) * seconds / _step(task, work)
+    if not measures:
+        way = faster(task, wall) or next(iter(ways))
+        return Choice(way if way != "native" or _loads(task) else next(iter(ways)), math.inf, key)
+    if native_pays(task, wall):
+        times["native"] = _native_time(task, work, cohort) / hands(cohort)
+    if wall > BATCHING and Vmap.suits(task):
+        times["vmap"] = _time(Vmap(task), task, work, cohort)
     chosen = min(times, key=lambda name: times[name])
     log.info("measured per client step: %s", ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in times.items()))
-    if complete:
+    if "native" in times or Native.supports(task) is not None:
         memory.put(key, chosen, times[chosen])
     return Choice(chosen, times[chosen], key, measured=True)
 
 
-def too_short(task: Task, wall: float) -> bool:
-    """Whether so many seconds of work do not pay for a compiler, which they would need."""
-    return wall < COMPILING and not Native.ready(task)
-
-
-def _hands(cohort: int) -> int:
+def hands(cohort: int) -> int:
     return min(len(os.sched_getaffinity(0)), cohort)
 
 
-def _measuring(task: Task, work: Work, cohort: int, ways: int) -> float:
-    """About how many seconds timing so many ways takes: two steps each, and of a block with all but the last."""
-    step = expected_seconds(task, dataclasses.replace(work, steps=1, epochs=None), 1)
-    return step * (2 * ways + (ways - 1) * (0 if step > LONG else min(cohort, 1024)))
+def _step(task: Task, work: Work) -> float:
+    """About how long one step of a client takes by plain autograd on one core."""
+    return expected_seconds(task, dataclasses.replace(work, steps=1, epochs=None), 1)
 
 
-SLOWER = 1.5  # times the promised seconds from which a choice is doubted
+def _measuring(task: Task, work: Work, cohort: int) -> float:
+    """About how many seconds timing takes: two steps for every way, and of a block with those that take blocks."""
+    step = _step(task, work)
+    return step * (8 + (0 if step > LONG else min(cohort, 1024)))
+
+
+SLOWER = 1.5  # times the promised seconds from which a choice is doubted,
+DOUBTED = 0.5  # in runs of at least so many
 
 
 class Watched:
     """An engine whose training is timed, so that a choice that does not hold is not made again."""
 
-    def __init__(self, engine: Engine, choice: Choice) -> None:
-        self.engine, self.choice = engine, choice
+    def __init__(self, engine: Engine, choice: Choice, task: Task) -> None:
+        self.engine, self.choice, self.model = engine, choice, _model(task)
         self.seconds, self.steps = 0.0, 0.0
 
     @property
@@ -172,7 +187,9 @@ class Watched:
     def close(self) -> None:
         self.engine.close()
         taken = self.seconds / max(self.steps, 1)
-        if self.seconds < WORTH or taken <= SLOWER * self.choice.seconds:
+        if self.steps:
+            _Memory().ran(self.model, self.choice.way, self.seconds)
+        if self.seconds < DOUBTED or taken <= SLOWER * self.choice.seconds:
             return
         if self.choice.measured:  # what surrounds the gradient took the rest: promise what was seen
             _Memory().put(self.choice.key, self.choice.way, taken)
@@ -182,27 +199,47 @@ class Watched:
             _Memory().forget(self.choice.key)
 
 
-def _candidates(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
-    forks = _hands(cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
-    on_cpu = task.device.type == "cpu"
-    ways: dict[str, Callable[[], float]] = {}
-    if on_cpu and Native.supports(task) is None:
-        ways["native"] = lambda: _native_time(task, work, cohort) / _hands(cohort)
-    if Vmap.suits(task):
-        ways["vmap"] = lambda: _time(Vmap(task), task, work, cohort)
-    if on_cpu and forks > 1:
-        ways["pool"] = lambda: _time(Loop(task), task, work, 1) / forks
-    else:
-        ways["loop"] = lambda: _time(Loop(task), task, work, 1)
+def _plain(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
+    """The ways of plain autograd, the likely one first: each process a core, or one process with all of them."""
+    forks = hands(cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
+    if task.device.type != "cpu" or forks == 1:
+        return {"loop": lambda: _time(Loop(task), task, work, 1)}
+    even = cohort / (-(-cohort // forks) * forks)  # of the time that the processes work
+    ways = {"pool": lambda: _time(Loop(task), task, work, 1) / forks / even}
+    if _step(task, work) > LONG:  # large enough for threads to share
+        together = {"loop": lambda: _together(task, work, forks)}
+        ways = {**ways, **together} if even > SHARED else {**together, **ways}
     return ways
 
 
-def _native_time(task: Task, work: Work, cohort: int) -> float:
+SHARED = 0.8  # of the work of several threads in one client's step that is not lost
+
+
+def _together(task: Task, work: Work, threads: int) -> float:
+    """Processor seconds of a client's step on one thread, divided by how much faster the clock runs with all."""
+    grad, taken = Loop(task), dict[int, list[float]]()
+    alone = _time(grad, task, work, 1)
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        for count in (1, threads, 1, threads):
+            torch.set_num_threads(count)
+            taken.setdefault(count, []).append(_steps(grad, task, work, 1, 2, time.perf_counter))
+    torch.set_num_threads(before)
+    return alone * min(taken[threads]) / min(taken[1])
+
+
+def _loads(task: Task) -> Native | None:
+    """Native gradients on one thread, None where they are no good after all."""
     try:
-        return _time(Native(task, threads=1), task, work, cohort)
+        return Native(task, threads=1)
     except EngineError as error:
         log.info("native gradients are off: %s", error)
-        return float("inf")
+        return None
+
+
+def _native_time(task: Task, work: Work, cohort: int) -> float:
+    grad = _loads(task)
+    return math.inf if grad is None else _time(grad, task, work, cohort)
 
 
 def _time(grad: Gradient, task: Task, work: Work, m: int) -> float:
@@ -221,11 +258,18 @@ def _time(grad: Gradient, task: Task, work: Work, m: int) -> float:
 LONG = 0.02  # seconds of one client's step from which a block of them says no more
 
 
-def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
+def _steps(
+    grad: Gradient,
+    task: Task,
+    work: Work,
+    m: int,
+    times: int,
+    processor: Callable[[], float] = time.process_time,
+) -> float:
     who = np.arange(m)
     y, batch = task.vector(0).repeat(m, 1), Drawn(task.visited(who, 0, 0), work, who, 0, 0).batch(0)
     taken = []
-    clock = time.process_time if task.device.type == "cpu" else time.perf_counter
+    clock = processor if task.device.type == "cpu" else time.perf_counter
     for _ in range(times):
         start = clock()
         grad(y, batch)
@@ -235,10 +279,14 @@ def _steps(grad: Gradient, task: Task, work: Work, m: int, times: int) -> float:
 
 
 def _key(task: Task, work: Work, cohort: int) -> str:
-    facts = (
-        task.whole.fingerprint.hex(), repr(task.module()), str(task.loss), tree.shapes(task.inputs),
-        str(task.augment), work.batch, cohort,
-    )  # fmt: skip
+    return _hash((_model(task), str(task.augment), work.batch, cohort))
+
+
+def _model(task: Task) -> str:
+    return _hash((task.whole.fingerprint.hex(), task.sketch.text, str(task.loss), tree.shapes(task.inputs)))
+
+
+def _hash(facts: tuple[Any, ...]) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -246,7 +294,7 @@ def _machine() -> str:
     """What the measurements depend on besides the job."""
     cores = len(os.sched_getaffinity(0))
     facts = (*cpu_model(), cores, torch.__version__, torch.get_num_threads(), *(compiler() or ()))
-    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    return _hash(facts)
 
 
 class _Memory:
@@ -254,13 +302,17 @@ class _Memory:
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
+        self.spent: dict[str, float] = {}  # seconds of plain autograd, by model
+        self.compiled: set[str] = set()  # models
         self.path: Path | None = None
         try:
             self.path = cache_folder() / "fastest.json"
             found = json.loads(self.path.read_text())
             if found["machine"] == _machine():
                 self.known = dict(found["fastest"])
-        except (EngineError, OSError, ValueError, KeyError, TypeError):
+                self.spent = {str(k): float(v) for k, v in found["spent"].items()}
+                self.compiled = {str(k) for k in found["compiled"]}
+        except (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
 
     def get(self, key: str) -> Choice | None:
@@ -270,16 +322,29 @@ class _Memory:
         return None
 
     def put(self, key: str, way: str, seconds: float) -> None:
-        self._write({**self.known, key: [way, seconds]})
+        self.known[key] = [way, seconds]
+        self._write()
 
     def forget(self, key: str) -> None:
-        self._write({k: v for k, v in self.known.items() if k != key})
+        self.known.pop(key, None)
+        self._write()
 
-    def _write(self, fastest: dict[str, Any]) -> None:
+    def ran(self, model: str, way: str, seconds: float) -> None:
+        """Note that a model trained for so long in this way."""
+        if way == "native":
+            if model in self.compiled:
+                return
+            self.compiled.add(model)
+        else:
+            self.spent[model] = self.spent.get(model, 0.0) + seconds
+        self._write()
+
+    def _write(self) -> None:
+        kept = {"fastest": self.known, "spent": self.spent, "compiled": sorted(self.compiled)}
         try:
             if self.path is not None:
                 part = self.path.with_suffix(f".{os.getpid()}")
-                part.write_text(json.dumps({"machine": _machine(), "fastest": fastest}))
+                part.write_text(json.dumps({"machine": _machine(), **kept}))
                 part.replace(self.path)
         except OSError:
             log.info("which way is fastest could not be remembered")

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from fedbraid.core.check import whole
 from fedbraid.core.gather import WIDE
 from fedbraid.core.rule import Examples, Gradient
 from fedbraid.data import tree
+from fedbraid.data.lazy import Column
 from fedbraid.data.tree import Tree
-from fedbraid.engines.auto import WORTH, expected_seconds, guess, too_short
+from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.examples import hidden
 from fedbraid.engines.gradients import Loop, Vmap
@@ -66,7 +67,8 @@ class InProcess:
         wide = setup.task.whole.size >= WIDE and setup.cohort > 1
         self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
         width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
-        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
+        together = self.grad.vectorised or narrow(setup.task)
+        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if together else 1)
 
     def train(self, order: Order) -> Iterator[Reply]:
         self.setup.task.ahead(order.clients, order.version, self.setup.seed)
@@ -96,6 +98,11 @@ class InProcess:
         if self.hands:
             self.hands.close()
         torch.set_num_threads(self.torch_threads)
+
+
+def narrow(task: Task) -> bool:
+    """Whether models are so small that clients who train one by one share a block: what surrounds a gradient weighs more."""
+    return task.whole.size < WIDE and not isinstance(task.inputs, Column)
 
 
 def shares(clients: int, hands: int, most: int) -> list[int]:
@@ -217,16 +224,17 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         return _private(setup, own, backend, threads, precision)
     if backend == "auto":
         seconds = expected_seconds(task, setup.work, setup.visits)
-        if precision is not None or seconds < WORTH or too_short(task, seconds):
-            backend = guess(task)
-    if backend in ("auto", "native"):
-        native = _native(task, threads, required=backend == "native")
+        found = faster(task, seconds / hands(setup.cohort)) if precision is None else None
+        native = _native(task, threads, required=False) if found == "native" else None
         if native is not None:
             return native
+        backend = "vmap" if found == "vmap" else guess(task)
+    if backend == "native":
+        return _native(task, threads)
     if backend == "vmap":
         _check_vmap(task)
-    kind = Vmap if backend == "vmap" or (backend == "auto" and Vmap.suits(task)) else Loop
-    return kind(task, precision)
+        return Vmap(task, precision)
+    return Loop(task, precision)
 
 
 def _check_vmap(task: Task) -> None:
@@ -261,7 +269,13 @@ def _private(
     return hidden(own, task, backend, precision)
 
 
-def _native(task: Task, threads: int, required: bool, own: Examples | None = None) -> Gradient | None:
+@overload
+def _native(
+    task: Task, threads: int, required: Literal[True] = True, own: Examples | None = None
+) -> Native: ...
+@overload
+def _native(task: Task, threads: int, required: bool, own: Examples | None = None) -> Native | None: ...
+def _native(task: Task, threads: int, required: bool = True, own: Examples | None = None) -> Native | None:
     on_cpu = task.device == torch.device("cpu")
     why = Native.supports(task, own is not None) if on_cpu else "the task is not on the CPU"
     if why is None:

@@ -64,6 +64,15 @@ class Frozen:
         ends = np.append(np.concatenate(pieces), task.offsets[-1])
         return cls._of(task, module, task.inputs, task.rows, ends)
 
+    @staticmethod
+    def suits(task: Task) -> bool:
+        """Whether there are such parts."""
+        if task.augment is not None or not task.sketch.frozen:
+            return False
+        if not all(isinstance(leaf, Tensor) for leaf in tree.leaves(task.inputs)):
+            return False
+        return bool(_parts(task.module(), task.run, task.sample))
+
     @classmethod
     def of_test(cls, task: Task, module: nn.Module, chunk: int) -> Frozen | None:
         """The same for the test set, which is judged chunk by chunk."""

@@ -31,13 +31,21 @@ class Torch:
         self.layout, self.loss, self.run = task.whole, task.per_example, task.run
         self.device, self.precision = task.device, precision
         self.module = task.module().to(task.device)
-        self.guess = task.guess
-        self.judge = task.module().to(task.device).eval()
+        self.guess, self.task = task.guess, task
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
         like = task.like[0]
         self.channels_last = convolves and isinstance(like, Tensor | Parts) and like.ndim == 4
         self.test = None if task.test is None else task.test[0]
-        self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
+
+    @cached_property
+    def judge(self) -> nn.Module:
+        """The module that models are judged with, once one is."""
+        return self.task.module().to(self.device).eval()
+
+    @cached_property
+    def frozen_test(self) -> Frozen | None:
+        """What its frozen parts give for the test set."""
+        return Frozen.of_test(self.task, self.judge, CHUNK)
 
     def cast(self) -> AbstractContextManager[Any]:
         """Inside, products are of the wished precision; a cache of weights would outlive them."""

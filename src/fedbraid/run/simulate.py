@@ -46,7 +46,7 @@ from fedbraid.run.jobs import Jobs, Source
 from fedbraid.run.judge import Evaluates, Models, judge, per_client
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
-from fedbraid.run.step import advance
+from fedbraid.run.step import Census, advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
 from fedbraid.schedule.choice import CHOICES, Seen
 
@@ -223,12 +223,16 @@ class Run:
         self._tell("start", self)
         pending: list[Record] = []
         self.seen = self._seen()
+        census: Census | None = None
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
             if not all(budget.affords(tick.clients.tolist(), self.source.sizes) for budget in self.budgets):
                 self._stop(pending)
                 break
             before = self.state.x
-            self.state, record = advance(self.setup, self.source, self.state, tick, self.options.keep_going)
+            census = Census.of(self.source, self.state, census)
+            self.state, record = advance(
+                self.setup, self.source, self.state, tick, self.options.keep_going, census
+            )
             if self.seen is not None:
                 self.seen.take(record)
             record |= {**self.source.taken(tick), **self._measure(before), **self._left}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,12 +28,41 @@ from fedbraid.schedule import Tick
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Census:
+    """Who there is and how many samples they have, counted anew only when somebody joins or leaves."""
+
+    given: NDArray[np.int64]  # by client number, as the source has them
+    gone: tuple[int, ...]
+    sizes: NDArray[np.int64]  # 0 for who has left
+    N: int
+    samples: float
+
+    @classmethod
+    def of(cls, source: Replies, state: State, before: Census | None = None) -> Census:
+        """Of a step; the one before it stands where its source still gives the same table."""
+        given, gone = source.sizes, state.gone
+        if before is not None and before.given is given and before.gone == gone:
+            return before
+        sizes = given
+        if gone:
+            sizes = given.copy()
+            sizes[list(gone)] = 0
+        N = int(np.count_nonzero(sizes)) if gone or source.real else len(sizes)
+        return cls(given, gone, sizes, N, float(sizes.sum()))
+
+
 def advance(
-    setup: Setup, source: Replies, state: State, tick: Tick, keep_going: bool = False
+    setup: Setup,
+    source: Replies,
+    state: State,
+    tick: Tick,
+    keep_going: bool = False,
+    census: Census | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather what the tick's clients upload, step, broadcast."""
-    algorithm, task = setup.algorithm, setup.task
-    layout, x, sizes = task.layout, state.x, known_sizes(source, state)
+    algorithm, task, census = setup.algorithm, setup.task, census or Census.of(source, state)
+    layout, x, sizes, N = task.layout, state.x, census.sizes, census.N
     tally = Tally(algorithm.gather.weights, state.t + 1)
     acc = algorithm.gather.zero(x)
     state.clients.expect()
@@ -44,7 +73,6 @@ def advance(
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
-    N = int(np.count_nonzero(sizes)) if state.gone or source.real else len(sizes)
     if tally.count or algorithm.gather.alone:
         lr, K, a = (
             (tally.mean(name) for name in ("lr", "K", "a"))
@@ -52,7 +80,7 @@ def advance(
             else _on_average(setup, sizes, state.t)
         )
         info = Info(
-            state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
+            state.t, algorithm.gather.cohort(tally.count), N, census.samples, lr, K, a,
             tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
@@ -110,15 +138,6 @@ def two_strokes(
     if buffers is not None:
         new[buffers] = average[buffers]
     return new, average, server
-
-
-def known_sizes(source: Replies, state: State) -> NDArray[np.int64]:
-    """Samples by client number, 0 for who has left."""
-    sizes = source.sizes
-    if state.gone:
-        sizes = sizes.copy()
-        sizes[list(state.gone)] = 0
-    return sizes
 
 
 def uploads(

@@ -27,8 +27,7 @@ class Tally:
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
         self.count = self.quantised = 0
-        self.weight = self.loss = self.drift = 0.0
-        self.sums = {"lr": 0.0, "K": 0.0, "a": 0.0}
+        self.sums = dict.fromkeys(("weight", "lr", "K", "a", "loss", "drift"), 0.0)
 
     def add(self, up: Uploads, reply: Reply, down: dict[str, int], quantised: int) -> None:
         self.count += len(reply.clients)
@@ -36,14 +35,11 @@ class Tally:
         self.clients += reply.clients.tolist()
         self.losses += reply.loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
-        p = up.p(self.kind).double()
-        self.weight = _plus(self.weight, p)
-        for name, v in (("lr", up.lr), ("K", up.K), ("a", up.a)):
-            self.sums[name] = _plus(self.sums[name], p * v)
-        self.loss = _plus(self.loss, reply.loss)
-        sent = next(iter(up.vectors.values()))
-        self.drift = _plus(self.drift, sent.norm(dim=1))
-        if not math.isfinite(self.drift):
+        p, sent = up.p(self.kind).double(), next(iter(up.vectors.values()))
+        moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
+        columns = [p, p * up.lr, p * up.K, p * up.a, reply.loss[:, None].to(p), moved.to(p)]
+        self.sums = dict(zip(self.sums, _plus([*self.sums.values()], torch.cat(columns, 1)), strict=True))
+        if not math.isfinite(self.sums["drift"]):
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
             raise Diverged(
                 f"client {bad}'s update at step {self.step} is not finite; lower the learning rate, or clip gradients with"
@@ -55,11 +51,11 @@ class Tally:
 
     def mean(self, name: str) -> float:
         """The senders' weighted mean rate, steps or effective steps."""
-        return self.sums[name] / self.weight if self.weight else 0.0
+        return self.sums[name] / self.sums["weight"] if self.sums["weight"] else 0.0
 
     @property
     def train_loss(self) -> float:
-        return self.loss / self.count
+        return self.sums["loss"] / self.count
 
     @property
     def stalest(self) -> int:
@@ -76,7 +72,11 @@ class Tally:
             "down": self.down,
         }
         if self.count:
-            record |= {"train_loss": self.train_loss, "lr": self.mean("lr"), "drift": self.drift / self.count}
+            record |= {
+                "train_loss": self.train_loss,
+                "lr": self.mean("lr"),
+                "drift": self.sums["drift"] / self.count,
+            }
         if tick.asked is not None:  # what the next choice is made of
             record |= {"asked": tick.asked, "losses": self.losses}
         if tick.dropped:
@@ -90,8 +90,9 @@ class Tally:
         return record | tick.clocked()
 
 
-def _plus(total: float, more: Tensor) -> float:
-    """One after the other, so that no bit depends on how a cohort was cut into blocks."""
-    values = more.reshape(-1).to("cpu", torch.float64, copy=True).numpy()
-    values[0] += total
-    return float(values.cumsum()[-1])
+def _plus(totals: list[float], more: Tensor) -> list[float]:
+    """Each total and its column's numbers, one after the other: no bit depends on how a cohort was cut into blocks."""
+    values = more.cpu().numpy()
+    values[0] += totals
+    sums: list[float] = values.cumsum(0)[-1].tolist()
+    return sums

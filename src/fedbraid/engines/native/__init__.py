@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -228,7 +229,23 @@ def _rows(inputs: Tree) -> Tensor:
     return torch.cat([leaf.reshape(len(leaf), -1).to(torch.float32) for leaf in tree.leaves(inputs)], 1)
 
 
+_GRAPHS: weakref.WeakKeyDictionary[Task, Graph | str] = weakref.WeakKeyDictionary()
+
+
 def _graph(task: Task) -> Graph:
+    """The task's model, followed once, or why it cannot be."""
+    if task not in _GRAPHS:
+        try:
+            _GRAPHS[task] = _followed(task)
+        except Unsupported as why:
+            _GRAPHS[task] = str(why)
+    found = _GRAPHS[task]
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+def _followed(task: Task) -> Graph:
     if not isinstance(task.loss, str) or task.loss not in LOSSES:
         raise Unsupported("the loss is a custom function")
     inputs, targets = task.like

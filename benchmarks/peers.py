@@ -1,6 +1,6 @@
 """FedAvg through other libraries' simulators and through `fb.simulate`, side by side in one run.
 
-    python benchmarks/peers.py [W1 W2 W3 W4] [--repeats 3] [--only fedbraid pfl flower] [--rounds N] [--json]
+    python benchmarks/peers.py [W1 ... W8] [--repeats 3] [--only fedbraid pfl flower] [--rounds N] [--json]
 
 The peers live in an environment of their own, from the top of a clone:
 
@@ -13,7 +13,7 @@ torch comes first and pinned, because a plain or newer one pulls gigabytes of CU
 The workloads are those of speed.py: same models and first weights, same tensors, same clients per round, epochs,
 batch, momentum and learning rate, no evaluation. Each library runs its own loop in its own process, with its log
 put aside, and the processes take turns; the smallest of the median times of a round counts. Before timing, every
-library runs two rounds in which all samples are the same one, so that neither the choice of clients nor the order of
+library runs two rounds without dropout in which all samples are the same one, so that neither the choice of clients nor the order of
 samples matters: its clients and optimiser steps are counted, and its model must end where a loop by hand ends.
 
 How each is used, after its documentation:
@@ -50,7 +50,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from speed import LR, WORKLOADS, Bare, Stamps, Workload
+from speed import LR, WORKLOADS, Bare, Stamps, Workload, prepare
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -68,7 +68,7 @@ class Job:
     check: bool
 
     def __post_init__(self) -> None:
-        self.work: Workload = WORKLOADS[self.name]
+        self.work: Workload = workload(self.name, self.check)
         self.x, self.y = table(self.name, alike=self.check)
         torch.manual_seed(0)
         self.model = self.work.build()
@@ -80,6 +80,22 @@ class Job:
     def client(self, i: int) -> tuple[Tensor, Tensor]:
         rows = slice(i * self.work.samples, (i + 1) * self.work.samples)
         return self.x[rows], self.y[rows]
+
+
+def workload(name: str, check: bool) -> Workload:
+    """A workload; without its random zeros where models are compared."""
+    work = WORKLOADS[name]
+    return replace(work, build=functools.partial(without_dropout, work.build)) if check else work
+
+
+def without_dropout(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    return model
 
 
 @dataclass
@@ -148,6 +164,8 @@ def run_fedbraid(job: Job) -> Done:
     )
     local = fb.Work(lr=LR, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
     schedule = fb.rounds(job.rounds, clients=work.cohort)
+    if not job.check:
+        prepare(task, work)
     result = fb.simulate(task, fb.fedavg(), local, schedule, evaluate_every=None, callbacks=[job.stamps])
     clients = sum(len(record["clients"]) for record in result.history)
     return Done(result.x, clients, clients * steps_per_client(work), result.engine)
@@ -214,7 +232,7 @@ def run_pfl(job: Job) -> Done:
 @functools.lru_cache(maxsize=1)
 def flower_loop(name: str, check: bool) -> Bare:
     """What a Ray actor keeps between clients: the tensors and a model to train."""
-    return Bare(WORKLOADS[name], *table(name, alike=check))
+    return Bare(workload(name, check), *table(name, alike=check))
 
 
 def flower_client(message, context):

@@ -362,17 +362,21 @@ class Attends(nn.Module):
 
 
 class Encodes(nn.Module):
-    """A small transformer over text."""
+    """A small transformer over text; later words, or those that are 0, may be hidden."""
 
-    def __init__(self, layers=2, **options) -> None:
+    def __init__(self, layers=2, causal=False, padding=False, **options) -> None:
         super().__init__()
         torch.manual_seed(8)
+        self.padding = padding
+        later = nn.Transformer.generate_square_subsequent_mask(5) if causal else None
+        self.register_buffer("later", later, persistent=False)
         self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 3)
         one = nn.TransformerEncoderLayer(6, 2, 11, batch_first=True, **options)
         self.encoder = nn.TransformerEncoder(one, layers, nn.LayerNorm(6), enable_nested_tensor=False)
 
     def forward(self, x):
-        return self.head(self.encoder(self.embed(x)).mean(1))
+        empty = x == 0 if self.padding else None
+        return self.head(self.encoder(self.embed(x), mask=self.later, src_key_padding_mask=empty).mean(1))
 
 
 def to_three(width: int):
@@ -454,6 +458,8 @@ OPERATIONS = {
         lambda: Chain(lambda: nn.TransformerEncoderLayer(6, 3, 7, 0.0, batch_first=True), *to_three(24)), (4, 6), 0,
     ),
     "encoder": (lambda: Encodes(norm_first=True, activation="gelu", dropout=0.0), (5,), 7),
+    "encoder with a mask": (lambda: Encodes(causal=True, dropout=0.0), (5,), 7),
+    "encoder with padding": (lambda: Encodes(padding=True, dropout=0.0), (5,), 7),
     "frozen": (frozen_part, (6,), 0),
     "tied": (tied, (5,), 7),
 }  # fmt: skip

@@ -87,6 +87,11 @@ def native_pays(task: Task, wall: float) -> bool:
     return (known or SHARE * wall > loading(task)) and Native.ready(task)
 
 
+def note_compiled(task: Task) -> None:
+    """Remember that this model's code is there, for short runs to take."""
+    _Memory().ran(_model(task), "native", 0.0)
+
+
 def faster(task: Task, wall: float) -> str | None:
     """What is surely faster than so many seconds of plain autograd on all cores, without measuring."""
     if native_pays(task, wall) and not Frozen.suits(task):
@@ -310,8 +315,8 @@ class _Memory:
             found = json.loads(self.path.read_text())
             if found["machine"] == _machine():
                 self.known = dict(found["fastest"])
-                self.spent = {str(k): float(v) for k, v in found["spent"].items()}
-                self.compiled = {str(k) for k in found["compiled"]}
+                self.spent = {str(k): float(v) for k, v in found.get("spent", {}).items()}
+                self.compiled = {str(k) for k in found.get("compiled", ())}
         except (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
 

@@ -25,7 +25,7 @@ from fedbraid.core.rule import Examples, Gradient
 from fedbraid.data import tree
 from fedbraid.data.lazy import Column
 from fedbraid.data.tree import Tree
-from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands
+from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands, note_compiled
 from fedbraid.engines.client import Reply, Setup, visit
 from fedbraid.engines.examples import hidden
 from fedbraid.engines.gradients import Loop, Vmap
@@ -280,7 +280,10 @@ def _native(task: Task, threads: int, required: bool = True, own: Examples | Non
     why = Native.supports(task, own is not None) if on_cpu else "the task is not on the CPU"
     if why is None:
         try:
-            return Native(task, threads, examples=own)
+            native = Native(task, threads, examples=own)
+            if own is None:
+                note_compiled(task)
+            return native
         except EngineError as error:
             why = str(error)
     if required:

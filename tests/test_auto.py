@@ -37,7 +37,7 @@ def convolutional(clients=4):
 
 def test_a_small_job_is_guessed_and_leaves_nothing_behind(blobs, cache):
     linear = fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(3, clients=2), seed=1)
-    assert "backend='loop'" in linear.engine
+    assert "backend='vmap'" in linear.engine
     assert "backend='loop'" in fb.simulate(convolutional(), fb.fedavg(), WORK, fb.rounds(3, clients=2)).engine
     assert not cache.exists()
 
@@ -198,7 +198,7 @@ def test_multiply_adds_follow_the_places_a_weight_is_used_at():
 
 def test_the_backend_that_ran_is_in_run_json(blobs, tmp_path):
     fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(2, clients=2), out=tmp_path / "run")
-    assert "backend='loop'" in json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
+    assert "backend='vmap'" in json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
 
 
 class Named(nn.Module):

@@ -63,7 +63,7 @@ def expected_seconds(task: Task, work: Work, visits: int) -> float:
 
 def guess(task: Task) -> str:
     """The backend of a small job."""
-    return "vmap" if task.device.type != "cpu" and Vmap.suits(task) else "loop"
+    return "vmap" if Vmap.suits(task) else "loop"
 
 
 def compiling(task: Task) -> float:
@@ -211,12 +211,13 @@ def _plain(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]
         return {"loop": lambda: _time(Loop(task), task, work, 1)}
     even = cohort / (-(-cohort // forks) * forks)  # of the time that the processes work
     ways = {"pool": lambda: _time(Loop(task), task, work, 1) / forks / even}
-    if _step(task, work) > LONG:  # large enough for threads to share
+    if (step := _step(task, work)) > LONG:  # large enough for threads to share
         together = {"loop": lambda: _together(task, work, forks)}
-        ways = {**ways, **together} if even > SHARED else {**together, **ways}
+        ways = {**together, **ways} if even <= SHARED or step > HUGE else {**ways, **together}
     return ways
 
 
+HUGE = 0.3  # seconds of a step from which processes only take each other's caches
 SHARED = 0.8  # of the work of several threads in one client's step that is not lost
 
 

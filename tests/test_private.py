@@ -248,6 +248,22 @@ def test_fednova_is_clipped_after_it_is_rescaled(blobs):
     )
 
 
+@pytest.mark.parametrize(("share", "sampling"), [(1.0, "poisson"), (0.5, "fixed")])
+def test_fedshift_counts_quantised_clients_among_all_not_among_those_who_came(blobs, share, sampling):
+    """A step would tell who came: of one without anybody, or of clients of one kind alone."""
+    a = fb.fedshift(fb.fedpaq(fb.codecs.mixed(fb.codecs.int8(), share=share), lr=1e-20))
+    schedule = fb.rounds(1, clients=1, sampling=sampling)
+    seed = next(
+        s for s in range(9) if not len(next(iter(schedule.ticks(6, s))).clients) or sampling == "fixed"
+    )
+    run = fb.simulate(blobs, fb.private(a, noise=0.0), WORK, schedule, seed=seed)
+    expected = blobs.initial(seed).clone()
+    for slot in blobs.layout:
+        if len(slot.shape) > 1:
+            expected[slot.offset : slot.end] -= share * expected[slot.offset : slot.end].mean()
+    torch.testing.assert_close(run.x, expected)
+
+
 # A clip that follows the median ---------------------------------------------------------------------------
 
 

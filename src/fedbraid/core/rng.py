@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from fedbraid.core import passes
 
-U64, F32 = NDArray[np.uint64], NDArray[np.float32]
+U64 = NDArray[np.uint64]
+F32 = NDArray[np.float32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -105,9 +106,10 @@ def _log(x: F32) -> F32:
     e = (octets >> 23).astype(np.float32)
     f = ((octets & 0x7FFFFF) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1)
     z, p = f * f, _horner(f, LOG)
-    return (f + (p * f * z + e * np.float32(-2.12194440e-4) - z * np.float32(0.5))) + e * np.float32(
+    value: F32 = (f + (p * f * z + e * np.float32(-2.12194440e-4) - z * np.float32(0.5))) + e * np.float32(
         0.693359375
     )
+    return value
 
 
 def _circle(turns: F32) -> tuple[F32, F32]:

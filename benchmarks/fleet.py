@@ -224,7 +224,7 @@ def as_fedbraid(upload: bytes) -> Callable[[Any, int], Any]:
     return answer
 
 
-def as_flower(upload: bytes) -> Callable[[Any, int], Any]:
+def as_flower() -> Callable[[Any, int], Any]:
     """Answers with arrays of the same size, as the client of an app of Flower's own would."""
     import numpy as np
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -239,10 +239,14 @@ def as_flower(upload: bytes) -> Callable[[Any, int], Any]:
     return answer
 
 
-def nodes(port: int, count: int, kind: str, upload: Path, wait: float, keys: Path) -> None:
-    """A process of light nodes."""
+def nodes(port: int, count: int, upload: Path, wait: float, keys: Path) -> None:
+    """A process of light nodes, which take part in whatever runs."""
     assert "torch" not in sys.modules
-    answer = {"fedbraid": as_fedbraid, "flower": as_flower}[kind](upload.read_bytes())
+    ours, theirs = as_fedbraid(upload.read_bytes()), as_flower()
+
+    def answer(order: Any, number: int) -> Any:
+        return (ours if "fedbraid" in order.content else theirs)(order, number)
+
     made = [Light(port, i, answer, wait, keys) for i in range(count)]
     threads = [threading.Thread(target=one.serve, daemon=True) for one in made]
     for thread in threads:
@@ -265,7 +269,7 @@ def upload() -> bytes:
 
 
 @contextlib.contextmanager
-def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
+def light(flower: Any, count: int, wait: float) -> Iterator[subprocess.Popen[bytes]]:
     """That process, for as long as it is needed."""
     place = flower.scratch / "upload"
     place.write_bytes(upload())
@@ -277,11 +281,9 @@ def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subproces
         str(flower.port),
         "--nodes",
         str(count),
-        "--kind",
-        kind,
     ]
     words += ["--upload", str(place), "--wait", str(wait), "--keys", str(flower.keys)]
-    with open(flower.log(f"light-{kind}"), "wb") as log:
+    with open(flower.log("light"), "wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, process_group=0)
     try:
         yield process
@@ -407,7 +409,7 @@ def memory(pid: int) -> float:
 def load(count: int, rounds: int, wait: float, kinds: Sequence[str]) -> None:
     """Uploads a second of both, one after the other on one SuperLink; the first round, with its greetings, apart."""
     parts = {"SuperLink": "deploy link", "server app": "flwr-serverapp", "light nodes": "fleet.py nodes"}
-    with documented(count) as flower:
+    with documented(count) as flower, light(flower, count, wait):
         scratch = str(flower.scratch)
         print(f"{count} light nodes, {rounds} rounds of all of them, {os.cpu_count()} cores")
         print(
@@ -416,23 +418,18 @@ def load(count: int, rounds: int, wait: float, kinds: Sequence[str]) -> None:
             + " | SuperLink's share of a core |"
         )
         for kind in kinds:
-            with light(flower, count, kind, wait):
-                begun = time.time()
-                out = run(flower, kind, rounds + 1, count)
-                wait_for(flower, out, kind, 1)
-                first, before = time.time(), {name: cpu(word, scratch) for name, word in parts.items()}
-                wait_for(flower, out, kind, rounds + 1)
-                took = time.time() - first
-                spent = {name: cpu(word, scratch) - before[name] for name, word in parts.items()}
-                each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
-                told = [
-                    f"{rounds * count / took:.1f}",
-                    f"{first - begun:.0f}",
-                    *each,
-                    f"{spent['SuperLink'] / took:.0%}",
-                ]
-                print(f"| {kind} | " + " | ".join(told) + " |", flush=True)
-            time.sleep(1)
+            begun = time.time()
+            out = run(flower, kind, rounds + 1, count)
+            wait_for(flower, out, kind, 1)
+            first, before = time.time(), {name: cpu(word, scratch) for name, word in parts.items()}
+            wait_for(flower, out, kind, rounds + 1)
+            took = time.time() - first
+            spent = {name: cpu(word, scratch) - before[name] for name, word in parts.items()}
+            each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
+            told = [f"{rounds * count / took:.2f}", f"{first - begun:.0f}", *each]
+            print(f"| {kind} | " + " | ".join([*told, f"{spent['SuperLink'] / took:.0%}"]) + " |", flush=True)
+            while processes("flwr-serverapp", scratch):
+                time.sleep(0.2)
 
 
 def grow(count: int, rounds: int) -> None:
@@ -440,7 +437,7 @@ def grow(count: int, rounds: int) -> None:
     from fedbraid.deploy.trial import read_status
     from fedbraid.run.checkpoint import Folder
 
-    with documented(count) as flower, light(flower, count, "fedbraid", 0.05):
+    with documented(count) as flower, light(flower, count, 0.05):
         out = run(flower, "fedbraid", rounds, count, poll=0.05)
         link = flower.processes["superlink"].pid
         marks = {max(1, rounds * k // 10) - 1 for k in range(11)}
@@ -575,7 +572,7 @@ def main() -> None:
     parser.add_argument("--keys", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.what == "nodes":
-        nodes(asked.port, asked.nodes, asked.kind, asked.upload, asked.wait, asked.keys)
+        nodes(asked.port, asked.nodes, asked.upload, asked.wait, asked.keys)
     elif asked.what == "load":
         load(
             asked.nodes or 200,

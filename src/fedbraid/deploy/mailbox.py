@@ -49,6 +49,8 @@ class Mailbox:
         self._look(self.grid, [i for i in ids if i not in self.letters])
         done: list[tuple[str, Message | WireError]] = []
         broken: httpx.HTTPError | None = None
+        if not self.letters:
+            return done
         with ThreadPoolExecutor(WORKERS) as pool:
             tasks = {to: pool.submit(_fetch, self.grid, letter) for to, letter in self.letters.items()}
         for to, task in tasks.items():

@@ -44,7 +44,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, keys, link, worker
+from fedbraid.deploy import check, doctor, gate, keys, link, worker
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.mailbox import Mailbox
 from fedbraid.deploy.node import Memory
@@ -661,6 +661,19 @@ def test_a_busy_superlinks_requests_wait_for_one_another(secrets, tmp_path):
 
 
 # Who stays ------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_key_is_looked_up_now_and_then(monkeypatch):
+    """And a stranger's every time; one that was removed is a stranger some seconds later."""
+    now, looked, registered = [100.0], [], {b"node"}
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
+    known = gate.Known(lambda key: looked.append(key) or key in registered)
+    assert [known(b"node"), known(b"node"), known(b"who"), known(b"who")] == [True, True, False, False]
+    assert looked == [b"node", b"who", b"who"]
+    registered.clear()
+    now[0] += gate.TRUST
+    assert not known(b"node")
+    assert len(known.until) == 1
 
 
 def test_flowers_layers_are_met_by_the_requests_that_they_look_at():

@@ -11,8 +11,9 @@ import binascii
 import hmac
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedbraid.deploy.keys import fingerprint
@@ -24,6 +25,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SIGNED_APP, ABOUT = "/v1/control/signed-app", "/v1/control/about"
 UNKNOWN = "this node is not registered"
+TRUST = 5.0  # seconds for which a registered key is not looked up again; it was a sixth of a busy SuperLink's work
 LARGEST_ORDER = 16 << 20  # bytes of a request by the operator; Flower's bundles are smaller
 HOST = re.compile(rb"[A-Za-z0-9.:_\-\[\]]{0,255}")  # Flower's own checks go by a URL that begins with this
 
@@ -53,6 +55,23 @@ TABLE = (
     ("run a server app's tasks (runtime API)", "operator", "the SuperLink's own processes, by a secret"),
     ("everything else", "nobody", "nobody"),
 )
+
+
+@dataclass
+class Known:
+    """Whether a node's public key is registered. The answer yes holds for some seconds: Flower asks again anyway."""
+
+    look: Callable[[bytes], bool]
+    until: dict[bytes, float] = field(default_factory=dict)
+
+    def __call__(self, key: bytes) -> bool:
+        now = time.monotonic()
+        if self.until.get(key, now) > now:
+            return True
+        found = self.look(key)
+        if found:
+            self.until[key] = now + TRUST
+        return found
 
 
 @dataclass

@@ -20,7 +20,18 @@ from typing import Any
 from fedbraid.deploy import keys
 from fedbraid.deploy.about import versions
 from fedbraid.deploy.backoff import Backoff
-from fedbraid.deploy.gate import ABOUT, LARGEST_ORDER, SIGNED_APP, App, Gate, Receive, Scope, Send, read
+from fedbraid.deploy.gate import (
+    ABOUT,
+    LARGEST_ORDER,
+    SIGNED_APP,
+    App,
+    Gate,
+    Known,
+    Receive,
+    Scope,
+    Send,
+    read,
+)
 from fedbraid.deploy.notes import say
 from fedbraid.deploy.sign import is_signed, read_trusted
 from fedbraid.errors import ConfigError, EngineError
@@ -60,7 +71,7 @@ def serve(folder: Path, nodes: Address, operator: Address, database: Path) -> No
 
     token = (folder / "operator.sha256").read_text().strip()
     config = uvicorn.Config(
-        Gate(app, operator, token, registered), ssl_keyfile=str(folder / "server.key"), ssl_certfile=str(folder / "server.crt"),
+        Gate(app, operator, token, Known(registered)), ssl_keyfile=str(folder / "server.key"), ssl_certfile=str(folder / "server.crt"),
         lifespan="on", proxy_headers=False, log_config=get_uvicorn_log_config(console_handler.level),
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=sockets)

@@ -663,6 +663,54 @@ def test_a_busy_superlinks_requests_wait_for_one_another(secrets, tmp_path):
 # Who stays ------------------------------------------------------------------------------------------------
 
 
+def test_nodes_come_in_turns_and_the_server_between_them():
+    """However many nodes ask at once; and one on a slow line, going or coming, has no turn meanwhile."""
+    inside, most, answered = [], [], []
+
+    async def app(scope, receive, send):
+        inside.append(scope["path"])
+        most.append(len([path for path in inside if path in gate.NODE]))
+        body = (await receive())["body"]
+        await asyncio.sleep(0.01)
+        inside.remove(scope["path"])
+        await send({"type": "http.response.body", "body": body})
+
+    def asked(path, server, slow):
+        pieces = [
+            {"type": "http.request", "body": b"a", "more_body": True},
+            {"type": "http.request", "body": b"b"},
+        ]
+
+        async def receive():
+            if slow:
+                await asyncio.Event().wait()
+            return pieces.pop(0)
+
+        async def send(message):
+            answered.append((path, message["body"]))
+
+        headers = [(b"host", b"h"), (b"flwr-public-key", b"aa==")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "server": server}
+        return asyncio.ensure_future(door(scope, receive, send))
+
+    async def all_of_them():
+        slow = [asked("/v1/fleet/push-object", ("0.0.0.0", 1), True) for _ in range(50)]
+        await asyncio.sleep(0)
+        nodes = [asked("/v1/fleet/pull-messages", ("0.0.0.0", 1), False) for _ in range(50)]
+        await asyncio.sleep(0)
+        await asked("/v1/runtime/push-object", ("127.0.0.1", 2), False)
+        between = len(answered)
+        await asyncio.gather(*nodes)
+        for one in slow:
+            one.cancel()
+        return between
+
+    door = gate.Gate(app, ("127.0.0.1", 2), "", lambda key: True)
+    assert asyncio.run(all_of_them()) <= 2 * gate.TURNS  # the server's request did not wait for fifty nodes
+    assert max(most) == gate.TURNS
+    assert answered.count(("/v1/fleet/pull-messages", b"ab")) == 50
+
+
 def test_a_registered_key_is_looked_up_now_and_then(monkeypatch):
     """And a stranger's every time; one that was removed is a stranger some seconds later."""
     now, looked, registered = [100.0], [], {b"node"}
@@ -943,7 +991,7 @@ def test_a_damaged_memory_says_what_to_do(tmp_path):
         file.write_bytes(whole[:cut])
         with pytest.raises(RunError, match="is damaged"):
             Memory.read(tmp_path)
-    for at in range(8 * len(whole)):
+    for at in range(0, 8 * len(whole), 11):
         flipped = bytearray(whole)
         flipped[at // 8] ^= 1 << at % 8
         file.write_bytes(flipped)

@@ -460,6 +460,7 @@ class Log:
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, str], list[list[Any]]] = {}
+        self.turns: Counter[tuple[str, str, int]] = Counter()
 
     def add(self, use: str, codec: Any, given: torch.Tensor, out: torch.Tensor) -> None:
         rows = self.seen.setdefault((use, type(codec).__name__.lower()), [])
@@ -477,7 +478,10 @@ class Log:
             raise Miss(
                 f"{use} {codec}: nothing like {v[:3].round(5)}… was encoded; the nearest is {away[nearest]:.2g} away"
             )
-        return rows[nearest][1]
+        alike = [i for i, (given, _) in enumerate(rows) if np.array_equal(given, rows[nearest][0])]
+        turn = self.turns[use, codec, alike[0]]  # a model that stands still is drawn for anew every time
+        self.turns[use, codec, alike[0]] += 1
+        return rows[alike[min(turn, len(alike) - 1)]][1]
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -145,7 +145,9 @@ class Task:
         visit, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk by chunk
         whenever a model is judged.
         """
-        if by is not None:
+        if by is not None and lazy:
+            clients, test = columns.shares(clients, by), columns.without(test, by)
+        elif by is not None:
             return cls.from_table(
                 model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
                 loss=loss, collate=collate, **options,
@@ -322,6 +324,13 @@ class Task:
         if self.loss == "logistic":
             return (outputs.reshape(len(outputs)) > 0).long()
         return outputs.argmax(1) if outputs.ndim == 2 else None
+
+    @cached_property
+    def measures(self) -> tuple[str, ...]:
+        """What an evaluation says of a model; the first is what it is judged by unless told otherwise."""
+        with torch.no_grad():
+            named = self.guess(self._forward(self.module().to(self.device).eval(), self.device)) is not None
+        return (*(("accuracy",) if named else ()), "loss", *self.metrics)
 
     @cached_property
     def classes(self) -> int:

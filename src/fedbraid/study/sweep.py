@@ -253,9 +253,9 @@ class _Search:
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
         self.tuning = hold_out(task, plan.share, plan.seed)
-        self.metric = plan.metric or ("accuracy" if task.classifies else "loss")
-        if self.metric not in (known := ("accuracy", "loss", *task.metrics)):
-            raise unknown("metric", self.metric, known)
+        self.metric = plan.metric or task.measures[0]
+        if self.metric not in task.measures:
+            raise unknown("metric", self.metric, task.measures)
         self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
         self.running: dict[int, _Job] = {}
         self.looks: dict[int, dict[int, float]] = {}

@@ -167,8 +167,9 @@ def in_flower(asked: argparse.Namespace, module: nn.Module) -> None:
     from flwr.serverapp import ServerApp
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
+    from lora import flower_client  # by the name under which actors find it
 
-    server, client = ServerApp(), ClientApp()
+    server, client, came = ServerApp(), ClientApp(), []
     client.train()(flower_client)
 
     @server.main()
@@ -182,14 +183,18 @@ def in_flower(asked: argparse.Namespace, module: nn.Module) -> None:
         )
         trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
         config = ConfigRecord({"clients": asked.clients, "samples": asked.samples})
-        strategy.start(grid, ArrayRecord(trained), asked.rounds, train_config=config)
+        came.append(strategy.start(grid, ArrayRecord(trained), asked.rounds, train_config=config))
 
     cores = len(os.sched_getaffinity(0))
     resources = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"address": "local", "num_cpus": cores},
     }
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     run_simulation(server, client, num_supernodes=asked.clients, backend_config=resources)
+    after = came[0].arrays.to_torch_state_dict()
+    if all(torch.equal(after[name], p.detach()) for name, p in module.named_parameters() if name in after):
+        raise SystemExit("no client of Flower's trained; see its log")
 
 
 def lines(*functions: Any) -> int:

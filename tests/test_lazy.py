@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_resume import Stop, StopAt
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import fedbraid as fb
 from fedbraid.data import lazy
@@ -167,6 +167,35 @@ def test_what_cannot_be_read_is_named(tmp_path):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
     with pytest.raises(DataError, match="cannot be listed"):
         fb.folders(tmp_path / "none", load)
+
+
+@pytest.mark.parametrize("engine", [LOOP, VMAP, POOL, "auto"])
+def test_a_label_that_names_no_class(engine):
+    held = [Held(i) for i in range(4)]
+    made = fb.Task.from_datasets(nn.Linear(5, 3), held, lazy=True)
+    held[2].y[1] = 7
+    with pytest.raises(fb.FedbraidError, match="client 2 has the label 7, which is out of range; use 0 to 2"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(1, clients=4), engine=engine, evaluate_every=None)
+
+
+def test_a_test_label_that_names_no_class():
+    tested = Held(9, n=8)
+    made = fb.Task.from_datasets(nn.Linear(5, 3), [Held(0), Held(1)], tested, lazy=True)
+    tested.y[3] = -1
+    with pytest.raises(DataError, match="the test set has the label -1"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(1, clients=2), engine=LOOP)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_has_no_length(late):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with pytest.raises(
+        DataError, match="client 1 is a Stream, which has no length; give a dataset with __len__"
+    ):
+        fb.Task.from_datasets(nn.Linear(5, 3), [Held(0), Stream()], lazy=late)
 
 
 def dies(x):

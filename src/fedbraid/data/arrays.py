@@ -261,12 +261,29 @@ def read(
     dataset: Any, what: str, inputs: Sequence[str] | None, targets: str | None, collate: Collate | None
 ) -> Any:
     """A map-style dataset: (inputs, targets) as tables, or its items where they are still to be collated."""
-    if not len(dataset):
+    if not size(dataset, what):
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     items = _unrandom(dataset, what)
     if collate is not None:
         return chosen(items, what, inputs, targets)
     return tables(items, what, inputs, targets)
+
+
+def size(dataset: Any, what: str) -> int:
+    """How many samples a map-style dataset has."""
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"{what} is a {type(dataset).__name__}, which has no length; give a dataset with __len__ and __getitem__"
+        ) from error
+
+
+def in_range(labels: Tensor, classes: int, what: str) -> None:
+    """Refuse a label that names no class."""
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+        bad = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
+        raise DataError(f"{what} has the label {bad}, which is out of range; use 0 to {classes - 1}")
 
 
 def tables(

@@ -57,7 +57,9 @@ class Store:
         self.only: int | None = None  # whose samples are read, whoever is asked for
         if not len(datasets):
             raise DataError("no clients were given; pass at least one dataset")
-        self.sizes = np.fromiter((len(datasets[i]) for i in range(len(datasets))), np.int64, len(datasets))
+        self.classes: int | None = None  # labels are below this, where they are classes
+        lengths = (arrays.size(datasets[i], self._name(i)) for i in range(len(datasets)))
+        self.sizes = np.fromiter(lengths, np.int64, len(datasets))
         if not self.sizes.all():
             raise DataError(
                 f"{self._name(int(self.sizes.argmin()))} has no samples; leave it out or give it one"
@@ -108,6 +110,8 @@ class Store:
         )
         for kind, mine, first in zip(("input", "target"), found, self.like):
             arrays.alike(mine, first, self._name(at), "the first client", kind, self.collate is not None)
+        if self.classes is not None:
+            arrays.in_range(found[1], self.classes, self._name(at))
         return found
 
     @cached_property

@@ -498,6 +498,9 @@ class Task:
         classes = out.shape[1] if self.loss == "cross_entropy" else 2
         seen = self._like
         tested = self.test[1] if self.test else seen[:0]
+        for column in (self.targets, tested):
+            if isinstance(column, Column):  # its labels are looked at when they are read
+                column.store.classes = classes
         for what, y in (("training", seen), ("test", _like(tested))):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                 bad = int(y.min()) if int(y.min()) < 0 else int(y.max())

@@ -186,6 +186,33 @@ def test_a_test_label_that_names_no_class():
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(1, clients=2), engine=LOOP)
 
 
+def test_a_test_share_per_client():
+    shares = [Held(10, n=6), None, Held(12, n=9), Held(13, n=4)]
+    metrics = {"hits": lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()}
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    runs = [
+        fb.simulate(
+            fb.Task.from_datasets(
+                model, [Held(i) for i in range(4)], client_tests=shares, lazy=late, metrics=metrics
+            ),
+            fb.fedavg(), WORK, fb.rounds(3, clients=2), engine=LOOP, evaluate_on="clients",
+        )
+        for late in (True, False)
+    ]  # fmt: skip
+    assert runs[0].history == runs[1].history
+    assert runs[0].per_client() == runs[1].per_client()
+    assert [row["client"] for row in runs[0].per_client()] == [0, 2, 3]
+    held = [Held(0), Held(1)]
+    for late in (True, False):
+        with pytest.raises(DataError, match="1 test shares for 2 clients; give one each"):
+            fb.Task.from_datasets(model, held, client_tests=[Held(2)], lazy=late)
+        with pytest.raises(DataError, match="both test= and client_tests= were given"):
+            fb.Task.from_datasets(model, held, Held(3), client_tests=held, lazy=late)
+        with pytest.raises(DataError, match="give test= with by="):
+            fb.Task.from_datasets(model, held, client_tests=held, by="who", lazy=late)
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_what_has_no_length(late):
     class Stream(IterableDataset):

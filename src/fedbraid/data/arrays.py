@@ -142,6 +142,8 @@ def _why(value: Any, error: Exception) -> str:
             )
         if len({len(v) for v in value}) > 1:
             return "its samples differ in length; give collate=fb.pad() to pad them with a mask"
+        if isinstance(value, list) and hasattr(some, "shape"):
+            return "a list is one input with a sample an entry; give a tuple or a dict for several inputs"
     except (TypeError, KeyError, IndexError):
         pass
     return f"{error}; give arrays of numbers"
@@ -277,6 +279,14 @@ def size(dataset: Any, what: str) -> int:
         raise DataError(
             f"{what} is a {type(dataset).__name__}, which has no length; give a dataset with __len__ and __getitem__"
         ) from error
+
+
+def joined(datasets: Sequence[Any]) -> tuple[Any, NDArray[np.int64]]:
+    """Clients' datasets below each other, those without left out, and where each begins."""
+    sizes = [0 if d is None else size(d, f"client {i}'s test share") for i, d in enumerate(datasets)]
+    held = [d for d, n in zip(datasets, sizes) if n]
+    whole = torch.utils.data.ConcatDataset(held) if held else None
+    return whole, np.cumsum([0, *sizes])
 
 
 def in_range(labels: Tensor, classes: int, what: str) -> None:

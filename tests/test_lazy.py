@@ -213,6 +213,15 @@ def test_a_test_share_per_client():
             fb.Task.from_datasets(model, held, client_tests=held, by="who", lazy=late)
 
 
+def test_clients_held_out_are_the_same_on_disk():
+    eager, late = (fb.sweep.hold_out(task(lazy=on_disk), 0.3, 1) for on_disk in (False, True))
+    assert isinstance(late.test[0], lazy.Column)
+    assert late.sizes.tolist() == eager.sizes.tolist()
+    runs = [fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=3), engine=LOOP) for t in (eager, late)]
+    assert runs[0].history == runs[1].history
+    assert torch.equal(runs[0].x, runs[1].x)
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_what_has_no_length(late):
     class Stream(IterableDataset):

@@ -164,9 +164,11 @@ class Task:
                 test, options["test_offsets"] = arrays.joined(client_tests)
             if test is not None:
                 judged = Store([test], loss, inputs, targets, collate, "the test set")
-                tested = Column(judged, 0), Column(judged, 1)
-            x, y, rows = Column(store, 0), Column(store, 1), torch.arange(len(store))
-            return cls._make(model, x, y, rows, store.offsets, test=tested, loss=loss, **options)
+                tested = Column.both(judged)
+            x, y = Column.both(store)
+            return cls._make(
+                model, x, y, torch.arange(len(store)), store.offsets, test=tested, loss=loss, **options
+            )
         held = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
         if client_tests is not None:

@@ -26,6 +26,7 @@ from fedbraid.core import rng
 from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
 from fedbraid.data import tree
+from fedbraid.data.lazy import Column
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure, prepare
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
@@ -141,6 +142,13 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         )
     held = np.sort(rng.generator(seed, "hold-out").permutation(task.clients)[:count])
     kept = np.setdiff1d(np.arange(task.clients), held)
+    if isinstance(task.inputs, Column):  # which is asked by client, not by row
+        few, judge = task.inputs.store.some(kept), task.inputs.store.together(held, "the held-out clients")
+        inputs, targets = Column.both(few)
+        return dataclasses.replace(
+            task, inputs=inputs, targets=targets, rows=torch.arange(len(few)), offsets=few.offsets,
+            test=Column.both(judge), test_offsets=None, spec=None,
+        )  # fmt: skip
     rows, offsets = _rows(task, kept)
     judged, _ = _rows(task, held)
     return dataclasses.replace(

@@ -285,7 +285,7 @@ def joined(datasets: Sequence[Any]) -> tuple[Any, NDArray[np.int64]]:
     """Clients' datasets below each other, those without left out, and where each begins."""
     sizes = [0 if d is None else size(d, f"client {i}'s test share") for i, d in enumerate(datasets)]
     held = [d for d, n in zip(datasets, sizes) if n]
-    whole = torch.utils.data.ConcatDataset(held) if held else None
+    whole: Any = torch.utils.data.ConcatDataset(held) if held else None
     return whole, np.cumsum([0, *sizes])
 
 

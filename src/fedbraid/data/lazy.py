@@ -107,7 +107,7 @@ class Store:
 
     def together(self, clients: NDArray[np.int64], what: str) -> Store:
         """These clients' samples as one test set."""
-        whole = torch.utils.data.ConcatDataset([self.datasets[int(c)] for c in clients])
+        whole: Any = torch.utils.data.ConcatDataset([self.datasets[int(c)] for c in clients])
         store = Store([whole], self.loss, self.inputs, self.targets, self.collate, what)
         store.classes = self.classes
         return store

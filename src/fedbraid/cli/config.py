@@ -113,7 +113,7 @@ def merge(file: Config, options: Config) -> Config:
     return merged
 
 
-def plan(config: Config) -> Prepared:
+def prepare(config: Config) -> Prepared:
     """Everything built and checked, nothing yet run."""
     run = dict(config["run"])
     target = run.pop("target", None)

@@ -133,7 +133,7 @@ def integer(low: int, high: int, points: int = 4) -> Range:
 
 
 def hold_out(task: Task, share: float, seed: int = 0) -> Task:
-    """The task of the other clients, judged on the data of this share of them instead of the test set."""
+    """The task of the other clients, tested on the data of this share of them instead of the test set."""
     number("hold_out", share, "(0, 1)", "is no share of the clients")
     count = max(1, round(share * task.clients))
     if count >= task.clients:
@@ -150,9 +150,9 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
             test=Column.both(judge), test_offsets=None, spec=None,
         )  # fmt: skip
     rows, offsets = _rows(task, kept)
-    judged, _ = _rows(task, held)
+    tested, _ = _rows(task, held)
     return dataclasses.replace(
-        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, judged), tree.take(task.targets, judged)), test_offsets=None, spec=None
+        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, tested), tree.take(task.targets, tested)), test_offsets=None, spec=None
     )  # fmt: skip
 
 

@@ -22,15 +22,16 @@ from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
 from fedbraid.data.tree import Tree
+from fedbraid.engines.native import normals, swap
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, built, compiler, lanes, library
 from fedbraid.engines.native.codegen import generate
-from fedbraid.engines.native.swap import hang_in
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
 from fedbraid.errors import DataError, EngineError
 
 __all__ = ["Native", "NativeUnavailable"]
 
-hang_in()
+swap.hang_in()
+normals.hang_in()
 
 ROOM = 64  # samples of a client that a library has room for at first, where they depend on each other
 

@@ -133,11 +133,11 @@ def run(
 
 def _metric(task: Task, name: str | None) -> str:
     """What a run goes by: the accuracy, the loss, a metric of the task, or one of these by client or of own models."""
-    known = ["accuracy", "loss", "train_loss", *task.metrics]
-    whole = (name or "accuracy").removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_own")
-    if whole not in known:
-        raise unknown("metric", str(name), known)
-    return name or "accuracy"
+    known = [*task.measures, "train_loss"]
+    name = name or known[0]
+    if name.removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_own") not in known:
+        raise unknown("metric", name, known)
+    return name
 
 
 def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Config:

@@ -53,7 +53,7 @@ def advance(
         )
         info = Info(
             state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
-            tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
+            algorithm.gather.coded(tally.quantised / max(tally.count, 1)), layout, sizes, tally.stalest,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
         u, gather = algorithm.gather.close(acc, state.gather, info)

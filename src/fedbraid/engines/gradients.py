@@ -38,14 +38,14 @@ class Torch:
         self.test = None if task.test is None else task.test[0]
 
     @cached_property
-    def judge(self) -> nn.Module:
+    def tested(self) -> nn.Module:
         """The module that models are judged with, once one is."""
         return self.task.module().to(self.device).eval()
 
     @cached_property
     def frozen_test(self) -> Frozen | None:
         """What its frozen parts give for the test set."""
-        return Frozen.of_test(self.task, self.judge, CHUNK)
+        return Frozen.of_test(self.task, self.tested, CHUNK)
 
     def cast(self) -> AbstractContextManager[Any]:
         """Inside, products are of the wished precision; a cache of weights would outlive them."""
@@ -55,13 +55,13 @@ class Torch:
 
     def outputs(self, x: Tensor, inputs: Tree) -> Iterator[tuple[slice, Tree, Any]]:
         """(rows, inputs, outputs) of a table, chunk by chunk."""
-        self.layout.load(self.judge, x)
+        self.layout.load(self.tested, x)
         known = self.frozen_test if inputs is self.test else None
         for lo in range(0, tree.length(inputs), CHUNK):
             at = slice(lo, lo + CHUNK)
             a = tree.numbers(tree.take(inputs, at))
             with known.at(torch.arange(lo, lo + tree.length(a))) if known else nullcontext():
-                out = self.run(self.judge, a)
+                out = self.run(self.tested, a)
             yield at, a, out
 
     @torch.no_grad()

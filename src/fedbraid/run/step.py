@@ -87,7 +87,8 @@ def advance(
         u, gather = algorithm.gather.close(acc, state.gather, info)
         new, average, server = two_strokes(algorithm, u, state.server, x, info)
     else:  # nobody came: the version counts on, and nothing moves
-        new, average, gather, server = x, state.average, state.gather, state.server
+        new, average, gather = x, state.average, state.gather
+        server = algorithm.server.idle(state.server, x)
     norm = _finite_norm(average, new, state.t + 1)
     watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going) if tally.count else state.watch
     who = Caster(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)

@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from safetensors.numpy import load_file
 
 import fedbraid as fb
-from fedbraid.cli import main, show
+from fedbraid.cli import app, main, show
 from fedbraid.engines.native.trace import Unsupported
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs/_site"))
+import commands
 
 Call = Callable[..., tuple[int, str, str]]
 FAST = ["--rounds", "4", "--per-round", "5", "--clients", "20"]
@@ -91,6 +95,34 @@ def test_the_list_of_commands_is_whole(width: int, call: Call, monkeypatch: pyte
     assert "..." not in out.partition("Commands:")[2]
     assert max(map(len, out.splitlines())) <= width
     assert "the very bits of one that was not." in " ".join(out.split())
+
+
+def test_every_sentence_of_the_help_fits(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for name, _ in commands.commands(typer.main.get_command(app)):
+        out = call(*name.split(), "--help")[1]
+        long = [line for line in out.splitlines() if len(line) > 60 and not line.startswith("    ")]
+        assert not long, name  # lines to copy, which are indented, are left whole
+
+
+@pytest.mark.parametrize("width", [60, 110])
+def test_lists_keep_a_column_of_names(width: int, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = call("list", "tasks")[1].splitlines()[1:]
+    assert max(map(len, lines)) <= width
+    names = [line.split()[0] for line in lines if line[2] != " "]
+    assert names == fb.tasks.names()
+    monkeypatch.delenv("COLUMNS")
+    assert len(call("list", "tasks")[1].splitlines()) == len(names) + 1
+
+
+def test_the_doctor_knows_every_extra() -> None:
+    import tomllib
+
+    from fedbraid.cli.doctor import EXTRAS
+
+    told = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert EXTRAS.keys() == told["optional-dependencies"].keys() - {"dev", "docs"}
 
 
 # Commands -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,28 @@ def test_examples_run(page, tmp_path, monkeypatch):
     names: dict[str, object] = {"__name__": "example"}
     for i, block in enumerate(blocks(page)):
         exec(compile(block, f"{page.name}, example {i + 1}", "exec", dont_inherit=True), names)
+
+
+def told(text):
+    """Every command of ours in a page's blocks, and in its lines where nothing is left out of it."""
+    shown = "".join(re.findall(r"```(?:console|bash)\n(.*?)```", text, re.S)).replace("\\\n", " ")
+    yield from re.findall(r"^(?:\$ )?fedbraid ([^&|\n]+)", shown, re.M)
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    yield from (c for c in re.findall(r"`fedbraid ([a-z][^`]*)`", prose) if "…" not in c)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(told(p.read_text()))], ids=name_of)
+def test_commands_have_the_options_that_they_are_shown_with(page):
+    import typer
+
+    for words in told(page.read_text()):
+        command, given = typer.main.get_command(app), shlex.split(words, comments=True)
+        while hasattr(command, "commands") and given and given[0] in command.commands:
+            command = command.commands[given.pop(0)]
+        if hasattr(command, "commands"):
+            assert {*given} <= {o for p in command.params for o in p.opts}, words
+        elif given not in ([], ["--help"]):  # more than the command's name
+            command.make_context("fedbraid", given)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

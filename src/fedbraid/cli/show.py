@@ -59,7 +59,7 @@ def table(
         if n == 0:
             print("─" * (sum(wide) + GAP * (len(wide) - 1)))
     if lost := [name for i, name in enumerate(head) if i not in shown and name]:
-        print(f"left out at {room} columns: {', '.join(lost)}; --json has them")
+        entry("", f"left out at {room} columns: {', '.join(lost)}; --json has them")
 
 
 def fit(

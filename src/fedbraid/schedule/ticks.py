@@ -367,11 +367,12 @@ class _Queue:
         started: list[int] = []
         spans: list[tuple[float, float]] = []
         running, goal, closed, dropped = self.running, self.plan.buffer, self.plan.arrivals == "closed", 0
+        busy = self.busy_versions
         while len(clients) < goal:
             self.idle.move(self.now)
             if closed:
                 self._refill(step, started)
-            wake = self._wake(closed)
+            wake = self._wake(closed) if closed or not running else math.inf
             if running and running[0][0] <= min(self.next_arrival, wake):
                 end, _, client, version, start, arrives = heapq.heappop(running)
                 self.now = end
@@ -381,7 +382,9 @@ class _Queue:
                     self._lose(step)
                     continue
                 self.lost = 0
-                self.busy_versions[version] -= 1
+                busy[version] -= 1
+                if not busy[version]:
+                    del busy[version]
                 clients.append(client)
                 versions.append(version)
                 spans.append((start, end))
@@ -397,10 +400,9 @@ class _Queue:
                 raise ConfigError(
                     f"the trace of arrivals ends before step {step + 1} of {self.plan.steps}; give more arrivals or fewer steps"
                 )
-        self.busy_versions += Counter()  # drop the zeros
         return Tick(
             step, self.now, np.array(clients, np.int64), np.array(versions, np.int64),
-            np.array(started, np.int64), frozenset(self.busy_versions), dropped, spans=np.array(spans),
+            np.array(started, np.int64), frozenset(busy), dropped, spans=np.array(spans),
         )  # fmt: skip
 
     def _wake(self, closed: bool) -> float:

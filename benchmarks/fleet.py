@@ -17,13 +17,16 @@ import http.client
 import json
 import os
 import re
+import signal
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,32 +99,32 @@ client.train()(train)
 
 
 class Light:
-    """One node on a connection of its own."""
+    """One node on a connection of its own, with one of the keys that `deploy keys` made."""
 
-    def __init__(self, port: int, number: int, answer: Callable[[Any, int], Any], wait: float) -> None:
-        from cryptography.hazmat.primitives.asymmetric import ec
+    def __init__(
+        self, port: int, number: int, answer: Callable[[Any, int], Any], wait: float, keys: Path
+    ) -> None:
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
         from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+        from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
         from flwr.supercore.runtime_version_compatibility import RuntimeVersionMetadata
 
-        self.port, self.number, self.answer, self.wait = port, number, answer, wait
-        self.key = ec.generate_private_key(ec.SECP384R1())
+        self.number, self.answer, self.wait = number, answer, wait
+        self.key: Any = load_ssh_private_key((keys / f"node-{number}.key").read_bytes(), None)
         self.public = public_key_to_bytes(self.key.public_key())
         self.headers = dict(RuntimeVersionMetadata.from_local_component("SuperNode").as_metadata())
-        self.line = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        self.headers |= {"content-type": PROTOBUF_MEDIA_TYPE, "accept": PROTOBUF_MEDIA_TYPE}
+        self.headers["flwr-public-key"] = b64encode(self.public).decode()
+        trust = ssl.create_default_context(cafile=keys / "ca.crt")
+        self.line = http.client.HTTPSConnection("127.0.0.1", port, timeout=300, context=trust)
 
     def call(self, path: str, request: Any, kind: type[Any]) -> Any:
-        from base64 import b64encode
-
         from flwr.supercore.date import now
         from flwr.supercore.primitives.asymmetric import sign_message
-        from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 
         stamp = now().isoformat()
-        signature = sign_message(self.key, stamp.encode("ascii"))
-        headers = self.headers | {
-            "content-type": PROTOBUF_MEDIA_TYPE, "accept": PROTOBUF_MEDIA_TYPE, "flwr-timestamp": stamp,
-            "flwr-public-key": b64encode(self.public).decode(), "flwr-signature": b64encode(signature).decode(),
-        }  # fmt: skip
+        signature = b64encode(sign_message(self.key, stamp.encode("ascii"))).decode()
+        headers = self.headers | {"flwr-timestamp": stamp, "flwr-signature": signature}
         for last in (False, True):
             try:
                 self.line.request("POST", f"/v1/fleet/{path}", request.SerializeToString(), headers)
@@ -142,7 +145,6 @@ class Light:
         from flwr.proto import heartbeat_pb2 as heart
         from flwr.proto.node_pb2 import Node
 
-        self.call("register-node", fleet.RegisterNodeFleetRequest(public_key=self.public), fleet.RegisterNodeFleetResponse)  # fmt: skip
         made = fleet.ActivateNodeRequest(public_key=self.public, heartbeat_interval=300)
         node = Node(node_id=self.call("activate-node", made, fleet.ActivateNodeResponse).node_id)
         beat = time.monotonic()
@@ -169,6 +171,7 @@ class Light:
         from flwr.common.serde import message_to_proto
         from flwr.proto import fleet_pb2 as fleet
         from flwr.proto import message_pb2 as objects
+        from flwr.supercore.constant import PULL_BACKOFF_CAP, PULL_INITIAL_BACKOFF
         from flwr.supercore.inflatable.inflatable_object import (
             get_all_nested_objects,
             get_object_tree,
@@ -179,10 +182,12 @@ class Light:
         contents = {}
         for part in iterate_object_tree(tree):
             request = objects.PullObjectRequest(node=node, run_id=run, object_id=part.object_id)
+            wait = PULL_INITIAL_BACKOFF  # as a SuperNode's; who asks more often keeps the server from pushing the rest
             while not (
                 found := self.call("pull-object", request, objects.PullObjectResponse)
             ).object_available:
-                time.sleep(0.05)
+                time.sleep(wait)
+                wait = min(2 * wait, PULL_BACKOFF_CAP)
             contents[part.object_id] = found.object_content
         confirm = objects.ConfirmMessageReceivedRequest(
             node=node, run_id=run, message_object_id=tree.object_id
@@ -219,7 +224,7 @@ def as_fedbraid(upload: bytes) -> Callable[[Any, int], Any]:
     return answer
 
 
-def as_flower(upload: bytes) -> Callable[[Any, int], Any]:
+def as_flower() -> Callable[[Any, int], Any]:
     """Answers with arrays of the same size, as the client of an app of Flower's own would."""
     import numpy as np
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -234,11 +239,16 @@ def as_flower(upload: bytes) -> Callable[[Any, int], Any]:
     return answer
 
 
-def nodes(port: int, count: int, kind: str, upload: Path, wait: float) -> None:
-    """A process of light nodes."""
+def nodes(port: int, count: int, upload: Path, wait: float, keys: Path) -> None:
+    """A process of light nodes, which take part in whatever runs."""
     assert "torch" not in sys.modules
-    answer = {"fedbraid": as_fedbraid, "flower": as_flower}[kind](upload.read_bytes())
-    threads = [threading.Thread(target=Light(port, i, answer, wait).serve, daemon=True) for i in range(count)]
+    ours, theirs = as_fedbraid(upload.read_bytes()), as_flower()
+
+    def answer(order: Any, number: int) -> Any:
+        return (ours if "fedbraid" in order.content else theirs)(order, number)
+
+    made = [Light(port, i, answer, wait, keys) for i in range(count)]
+    threads = [threading.Thread(target=one.serve, daemon=True) for one in made]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -259,7 +269,7 @@ def upload() -> bytes:
 
 
 @contextlib.contextmanager
-def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subprocess.Popen[bytes]]:
+def light(flower: Any, count: int, wait: float) -> Iterator[subprocess.Popen[bytes]]:
     """That process, for as long as it is needed."""
     place = flower.scratch / "upload"
     place.write_bytes(upload())
@@ -271,17 +281,38 @@ def light(flower: Any, count: int, kind: str, wait: float) -> Iterator[subproces
         str(flower.port),
         "--nodes",
         str(count),
-        "--kind",
-        kind,
     ]
-    words += ["--upload", str(place), "--wait", str(wait)]
-    with open(flower.log(f"light-{kind}"), "wb") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+    words += ["--upload", str(place), "--wait", str(wait), "--keys", str(flower.keys)]
+    with open(flower.log("light"), "wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, process_group=0)
     try:
         yield process
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def documented(count: int) -> Iterator[Any]:
+    """The SuperLink that docs/deploy.md describes, with so many registered keys."""
+    from fedbraid.deploy import keys
+    from fedbraid.deploy.trial import Flower
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "keys"
+        keys.make(folder, ["127.0.0.1"], count)
+        with Flower(Path(scratch), folder) as flower:
+            flower.link()
+            with flower.operator as operator:
+                for public in folder.glob("node-*.pub"):
+                    operator.register(public)
+            try:
+                yield flower
+            finally:
+                for place in processes(
+                    "flwr-serverapp", scratch
+                ):  # which would look for its SuperLink for ever
+                    os.kill(int(place.name), signal.SIGKILL)
 
 
 # Apps ---------------------------------------------------------------------------------------------------
@@ -329,26 +360,40 @@ def steps(out: Path, kind: str) -> list[float]:
 
 
 def wait_for(
-    out: Path, kind: str, rounds: int, each: Callable[[int], None] = lambda step: None
+    flower: Any, out: Path, kind: str, rounds: int, each: Callable[[int], None] = lambda step: None
 ) -> list[float]:
-    seen = 0
+    """When each of these steps was taken; complains of a server that ended before."""
+    seen, met = 0, False
     while len(found := steps(out, kind)) < rounds:
         for step in range(seen, len(found)):
             each(step)
         seen = len(found)
         time.sleep(0.2)
+        here = bool(processes("flwr-serverapp", str(flower.scratch)))
+        if met and not here and len(steps(out, kind)) < rounds:
+            sys.exit(f"the server ended after {seen} steps:\n{flower.log('superlink').read_text()[-3000:]}")
+        met = met or here
     return found
 
 
-def cpu(word: str, scratch: str) -> float:
-    """CPU seconds so far of this benchmark's processes with this word in their command line."""
-    total = 0.0
+def processes(word: str, scratch: str) -> list[Path]:
+    """This benchmark's processes with this word in their command line."""
+    found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             command, around = (place / "cmdline").read_text(), (place / "environ").read_text()
             if word in command.replace("\0", " ") and scratch in command + around:
-                fields = (place / "stat").read_text().rpartition(")")[2].split()
-                total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+                found.append(place)
+    return found
+
+
+def cpu(word: str, scratch: str) -> float:
+    """CPU seconds so far of these."""
+    total = 0.0
+    for place in processes(word, scratch):
+        with contextlib.suppress(OSError):
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
@@ -361,60 +406,49 @@ def memory(pid: int) -> float:
 # What is measured -----------------------------------------------------------------------------------------
 
 
-def load(count: int, rounds: int, wait: float) -> None:
+def load(count: int, rounds: int, wait: float, kinds: Sequence[str]) -> None:
     """Uploads a second of both, one after the other on one SuperLink; the first round, with its greetings, apart."""
-    from fedbraid.deploy.trial import Flower
-
-    parts = {"SuperLink": "flower-superlink", "server app": "flwr-serverapp", "light nodes": "fleet.py nodes"}
-    with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
-        flower.link()
+    parts = {"SuperLink": "deploy link", "server app": "flwr-serverapp", "light nodes": "fleet.py nodes"}
+    with documented(count) as flower, light(flower, count, wait):
+        scratch = str(flower.scratch)
         print(f"{count} light nodes, {rounds} rounds of all of them, {os.cpu_count()} cores")
         print(
             "| | uploads/s | first round s | CPU ms an upload: "
             + " | ".join(parts)
             + " | SuperLink's share of a core |"
         )
-        for kind in ("flower", "fedbraid"):
-            with light(flower, count, kind, wait):
-                begun = time.time()
-                out = run(flower, kind, rounds + 1, count)
-                wait_for(out, kind, 1)
-                first, before = time.time(), {name: cpu(word, scratch) for name, word in parts.items()}
-                wait_for(out, kind, rounds + 1)
-                took = time.time() - first
-                spent = {name: cpu(word, scratch) - before[name] for name, word in parts.items()}
-                each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
-                told = [
-                    f"{rounds * count / took:.1f}",
-                    f"{first - begun:.0f}",
-                    *each,
-                    f"{spent['SuperLink'] / took:.0%}",
-                ]
-                print(f"| {kind} | " + " | ".join(told) + " |", flush=True)
-            time.sleep(1)
+        for kind in kinds:
+            begun = time.time()
+            out = run(flower, kind, rounds + 1, count)
+            wait_for(flower, out, kind, 1)
+            first, before = time.time(), {name: cpu(word, scratch) for name, word in parts.items()}
+            wait_for(flower, out, kind, rounds + 1)
+            took = time.time() - first
+            spent = {name: cpu(word, scratch) - before[name] for name, word in parts.items()}
+            each = [f"{1000 * s / (rounds * count):.0f}" for s in spent.values()]
+            told = [f"{rounds * count / took:.2f}", f"{first - begun:.0f}", *each]
+            print(f"| {kind} | " + " | ".join([*told, f"{spent['SuperLink'] / took:.0%}"]) + " |", flush=True)
+            while processes("flwr-serverapp", scratch):
+                time.sleep(0.2)
 
 
 def grow(count: int, rounds: int) -> None:
     """Memory of server and SuperLink over many rounds."""
-    from fedbraid.deploy.trial import Flower, read_status
+    from fedbraid.deploy.trial import read_status
     from fedbraid.run.checkpoint import Folder
 
-    with tempfile.TemporaryDirectory() as scratch, Flower(Path(scratch)) as flower:
-        flower.link()
-        with light(flower, count, "fedbraid", 0.05):
-            out = run(flower, "fedbraid", rounds, count, poll=0.05)
-            link = flower.processes["superlink"].pid
-            marks = {max(1, rounds * k // 10) - 1 for k in range(11)}
-            print("| round | server MB | SuperLink MB |", flush=True)
+    with documented(count) as flower, light(flower, count, 0.05):
+        out = run(flower, "fedbraid", rounds, count, poll=0.05)
+        link = flower.processes["superlink"].pid
+        marks = {max(1, rounds * k // 10) - 1 for k in range(11)}
+        print("| round | server MB | SuperLink MB |", flush=True)
 
-            def each(step: int) -> None:
-                if step in marks and (status := read_status(Folder(out))):
-                    with contextlib.suppress(OSError):
-                        print(
-                            f"| {step + 1} | {memory(status['pid']):.1f} | {memory(link):.1f} |", flush=True
-                        )
+        def each(step: int) -> None:
+            if step in marks and (status := read_status(Folder(out))):
+                with contextlib.suppress(OSError):
+                    print(f"| {step + 1} | {memory(status['pid']):.1f} | {memory(link):.1f} |", flush=True)
 
-            wait_for(out, "fedbraid", rounds, each)
+        wait_for(flower, out, "fedbraid", rounds, each)
 
 
 class Nowhere:
@@ -533,13 +567,19 @@ def main() -> None:
         "--wait", type=float, default=3.0, help="seconds between two looks of an idle node; Flower's has 3"
     )
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=["flower", "fedbraid"], help="only this one's app")
     parser.add_argument("--upload", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--keys", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.what == "nodes":
-        nodes(asked.port, asked.nodes, asked.kind, asked.upload, asked.wait)
+        nodes(asked.port, asked.nodes, asked.upload, asked.wait, asked.keys)
     elif asked.what == "load":
-        load(asked.nodes or 200, asked.rounds or 3, asked.wait)
+        load(
+            asked.nodes or 200,
+            asked.rounds or 3,
+            asked.wait,
+            [asked.kind] if asked.kind else ["flower", "fedbraid"],
+        )
     elif asked.what == "own":
         own(asked.nodes or 200, asked.rounds or 5)
     elif asked.what == "predict":

@@ -561,3 +561,22 @@ def test_a_batch_of_one_under_batchnorm():
         fb.simulate(
             task, fb.fedavg(), fb.Work(lr=0.1, batch=4, last=last), fb.rounds(1, clients=2), engine=LOOP
         )
+
+
+@pytest.mark.parametrize(
+    "place", ["h", "h:port", "h:99999", "[::1:8000", "a b:1", "x" * 300 + ":1", "x\n:1", ":1"]
+)
+def test_a_place_that_is_none_is_named(place, tmp_path, capsys):
+    from fedbraid.cli import main
+
+    for words in (
+        ["node", str(tmp_path / "k.key"), "--superlink", place],
+        ["check", str(tmp_path), "--nodes", place],
+        ["doctor", str(tmp_path), "--nodes", place],
+        ["status", str(tmp_path), "--control", place],
+    ):
+        assert main(["deploy", *words]) == 2
+        assert (
+            capsys.readouterr().err
+            == f"fedbraid: {place!r} is no HOST:PORT; write it like fl.example.org:8000\n"
+        )

@@ -5,6 +5,7 @@ Real Flower processes on loopback.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -26,22 +27,32 @@ import fedbraid as fb
 pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
 import httpx
 from fleets import LONG, Fleet, driven, in_process, make_app, make_user, simulated
-from flwr.app import Error, Message
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
 from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.fab_pb2 import Fab
-from flwr.proto.fleet_pb2 import PullMessagesRequest
+from flwr.proto.fleet_pb2 import ActivateNodeResponse, PullMessagesRequest
+from flwr.proto.message_pb2 import PullObjectResponse
 from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, keys, link, worker
+from fedbraid.deploy import check, doctor, gate, keys, link, worker
 from fedbraid.deploy.bound import Bound
+from fedbraid.deploy.mailbox import Mailbox
 from fedbraid.deploy.node import Memory
 from fedbraid.deploy.notes import Troubles
 from fedbraid.deploy.operator import Operator, build
 from fedbraid.deploy.project import init
+from fedbraid.deploy.server import FORGOT
+from fedbraid.deploy.service import Service
 from fedbraid.deploy.sign import is_signed, read_trusted, sign
 from fedbraid.deploy.trial import Flower, free_port
 from fedbraid.errors import ConfigError, EngineError, RunError, WireError
@@ -302,6 +313,60 @@ def test_an_upload_that_no_step_can_be_taken_with_is_refused(algorithm, factor, 
     assert all(("beyond" if factor else "no step can be taken") in t["why"] for t in troubles), troubles
 
 
+def lies(kind, **values):
+    """The second node answers orders of this kind with these values."""
+
+    def mischief(node, order, reply):
+        if order.metadata.message_type == kind and node == 101:
+            reply.content["fedbraid"].update(values)
+        return reply
+
+    return mischief
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss", [1e39, -1e308, float("inf")])
+def test_a_loss_that_no_mean_holds_is_refused(loss, user, tmp_path):
+    """It would stand in the records as Infinity, which no reader of JSON takes."""
+    grid = in_process(user, tmp_path, 3, lies("train", loss=loss))
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=2)
+    assert [sorted(r["clients"]) for r in result.history] == [[0, 2]] * 2
+    assert [(t["client"], "its training loss is" in t["why"]) for t in result.history[0]["trouble"]] == [
+        (1, True)
+    ]
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "Infinity" not in text
+    assert "NaN" not in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("held", [10**15, 1, -7])
+def test_a_newcomer_that_claims_to_hold_what_it_does_not_gets_everything(held, user, tmp_path):
+    grid = in_process(user, tmp_path, 3, lies("query", held=held))
+    algorithm = "hidden_state(with_codecs(fedavg(), up=qsgd(4), down=qsgd(8)))"
+    result = driven(user, grid, tmp_path / "run", algorithm=algorithm, schedule="rounds(2, clients=3)")
+    assert [r["step"] for r in result.history] == [1, 2]
+
+
+ESCAPE = "\x1b[2J\nfedbraid: all is well"  # clears a terminal, and forges a line of the log
+
+
+@pytest.mark.quick
+def test_what_a_node_says_is_one_line_without_control_characters(user, tmp_path, caplog):
+    def mischief(node, order, reply):
+        if node == 101 and order.metadata.message_type == "train":
+            return Message(Error(1, ESCAPE), reply_to=order)
+        return lies("query", name=f"clinic{ESCAPE}")(node - 1, order, reply)
+
+    grid = in_process(user, tmp_path, 3, mischief)
+    driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=2)", nodes=2, minimum=1)
+    told = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert [one["name"] for one in told["fleet"]] == ["n0", "n1"]
+    assert "under the name 'clinic\\x1b[2J\\nfedbraid: all is well'" in caplog.text
+    assert "it failed: \\x1b[2J\\nfedbraid: all is well" in caplog.text
+    assert all(line.isprintable() for line in caplog.messages)
+
+
 def test_honest_uploads_of_any_size_are_taken_and_learned_from(tmp_path):
     """Early and late, of one step and of a thousand; only what is out of all proportion is refused."""
     x, bound = torch.ones(100), Bound(100.0)
@@ -375,6 +440,109 @@ def test_a_superlink_that_is_overwhelmed_is_tried_again(user, tmp_path):
     why = [t["why"] for t in result.history[0]["trouble"]]
     assert sum("did not take orders: ObjectPushError" in w for w in why) == 1
     assert sum("did not take its order" in w for w in why) == 2
+
+
+class Office:
+    """A SuperLink's side of the mail: replies by the order that they answer, with the parts that are here so far."""
+
+    def __init__(self, replies):
+        self.replies, self.confirmed = dict(replies), []
+        self.objects, self.here = {}, set()
+        for reply in self.replies.values():
+            self.objects |= {i: part.deflate() for i, part in get_all_nested_objects(reply).items()}
+
+    def PullMessages(self, request):
+        found = [self.replies.pop(i) for i in request.message_ids if i in self.replies]
+        for reply in found:
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+        return PullAppMessagesResponse(
+            messages_list=[message_to_proto(remove_content_from_message(m)) for m in found],
+            message_object_trees=[get_object_tree(m) for m in found],
+        )
+
+    def PullObject(self, request):
+        i = request.object_id
+        content = self.objects.get(i, b"") if i in self.here else b""
+        return PullObjectResponse(
+            object_found=i in self.objects, object_available=bool(content), object_content=content
+        )
+
+    def ConfirmMessageReceived(self, request):
+        self.confirmed.append(request.message_object_id)
+
+
+@pytest.fixture
+def mail():
+    """A mailbox, its office, and two nodes' answers there, of which no part has come."""
+    TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
+    replies = {}
+    for i in range(2):
+        order = Message(RecordDict(), dst_node_id=i + 1, message_type="train")
+        order.metadata.__dict__["_message_id"] = f"order {i}"
+        replies[f"order {i}"] = Message(RecordDict({"fedbraid": ConfigRecord({"a": i})}), reply_to=order)
+    office, grid = Office(replies), HttpGrid(token="t")
+    grid._client, grid._run = office, Run.create_empty(1)
+    return Mailbox(grid), office, replies
+
+
+@pytest.mark.quick
+def test_an_answer_on_its_way_keeps_no_other_waiting(mail):
+    """Flower's own `pull_messages` would wait for its parts, for up to two hours."""
+    mailbox, office, replies = mail
+    ids = ["order 0", "order 1", "order 2"]
+    assert mailbox.pull(ids) == []
+    office.here |= get_all_nested_objects(replies["order 1"]).keys()
+    office.here.add(replies["order 0"].object_id)
+    ((to, message),) = mailbox.pull(ids)
+    assert (to, message.content["fedbraid"]["a"]) == ("order 1", 1)
+    office.here |= office.objects.keys()
+    ((to, message),) = mailbox.pull(ids)
+    assert (to, message.content["fedbraid"]["a"]) == ("order 0", 0)
+    assert mailbox.pull(ids) == []
+    assert len(office.confirmed) == 2
+
+
+@pytest.mark.quick
+def test_an_answer_that_cannot_be_read_is_its_senders_trouble(mail):
+    """A node may send any bytes as a part; its server must outlive that."""
+    mailbox, office, replies = mail
+    record = replies["order 0"].content["fedbraid"].object_id
+    head, _, _ = office.objects[record].partition(b"\0")
+    office.objects[record] = head + b"\0" + b"\xff" * 40
+    office.here |= office.objects.keys()
+    found = dict(mailbox.pull(["order 0", "order 1"]))
+    assert isinstance(found["order 0"], WireError)
+    assert "cannot be read" in str(found["order 0"])
+    assert found["order 1"].content["fedbraid"]["a"] == 1
+
+
+@pytest.mark.quick
+def test_an_answer_that_never_came_whole_is_said_to_be_lost(mail):
+    mailbox, office, replies = mail
+    del office.objects[replies["order 0"].content.object_id]
+    office.here |= office.objects.keys()
+    found = dict(mailbox.pull(["order 0", "order 1"]))
+    assert "never came" in str(found["order 0"])
+    assert found["order 1"].content["fedbraid"]["a"] == 1
+
+
+@pytest.mark.quick
+def test_what_has_come_stays_when_the_superlink_fails(mail):
+    mailbox, office, replies = mail
+    office.here |= office.objects.keys()
+    pull, bad = office.PullObject, replies["order 0"].content.object_id
+
+    def failing(request):
+        if request.object_id == bad:
+            raise httpx.ReadTimeout("busy")
+        return pull(request)
+
+    office.PullObject = failing
+    assert [to for to, _ in mailbox.pull(["order 0", "order 1"])] == ["order 1"]
+    with pytest.raises(httpx.ReadTimeout):
+        mailbox.pull(["order 0"])
+    office.PullObject = pull
+    assert [to for to, _ in mailbox.pull(["order 0"])] == ["order 0"]
 
 
 def test_what_is_told_of_trouble_is_bounded():
@@ -493,6 +661,99 @@ def test_a_busy_superlinks_requests_wait_for_one_another(secrets, tmp_path):
 
 
 # Who stays ------------------------------------------------------------------------------------------------
+
+
+def test_nodes_come_in_turns_and_the_server_between_them():
+    """However many nodes ask at once; and one on a slow line, going or coming, has no turn meanwhile."""
+    inside, most, answered = [], [], []
+
+    async def app(scope, receive, send):
+        inside.append(scope["path"])
+        most.append(len([path for path in inside if path in gate.NODE]))
+        body = (await receive())["body"]
+        await asyncio.sleep(0.01)
+        inside.remove(scope["path"])
+        await send({"type": "http.response.body", "body": body})
+
+    def asked(path, server, slow):
+        pieces = [
+            {"type": "http.request", "body": b"a", "more_body": True},
+            {"type": "http.request", "body": b"b"},
+        ]
+
+        async def receive():
+            if slow:
+                await asyncio.Event().wait()
+            return pieces.pop(0)
+
+        async def send(message):
+            answered.append((path, message["body"]))
+
+        headers = [(b"host", b"h"), (b"flwr-public-key", b"aa==")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "server": server}
+        return asyncio.ensure_future(door(scope, receive, send))
+
+    async def all_of_them():
+        slow = [asked("/v1/fleet/push-object", ("0.0.0.0", 1), True) for _ in range(50)]
+        await asyncio.sleep(0)
+        nodes = [asked("/v1/fleet/pull-messages", ("0.0.0.0", 1), False) for _ in range(50)]
+        await asyncio.sleep(0)
+        await asked("/v1/runtime/push-object", ("127.0.0.1", 2), False)
+        between = len(answered)
+        await asyncio.gather(*nodes)
+        for one in slow:
+            one.cancel()
+        return between
+
+    door = gate.Gate(app, ("127.0.0.1", 2), "", lambda key: True)
+    assert asyncio.run(all_of_them()) <= 2 * gate.TURNS  # the server's request did not wait for fifty nodes
+    assert max(most) == gate.TURNS
+    assert answered.count(("/v1/fleet/pull-messages", b"ab")) == 50
+
+
+def test_a_registered_key_is_looked_up_now_and_then(monkeypatch):
+    """And a stranger's every time; one that was removed is a stranger some seconds later."""
+    now, looked, registered = [100.0], [], {b"node"}
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
+    known = gate.Known(lambda key: looked.append(key) or key in registered)
+    assert [known(b"node"), known(b"node"), known(b"who"), known(b"who")] == [True, True, False, False]
+    assert looked == [b"node", b"who", b"who"]
+    registered.clear()
+    now[0] += gate.TRUST
+    assert not known(b"node")
+    assert len(known.until) == 1
+
+
+def test_flowers_layers_are_met_by_the_requests_that_they_look_at():
+    """All of them are known; one that another version brings is not left out unseen."""
+    from flwr.superlink.main import _get_middleware
+
+    layers = _get_middleware()
+    rest = {"BaseHTTPMiddleware", "ProtobufTranslationMiddleware", "RuntimeTracingMiddleware"}
+    assert {layer.cls.__name__ for layer in layers} == {*link.ONLY, *rest}
+    lighter = link._lighter(layers)
+    assert len(lighter) == len(layers) - 1  # nobody traces
+    assert sum(layer.cls is link.Only for layer in lighter) == len(link.ONLY)
+    met = []
+
+    def layer(app):
+        async def around(scope, receive, send):
+            met.append(scope.get("path"))
+            await app(scope, receive, send)
+
+        return around
+
+    async def app(scope, receive, send):
+        pass
+
+    only = link.Only(app, layer, "/v1/fleet/")
+    for scope in (
+        {"type": "http", "path": "/v1/fleet/pull-messages"},
+        {"type": "http", "path": "/v1/runtime/pull-messages"},
+        {"type": "lifespan"},
+    ):
+        asyncio.run(only(scope, None, None))
+    assert met == ["/v1/fleet/pull-messages"]
 
 
 @pytest.mark.quick
@@ -730,8 +991,68 @@ def test_a_damaged_memory_says_what_to_do(tmp_path):
         file.write_bytes(whole[:cut])
         with pytest.raises(RunError, match="is damaged"):
             Memory.read(tmp_path)
+    for at in range(0, 8 * len(whole), 11):
+        flipped = bytearray(whole)
+        flipped[at // 8] ^= 1 << at % 8
+        file.write_bytes(flipped)
+        with pytest.raises(RunError, match="is damaged"):
+            Memory.read(tmp_path)
     file.write_bytes(whole)
     assert Memory.read(tmp_path).after["job"]["h"].tolist() == [[1.0] * 4]
+
+
+@pytest.mark.quick
+def test_a_memory_outlives_a_power_cut(tmp_path, monkeypatch):
+    """The server may count on it as soon as the upload is made: file and folder are on the disk before."""
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    Memory(3, {}, {"job": {"h": torch.ones(1, 4)}}).write(tmp_path / "a" / "b", keep_down=False)
+    assert Path(synced[-1]) == tmp_path / "a" / "b"
+    assert {str(tmp_path), str(tmp_path / "a")} < set(synced)
+    assert any("memory.safetensors" in name for name in synced)
+    assert (tmp_path / "a" / "b" / "memory.safetensors").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.quick
+def test_a_node_that_lost_its_memory_says_so(user, tmp_path):
+    def mischief(node, order, reply):
+        if node == 101 and [to for _, to, kind in grid.orders if kind == "train"].count(101) == 1:
+            shutil.rmtree(tmp_path / "nodes" / "n1")
+        return reply
+
+    grid = in_process(user, tmp_path, 3, mischief)
+    everybody = f"rounds(3, clients={[[0, 1, 2]] * 3})"
+    result = driven(user, grid, tmp_path / "run", algorithm="scaffold()", schedule=everybody)
+    told = [[(t["client"], t["why"]) for t in r.get("trouble", [])] for r in result.history]
+    assert told == [[], [(1, FORGOT)], []]
+
+
+@pytest.mark.parametrize("left", ["", "-1", "x", "9" * 30, "\0\0\0"])
+def test_a_node_whose_note_was_cut_comes_back(left, secrets, tmp_path, monkeypatch):
+    """Its last number is written down to sign off by; a power cut may leave anything there."""
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.path)
+        return httpx.Response(200, content=ActivateNodeResponse(node_id=7).SerializeToString())
+
+    client = httpx.Client
+    monkeypatch.setattr(
+        httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer), base_url="https://h")
+    )
+    service = Service(secrets / "node-0.key", "h:1", {"name": "a", "state": str(tmp_path)})
+    service.home.mkdir()
+    (service.home / "node-id").write_text(left)
+    assert service._knock() is None
+    assert asked == ["/v1/fleet/activate-node", "/v1/fleet/deactivate-node"]
+    assert service._knock() is None
+    assert asked[2] == "/v1/fleet/deactivate-node"
+
+
+@pytest.mark.parametrize("name", [".", "", "a\nb", "\x1b[2J", "x" * 201])
+def test_a_name_is_what_can_be_shown(name, secrets, tmp_path):
+    with pytest.raises(ConfigError, match="is no name for a node"):
+        Service(secrets / "node-0.key", "h:1", {"name": name, "state": str(tmp_path)})
 
 
 def test_a_deployment_goes_into_a_folder(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +22,22 @@ app = typer.Typer(
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The deployment's folder.")]
 Keys = Annotated[Path, typer.Argument(metavar="KEYS", help="The folder that `deploy keys` made.")]
-Control = Annotated[str, typer.Option(help="Where the SuperLink listens for the operator.")]
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?):([0-9]{1,5})")
+
+
+def _place(text: str) -> str:
+    found = _PLACE.fullmatch(text)
+    if found is None or len(found[1]) > 253 or not 0 < int(found[3]) < 65536:
+        raise ConfigError(f"{text!r} is no HOST:PORT; write it like fl.example.org:8000")
+    return text
+
+
+Control = Annotated[str, typer.Option(callback=_place, help="Where the SuperLink listens for the operator.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
 ]
-Nodes = Annotated[str, typer.Option(help="Where nodes reach the SuperLink.")]
+Nodes = Annotated[str, typer.Option(callback=_place, help="Where nodes reach the SuperLink.")]
 Unit = Annotated[Path | None, typer.Option(help="Write a systemd unit that does this, instead of doing it.")]
 CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 
@@ -163,7 +174,9 @@ def node(
     key: Annotated[
         Path, typer.Argument(metavar="NODE.key", help="Its key, with ca.crt and trusted.yaml beside it.")
     ],
-    superlink: Annotated[str, typer.Option(help="Where nodes reach the SuperLink, HOST:PORT.")],
+    superlink: Annotated[
+        str, typer.Option(callback=_place, help="Where nodes reach the SuperLink, HOST:PORT.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="Who this node is; its key file's name by default.")
     ] = None,

@@ -17,6 +17,7 @@ from fedbraid.deploy.about import versions
 from fedbraid.deploy.check import PROTOBUF, _context, look
 from fedbraid.deploy.gate import UNKNOWN
 from fedbraid.deploy.keys import certificate, signed
+from fedbraid.deploy.notes import plain
 from fedbraid.deploy.operator import Operator
 from fedbraid.errors import EngineError, FedbraidError
 
@@ -188,7 +189,7 @@ def status(folder: Path, control: str, run: int | None = None) -> dict[str, Any]
     told: dict[str, Any] = {
         "nodes": [{"node": str(n.id), "status": n.status, "key": n.fingerprint[:16]} for n in fleet],
         "run": wanted and {**wanted, "run": str(wanted["run"])},
-        "log": [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in log.strip().splitlines()[-10:]],
+        "log": [plain(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in log.strip().splitlines()[-10:]],
         "traceback": traceback(log),
         "folder": None,
     }

@@ -6,13 +6,15 @@ port on which there is nothing but the node API, and the operator another, on lo
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedbraid.deploy.keys import fingerprint
@@ -24,6 +26,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SIGNED_APP, ABOUT = "/v1/control/signed-app", "/v1/control/about"
 UNKNOWN = "this node is not registered"
+TURNS = 8  # nodes' requests that Flower has at a time; the server's own, two at most, come between them
+TRUST = 5.0  # seconds for which a registered key is not looked up again; it was a sixth of a busy SuperLink's work
 LARGEST_ORDER = 16 << 20  # bytes of a request by the operator; Flower's bundles are smaller
 HOST = re.compile(rb"[A-Za-z0-9.:_\-\[\]]{0,255}")  # Flower's own checks go by a URL that begins with this
 
@@ -56,6 +60,23 @@ TABLE = (
 
 
 @dataclass
+class Known:
+    """Whether a node's public key is registered. The answer yes holds for some seconds: Flower asks again anyway."""
+
+    look: Callable[[bytes], bool]
+    until: dict[bytes, float] = field(default_factory=dict)
+
+    def __call__(self, key: bytes) -> bool:
+        now = time.monotonic()
+        if self.until.get(key, now) > now:
+            return True
+        found = self.look(key)
+        if found:
+            self.until[key] = now + TRUST
+        return found
+
+
+@dataclass
 class Gate:
     """In front of Flower's app: lets through what the table allows on the socket that a request came by."""
 
@@ -65,6 +86,7 @@ class Gate:
     ]  # the address whose requests are the operator's and the apps'; all others are nodes'
     token: str  # the SHA-256 of the operator's token
     registered: Callable[[bytes], bool]  # whether a node's public key is
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TURNS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -72,15 +94,33 @@ class Gate:
         if scope["type"] != "http":
             return None
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if tuple(scope["server"] or ()) == self.operator:
-            status, why = self._operators(scope, headers)
-        else:
-            status, why = self._nodes(scope, headers)
+        nodes = tuple(scope["server"] or ()) != self.operator
+        status, why = self._nodes(scope, headers) if nodes else self._operators(scope, headers)
         if status:
             return await _refuse(send, status, why)
+        if nodes:
+            return await self._in_turn(scope, receive, send)
         if scope["path"] == "/v1/control/start-run":
             return await self._start(scope, receive, send)
         return await self.app(scope, receive, send)
+
+    async def _in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Some nodes at a time, lest hundreds that look for orders keep the server from giving them.
+
+        A turn begins when all of a request is here and ends before its answer is sent: a slow line keeps nobody waiting.
+        """
+        body = await read(receive, None)
+        if body is None:
+            return
+        told: list[MutableMapping[str, Any]] = []
+
+        async def keep(message: MutableMapping[str, Any]) -> None:
+            told.append(message)
+
+        async with self.turns:
+            await self.app(scope, _again(body, receive), keep)
+        for message in told:
+            await send(message)
 
     def _nodes(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> tuple[int, str]:
         """Flower checks the signature; who is not even registered gets no byte of a body read."""
@@ -119,22 +159,28 @@ class Gate:
             return await _refuse(send, 400, "no request to start a run")
         if asked.fab.content or not asked.fab.hash_str:
             return await _refuse(send, 403, "only signed apps run here; start them with: fedbraid deploy run")
-        rest = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> MutableMapping[str, Any]:
-            return rest.pop() if rest else await receive()
-
-        await self.app(scope, again, send)
+        assert body is not None
+        await self.app(scope, _again(body, receive), send)
 
 
-async def read(receive: Receive, most: int) -> bytes | None:
-    """A request's body, None where it is larger than that."""
+def _again(body: bytes, receive: Receive) -> Receive:
+    """What a request brings when its body was read already."""
+    rest: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> MutableMapping[str, Any]:
+        return rest.pop() if rest else await receive()
+
+    return again
+
+
+async def read(receive: Receive, most: int | None) -> bytes | None:
+    """A request's body, None where it is larger than that, or whoever sent it went away."""
     body, more = bytearray(), True
     while more:
         part = await receive()
         body += part.get("body", b"")
         more = part.get("more_body", False)
-        if len(body) > most or part["type"] == "http.disconnect":
+        if (most is not None and len(body) > most) or part["type"] == "http.disconnect":
             return None
     return bytes(body)
 

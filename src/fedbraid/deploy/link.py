@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,33 @@ from typing import Any
 from fedbraid.deploy import keys
 from fedbraid.deploy.about import versions
 from fedbraid.deploy.backoff import Backoff
-from fedbraid.deploy.gate import ABOUT, LARGEST_ORDER, SIGNED_APP, Gate, read
+from fedbraid.deploy.gate import (
+    ABOUT,
+    LARGEST_ORDER,
+    SIGNED_APP,
+    App,
+    Gate,
+    Known,
+    Receive,
+    Scope,
+    Send,
+    read,
+)
 from fedbraid.deploy.notes import say
 from fedbraid.deploy.sign import is_signed, read_trusted
 from fedbraid.errors import ConfigError, EngineError
 
 Address = tuple[str, int]
+ONLY: dict[
+    str, str | tuple[str, ...]
+] = {  # what Flower's layers look at; each costs a request some 2 ms, idle or not
+    "ControlSensitiveResponseMiddleware": "/v1/control/",
+    "ControlAuthenticationMiddleware": "/v1/control/",
+    "ControlLicenseMiddleware": "/v1/control/",
+    "ControlEventLogMiddleware": "/v1/control/",
+    "NodeAuthMiddleware": "/v1/fleet/",
+    "FleetEventLogMiddleware": (),  # there is no log of events
+}
 PATIENCE = "60000"  # milliseconds that one request waits for another's write; with Flower's 5,000, runs of busy fleets break
 
 
@@ -49,7 +71,7 @@ def serve(folder: Path, nodes: Address, operator: Address, database: Path) -> No
 
     token = (folder / "operator.sha256").read_text().strip()
     config = uvicorn.Config(
-        Gate(app, operator, token, registered), ssl_keyfile=str(folder / "server.key"), ssl_certfile=str(folder / "server.crt"),
+        Gate(app, operator, token, Known(registered)), ssl_keyfile=str(folder / "server.key"), ssl_certfile=str(folder / "server.crt"),
         lifespan="on", proxy_headers=False, log_config=get_uvicorn_log_config(console_handler.level),
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=sockets)
@@ -123,7 +145,34 @@ def _superlink(folder: Path, operator: Address, database: Path) -> Any:
         ssl_keyfile=str(paths[2]), database=str(database), isolation="process", runtime_dependency_install=False,
     )  # fmt: skip
     made: Any = lambda *_: Executor(operator, paths[0], secret)  # noqa: E731
-    return create_app(config, made)
+    app = create_app(config, made)
+    app.user_middleware = _lighter(app.user_middleware)
+    return app
+
+
+def _lighter(layers: Sequence[Any]) -> list[Any]:
+    """Flower's layers around each request, without those that let it through untouched."""
+    from starlette.middleware import Middleware
+
+    tracing = os.getenv("FLWR_TRACING_ENABLED") == "1"
+    kept = [layer for layer in layers if tracing or layer.cls.__name__ != "RuntimeTracingMiddleware"]
+    return [
+        Middleware(Only, made=layer.cls, under=ONLY[layer.cls.__name__])
+        if layer.cls.__name__ in ONLY
+        else layer
+        for layer in kept
+    ]
+
+
+class Only:
+    """A layer that only the requests under some path meet."""
+
+    def __init__(self, app: App, made: Callable[[App], App], under: str | tuple[str, ...]) -> None:
+        self.app, self.made, self.under = app, made(app), under
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        met = scope["type"] == "http" and scope["path"].startswith(self.under)
+        await (self.made if met else self.app)(scope, receive, send)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
@@ -33,6 +33,8 @@ from fedbraid.engines.client import Order, Setup, first_memory, visit
 from fedbraid.errors import RunError
 from fedbraid.links.private import OwnNoise
 from fedbraid.run.budget import Crowd, bound
+from fedbraid.run.checkpoint import model_checksum
+from fedbraid.run.files import checksum, make_folder, write_whole
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project
@@ -118,8 +120,9 @@ def obey(
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
     who = Caster(algorithm.downloads, version, settings.seed, task.layout, real=True)
     down = algorithm.down.means(memory.down, who)
-    fresh = first_memory(setup)
-    rows = memory.after.get(str(order["start"]), {name: v.reshape(1, -1) for name, v in fresh.items()})
+    start, fresh = str(order["start"]), first_memory(setup)
+    rows = memory.after.get(start, {name: v.reshape(1, -1) for name, v in fresh.items()})
+    forgot = bool(fresh) and start != "none" and start not in memory.after
     frames: dict[str, bytes] = {}
     reply = visit(setup, gradients, Order(version, np.array([client]), down, rows), frames)
     memory.after[str(order["job"])] = reply.memory
@@ -129,6 +132,7 @@ def obey(
         "job": str(order["job"]),
         "lost": False,
         "held": memory.held,
+        "forgot": forgot,
         "loss": 0.0 if _of_its_own(algorithm) else float(reply.loss),  # which would tell of its data
         "blob": bundle(frames),
     }
@@ -196,8 +200,11 @@ class Memory:
     def read(cls, place: Path) -> Memory:
         try:
             with safe_open(place / "memory.safetensors", "pt") as file:
-                about = json.loads(file.metadata()["fedbraid"])
+                said = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if said["checksum"] != _checksum(said["fedbraid"], tensors):
+                raise ValueError("its checksum does not fit")
+            about = json.loads(said["fedbraid"])
         except FileNotFoundError:
             return cls()
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -209,22 +216,25 @@ class Memory:
         for key, value in tensors.items():
             kind, job, name = key.split("/", 2)
             (down if kind == "down" else jobs[job])[name] = value
-        return cls(about["held"], down, jobs, int(about.get("visits", 0)))
+        return cls(about["held"], down, jobs, about["visits"])
 
     def write(self, place: Path, keep_down: bool) -> None:
-        """To disk, whole or not at all."""
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """To the disk itself, whole or not at all: what is uploaded next will be counted on."""
+        make_folder(place)
         tensors: dict[str, Tensor] = {}
         if keep_down:
             tensors |= {f"down//{name}": v.contiguous().clone() for name, v in self.down.items()}
         for job, rows in self.after.items():
             tensors |= {f"after/{job}/{name}": v.contiguous().clone() for name, v in rows.items()}
-        about = {"held": self.held if keep_down else -1, "jobs": list(self.after), "visits": self.visits}
-        part = place / ".memory.part"
-        save_file(tensors, part, {"fedbraid": json.dumps(about)})
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        part.replace(place / "memory.safetensors")
+        about = json.dumps(
+            {"held": self.held if keep_down else -1, "jobs": list(self.after), "visits": self.visits}
+        )
+        said = {"fedbraid": about, "checksum": _checksum(about, tensors)}
+        write_whole(place / "memory.safetensors", save_tensors(tensors, said))
+
+
+def _checksum(about: str, tensors: Vectors) -> str:
+    return f"{checksum(about.encode(), int(model_checksum(tensors), 16)):08x}"
 
 
 # Flower -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Troubles:
     told: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def add(self, node: int, client: int, why: str) -> None:
-        key = node, why[:500]
+        key = node, plain(why[:500])[:500]
         self._tell(key, client)
         if key in self.kept:
             self.kept[key]["times"] += 1
@@ -77,6 +77,17 @@ class Wait:
 
     def note(self) -> dict[str, Any]:
         return {"for": self.name, "since": self.since, "until": self.until}
+
+
+def plain(text: str) -> str:
+    r"""One line that can be shown on any terminal, whoever wrote it.
+
+    >>> plain("ü\n\x1b[2J")
+    'ü\\n\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(what: str) -> None:

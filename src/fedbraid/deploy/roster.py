@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 from fedbraid.errors import WireError
 
 MOST_SAMPLES = 10**9  # a node that claims more is not believed
+NAME = "a name has 1 to 200 characters that can be printed"  # it goes to the operator's terminal, and into lines of logs
+
+
+def is_name(text: str) -> bool:
+    """Whether a node may be called this."""
+    return 0 < len(text) <= 200 and text.isprintable()
 
 
 @dataclass
@@ -40,8 +46,8 @@ class Roster:
     def welcome(self, node: int, about: dict[str, Any], online: Mapping[int, str]) -> Member:
         """Enter a node that introduced itself; it may be an old acquaintance under a new id."""
         name, samples, claim = about["name"], about["samples"], about["client"]
-        if not 0 < samples <= MOST_SAMPLES or not 0 < len(name) <= 200:
-            raise WireError(f"it claims {samples} samples under a name of {len(name)} characters")
+        if not 0 < samples <= MOST_SAMPLES or not is_name(name):
+            raise WireError(f"it claims {samples} samples under the name {name[:200]!r}; {NAME}")
         known = self.named(name)
         if known is not None and known.gone:
             raise WireError(f"it calls itself {name!r}, which has left for good; join under another name")

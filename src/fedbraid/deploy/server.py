@@ -33,6 +33,7 @@ from fedbraid.deploy import leaving
 from fedbraid.deploy.backoff import Resting
 from fedbraid.deploy.bound import Bound, Norms
 from fedbraid.deploy.keys import fingerprint
+from fedbraid.deploy.mailbox import Mailbox
 from fedbraid.deploy.notes import Troubles, Wait
 from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
@@ -53,6 +54,8 @@ log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLin
 
 T = TypeVar("T")
 HELLO, LEAVE = "hello", "leave"
+MOST_LOSS = 1e30  # of a mean in single precision nothing is left beyond
+FORGOT = "it no longer had what it remembered and began anew; what the server has of it stays as it was"
 SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
 Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
 
@@ -189,6 +192,7 @@ class Fleet:
         self.roster, self.bound = Roster(), Bound(settings.norm_factor)
         self.got: list[Arrival] = []  # what makes the step that is being taken
         self.flying: dict[str, Job] = {}  # message id -> job
+        self.mailbox = Mailbox(grid)
         self.online: dict[int, str] = {}  # node -> the fingerprint of its key
         self.woke: dict[int, str] = {}  # node -> when it last connected
         self.resting = Resting()  # clients whose orders, and nodes whose introductions failed
@@ -596,15 +600,17 @@ class Fleet:
     def _pull(self) -> list[Arrival]:
         """What has come in since the last look, broken answers sorted out."""
         arrivals = []
-        came: list[Message] = []
+        came: list[tuple[str, Message | WireError]] = []
         if self.flying:
-            came = self._tried("give answers", lambda: [*self.grid.pull_messages([*self.flying])], [])
-        for message in came:
-            job = self.flying.pop(message.metadata.reply_to_message_id, None)
+            came = self._tried("give answers", lambda: self.mailbox.pull([*self.flying]), [])
+        for asked, message in came:
+            job = self.flying.pop(asked, None)
             if job is None:
                 self.late += 1
                 continue
             try:
+                if isinstance(message, WireError):
+                    raise message
                 if message.has_error():
                     raise WireError(f"it failed: {message.error.reason}")
                 arrival = self._read(job, message)
@@ -639,8 +645,10 @@ class Fleet:
         if answer["lost"]:
             raise WireError("it does not hold the state that the server counted on; it will get all of it")
         answer = _fields(content, loss=float, blob=bytes)
-        if not math.isfinite(answer["loss"]):
+        if not abs(answer["loss"]) <= MOST_LOSS:
             raise WireError(f"its training loss is {answer['loss']}")
+        if content.get("forgot") is True:
+            self._note(job.node, job.client, FORGOT)
         return self._open_upload(job, member, answer)
 
     def _open_upload(self, job: Job, member: Member, answer: dict[str, Any]) -> Arrival:

@@ -21,7 +21,9 @@ from fedbraid.deploy import worker
 from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.keys import signed
 from fedbraid.deploy.notes import say
+from fedbraid.deploy.roster import NAME, is_name
 from fedbraid.errors import ConfigError, InUseError, MissingExtra
+from fedbraid.run.files import write_whole
 
 HEALTHY = 60.0  # seconds after which a start counts as a success
 MARK = "FEDBRAID_NODE"  # in the environment of every process that belongs to a node
@@ -46,6 +48,8 @@ class Service:
                 raise ConfigError(
                     f"{path} is missing; a node needs its key, ca.crt and trusted.yaml in one folder"
                 )
+        if not is_name(str(self.config["name"])) or self.config["name"] == ".":
+            raise ConfigError(f"{self.config['name']!r} is no name for a node; {NAME}")
         state = Path(str(self.config["state"])).expanduser().resolve()
         self.home = state / ("." + re.sub(r"[^A-Za-z0-9_.-]", "_", str(self.config["name"])))
         self.mark = str(self.home)
@@ -122,6 +126,7 @@ class Service:
         """Sign the node off that may have died without a word, so that it can come back at once: what is wrong."""
         import httpx
         from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse, DeactivateNodeRequest
+        from google.protobuf.message import DecodeError
 
         from fedbraid.deploy.check import PROTOBUF, _context
 
@@ -134,17 +139,17 @@ class Service:
 
         try:
             with httpx.Client(verify=_context(self.key.parent), timeout=10.0) as client:
-                if note.exists():
-                    post("deactivate", DeactivateNodeRequest(node_id=int(note.read_text())))
+                if (last := _number(note)) is not None:
+                    post("deactivate", DeactivateNodeRequest(node_id=last))
                 answer = post("activate", ActivateNodeRequest(public_key=public, heartbeat_interval=30))
                 if answer.status_code == 401:
                     return f"the SuperLink does not know {self.key.name}; the operator lets it in with: fedbraid deploy register"
                 if answer.status_code != 200:
                     return f"the SuperLink still believes this node connected ({answer.status_code})"
                 node = ActivateNodeResponse.FromString(answer.content).node_id
-                note.write_text(str(node))
+                write_whole(note, str(node).encode())
                 post("deactivate", DeactivateNodeRequest(node_id=node))
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, DecodeError) as error:
             return f"no SuperLink at {self.superlink}: {error}"
         return None
 
@@ -188,6 +193,15 @@ def _ended(child: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def _number(note: Path) -> int | None:
+    """What the file says, None where there is none or it is damaged."""
+    try:
+        found = int(note.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if 0 <= found < 2**64 else None
 
 
 def sweep(mark: str) -> list[int]:

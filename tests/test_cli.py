@@ -588,10 +588,11 @@ def test_a_full_disk_leaves_what_was_there(room: int, call: Call, done: Path, tm
 LONG = ["--rounds", "60", "--per-round", "5", "--clients", "50", "--evaluate-every", "30"]
 STEPS = 10
 HELD = f"""
-import sys, time
+import signal, sys, time
 from fedbraid.cli import main
 from fedbraid.run.checkpoint import Checkpoint
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 commit, done = Checkpoint.commit, []
 def hold(self, *given):
     commit(self, *given)

@@ -80,7 +80,7 @@ def native_pays(task: Task, wall: float) -> bool:
     """Whether so many seconds of plain autograd on all cores are worth compiled code, if the model can have it."""
     if task.device.type != "cpu":
         return False
-    memory, model = _Memory(), _model(task)
+    memory, model = _Fastest(), _model(task)
     if SAVED * (wall + memory.spent.get(model, 0.0)) > compiling(task):
         return Native.supports(task) is None
     known = model in memory.compiled and SAVED * wall > loading(task)
@@ -89,7 +89,7 @@ def native_pays(task: Task, wall: float) -> bool:
 
 def note_compiled(task: Task) -> None:
     """Remember that this model's code is there, for short runs to take."""
-    _Memory().ran(_model(task), "native", 0.0)
+    _Fastest().ran(_model(task), "native", 0.0)
 
 
 def faster(task: Task, wall: float) -> str | None:
@@ -193,7 +193,7 @@ class Watched:
         self.engine.close()
         taken = self.seconds / max(self.steps, 1)
         if self.steps:
-            _Memory().ran(self.model, self.choice.way, self.seconds)
+            _Fastest().ran(self.model, self.choice.way, self.seconds)
         if self.seconds < DOUBTED or taken <= SLOWER * self.choice.seconds:
             return
         if self.choice.measured:  # what surrounds the gradient took the rest: promise what was seen

@@ -212,7 +212,8 @@ class ScaffoldM(Rule):
 
     def absorb(self, s, c):
         gone = sum(v.sent["h"] for v in c.visits)
-        return {"H": s["H"] - gone + len(c.visits) / (c.a * c.lr) * c.mean("delta")}
+        moved = sum(p * v.got["delta"] / v.lr for p, v in zip(c.p, c.visits))
+        return {"H": s["H"] - gone + len(c.visits) / c.a * moved}
 
 
 class Scallion(Rule):
@@ -408,6 +409,7 @@ class Cohort:
     visits: list[Visit]
     t: int  # the version that the step starts from
     N: int
+    x: Vec  # the server's model, today
     all_sizes: Vec  # n_j of every known client
     kind: str
     staleness: str
@@ -459,6 +461,14 @@ class Mean:
     def cross(self, up: Up, at: Visit) -> Named:
         """What is received of a visit's uploads."""
         return up(at.got, at)
+
+
+class Mixing(Mean):
+    """FedAsync's own form: x ← (1 − s(τ)) x + s(τ) y_i, the mean of it over a buffer."""
+
+    def __call__(self, updates, c):
+        apart = [c.x - (v.x - u) for v, u in zip(c.visits, updates)]
+        return super().__call__(apart, c)
 
 
 class Memory(Mean):
@@ -523,6 +533,7 @@ class Clusters(Mean):
 
 GATHERS: dict[str, type[Mean]] = {
     "mean": Mean,
+    "mixing": Mixing,
     "memory": Memory,
     "mifa": Mifa,
     "aced": Mifa,
@@ -675,7 +686,8 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
     gather = GATHERS[spec.gather.name](spec.gather, setting)
     optimise, adjust = Optimiser(spec, setting), Adjust(spec.adjust, setting)
     up, down = Up(spec.up, setting), Down(spec.down, setting)
-    x, server = setting.x0, rule.state(d)
+    average = x = setting.x0
+    server = rule.state(d)
     memories: dict[int, Named] = {}
     sent = [down({"x": x, **rule.send(server, x, setting.ticks[0].N)})]
     for t, tick in enumerate(setting.ticks):
@@ -694,7 +706,11 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
             at.got = gather.cross(up, at)
             memories[client] = rule.remember(at)
             visits.append(at)
-        c = Cohort(visits, t, tick.N, setting.sizes[: tick.N], spec.weights, spec.staleness)
+        if not visits:  # nobody came: the version counts on, and nothing moves
+            sent.append(down({"x": x, **rule.send(server, x, tick.N)}))
+            yield average, x
+            continue
+        c = Cohort(visits, t, tick.N, x, setting.sizes[: tick.N], spec.weights, spec.staleness)
         G = rule.rescale(gather([rule.read(v) for v in visits], c), c)
         server = rule.absorb(server, c)
         inferior = sum(up.quantises(v.client) for v in visits) / len(visits)

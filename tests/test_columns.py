@@ -50,6 +50,21 @@ def test_a_frame_by_column(library):
     assert fb.simulate(task, fb.fedavg(), WORK, fb.rounds(3)).last("accuracy") >= 0
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_test_frame_has_the_training_tables_columns_in_its_order(library):
+    data, test = frame(library), frame(library, n=15, seed=1)
+    turned = test[["user", "kind", "width", "height"]]
+    one, two = (fb.Task.from_table(nn.Linear(2, 3), data, "kind", by="user", test=t) for t in (test, turned))
+    assert torch.equal(one.test[0], two.test[0])
+    with pytest.raises(DataError, match="the test set has no column 'width'; it has 'height'"):
+        fb.Task.from_table(nn.Linear(2, 3), data, "kind", by="user", test=test[["height", "kind"]])
+    ids = fb.Task.from_table(
+        nn.Linear(2, 3), data[["height", "width", "kind"]], "kind", by=np.arange(40) % 4, test=turned
+    )
+    assert ids.clients == 4
+    assert torch.equal(ids.test[0], one.test[0])
+
+
 class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()

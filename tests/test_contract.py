@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,6 +68,17 @@ def test_scaffold_m_visits_scaffolds_models(cohort, rho):
     trial = Trial(rho=rho, cohort=cohort, lr=0.1, steps=12)
     one, two = (trial.run(build(weights="uniform")).x for build in (fb.scaffold, fb.scaffold_m))
     np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_scaffold_m_visits_scaffolds_models_when_stale_visits_had_a_larger_rate():
+    work = fb.Work(lr=0.2, steps=3, batch=None, lr_decay=0.8)
+    late = fb.buffered(12, buffer=3, concurrency=5)
+    one, two = (
+        simulate(Trial().p.task, build(weights="uniform"), work, late, evaluate_every=None)
+        for build in (fb.scaffold, fb.scaffold_m)
+    )
+    assert max(r["staleness_max"] for r in one.history) > 0
+    np.testing.assert_allclose(one.x, two.x, atol=1e-5)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.9])
@@ -219,13 +231,16 @@ def steep():
     return fb.Task.from_arrays(nn.Linear(4, 1), clients=data, test=data[0], loss="mse")
 
 
-def test_growth_beyond_reason_ends_a_run_and_keeps_the_last_good_step(steep, tmp_path):
-    with pytest.raises(Diverged, match=r"beyond reason.*last good step, (\d+), is kept"):
-        explosive(steep, out=tmp_path / "run")
+@pytest.mark.parametrize("every", [1, 4])
+def test_growth_beyond_reason_ends_a_run_and_keeps_the_last_good_step(steep, tmp_path, every):
+    with pytest.raises(Diverged, match=r"beyond reason.*the last committed step is intact") as stopped:
+        explosive(steep, out=tmp_path / "run", checkpoint_every=every)
     from fedbraid.run.checkpoint import Folder
 
     kept = list(Folder(tmp_path / "run").records())
     assert all(r["norm"] < 1e5 for r in kept)
+    good = int(re.search(r"Step (\d+) was the last within reason", str(stopped.value))[1])
+    assert len(kept) == good // every * every
     result = explosive(steep, keep_going=True)
     assert len(result.history) == 8
     assert result.history[-1]["norm"] > 1e8
@@ -423,11 +438,13 @@ def test_run_starts_from_the_work_of_the_algorithms_paper_and_compare_does_when_
     monkeypatch.chdir(tmp_path)
     base = {"task": {"name": "digits"}, "work": {}, "schedule": {}, "run": {}}
     momentum = {
-        name: cfg.plan({**base, "algorithm": {"name": name}}).work.momentum
+        name: cfg.prepare({**base, "algorithm": {"name": name}}).work.momentum
         for name in ("fedavg", "fedgbo", "scaffold")
     }
     assert momentum == {"fedavg": 0.9, "fedgbo": 0.0, "scaffold": 0.0}
-    assert cfg.plan({**base, "algorithm": {"name": "fedgbo"}, "work": {"momentum": 0.5}}).work.momentum == 0.5
+    assert (
+        cfg.prepare({**base, "algorithm": {"name": "fedgbo"}, "work": {"momentum": 0.5}}).work.momentum == 0.5
+    )
     assert [contestant(base, "fedgbo", own).work.momentum for own in (False, True)] == [0.9, 0.0]
     assert main(["run", "digits", "fedgbo", "--rounds", "2", "--clients", "10", "--per-round", "2"]) == 0
     assert "clients work as in fedgbo's paper: momentum 0 (--momentum changes it)" in capsys.readouterr().out

@@ -43,6 +43,9 @@ def convolutions():
 
 MODELS = {
     "convolutions": (convolutions, (2, 8, 8)),
+    "pooled at once": (
+        lambda: nn.Sequential(nn.Conv2d(2, 7, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(112, 4)), (2, 8, 8)
+    ),
     "one row of the table": (lambda: nn.Linear(64, 4), (64,)),
     "rows": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Flatten(), nn.Linear(21, 4, bias=False)), (3, 5)),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(5), nn.Flatten(), nn.Linear(15, 4)), (3, 5)),

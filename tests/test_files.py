@@ -153,6 +153,7 @@ BAD = {
     "my.py:plain": "is a Algorithm; it must be a fedbraid Task",
     "my.py:broken": "line [0-9]+: ValueError: no luck",
     "my.py:task(client=3)": "unknown keyword of task 'client'",
+    "my.py:broken(client=3)": "unknown keyword of broken 'client'; known: none",
     "wrong.py:task": "wrong.py cannot be imported: line 2: NameError: name 'nix' is not defined",
 }
 
@@ -163,3 +164,35 @@ def test_what_is_wrong_is_one_sentence(file, text):
     with pytest.raises(ConfigError, match=BAD[text]) as refusal:
         load(text, fb.Task, "task")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("words", [["my.py", "fedavg"], ["my.py:task", "my.py"], ["my.py:", "fedavg"]])
+def test_a_file_without_a_name(file, capsys, words):
+    assert main(["run", *words]) == 2
+    assert "my.py is a file; say which of its names to take, such as my.py:task" in capsys.readouterr().err
+
+
+NUMBERS = """
+import fedbraid as fb, torch
+class Some(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return torch.randn(2), i % 2
+x = torch.randn(3, 4, 2)
+values = fb.Task.from_arrays(torch.nn.Linear(2, 1), [(a, a.sum(1)) for a in x], loss="mse")
+several = fb.Task.from_arrays(torch.nn.Linear(2, 2), [(a, (a > 0).long()) for a in x], loss="logistic")
+disk = fb.Task.from_datasets(torch.nn.Linear(2, 2), [Some(), Some(), Some()], lazy=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("values", "no class labels"), ("several", r"labels of shape (2,) a sample"), ("disk", "on disk")],
+)
+def test_sizes_are_shown_where_no_label_can_be(file, capsys, name, why):
+    (file.parent / "numbers.py").write_text(NUMBERS)
+    assert main(["data", f"numbers.py:{name}"]) == 0
+    assert why in capsys.readouterr().out
+    said = call(capsys, "data", f"numbers.py:{name}")
+    assert (said["clients"], said["samples"], said["largest"], said["counts"]) == (3, 12, 4, None)
+    assert main(["data", f"numbers.py:{name}", "--png", "a.png"]) == 2
+    assert why in capsys.readouterr().err

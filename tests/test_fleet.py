@@ -371,14 +371,14 @@ def test_honest_uploads_of_any_size_are_taken_and_learned_from(tmp_path):
     """Early and late, of one step and of a thousand; only what is out of all proportion is refused."""
     x, bound = torch.ones(100), Bound(100.0)
     for norm, steps in ((50.0, 1), (3.0, 10), (0.5, 1), (900.0, 1000), (2.0, 1), (0.01, 1), (150.0, 200)):
-        bound.took(bound.judge({"delta": torch.full((1, 100), norm / 10)}, steps, x))
+        bound.took(bound.check({"delta": torch.full((1, 100), norm / 10)}, steps, x))
     with pytest.raises(WireError, match="norm-factor=100 times the median"):
-        bound.judge({"delta": torch.full((1, 100), 1e4)}, 1, x)
+        bound.check({"delta": torch.full((1, 100), 1e4)}, 1, x)
     again = Bound.restore(100.0, json.loads(json.dumps(bound.note())))
     assert again == bound
-    assert Bound(0.0).judge({"delta": torch.full((1, 100), 1e30)}, 1, x)
+    assert Bound(0.0).check({"delta": torch.full((1, 100), 1e30)}, 1, x)
     with pytest.raises(WireError, match="a million times"):
-        Bound(100.0).judge({"delta": torch.full((1, 100), 1e9)}, 1, x)
+        Bound(100.0).check({"delta": torch.full((1, 100), 1e9)}, 1, x)
 
 
 def test_failing_nodes_are_asked_ever_more_rarely(user, tmp_path):

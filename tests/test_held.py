@@ -119,16 +119,22 @@ def test_it_is_resumed_to_the_bit(blobs, tmp_path):
 # Fading ---------------------------------------------------------------------------------------------------
 
 
+SOME_EMPTY = fb.rounds(6, clients=1, sampling="poisson")
+
+
+@pytest.mark.parametrize("schedule", [fb.rounds(6, clients=2), SOME_EMPTY], ids=["fixed", "poisson"])
 @pytest.mark.parametrize("build", ["fedvarp", "mifa", "adam"])
-def test_a_fading_sum_is_of_what_clients_hold_faded(blobs, build):
+def test_a_fading_sum_is_of_what_clients_hold_faded(blobs, build, schedule):
     rho, steps = 0.2, 6
     a = BUILDS[build](held="client", fade=rho)
-    run = fb.simulate(blobs, a, WORK, fb.rounds(steps, clients=2), seed=2)
+    run = fb.simulate(blobs, a, WORK, schedule, seed=2)
+    came = [bool(r["clients"]) for r in run.history]
+    assert all(came[came.index(True) :]) == (schedule is not SOME_EMPTY)
     rows = run.state.clients.get(list(range(blobs.clients)))
     held = rows["w_i"] * rows["y_i"] * (1 - rho) ** (steps - rows["t_i"])
     sums = next(s for s in run.state.server if hasattr(s, "total"))
     torch.testing.assert_close(sums.total, held.double().sum(0), rtol=1e-4, atol=1e-4)
-    plain = fb.simulate(blobs, BUILDS[build](held="client"), WORK, fb.rounds(steps, clients=2), seed=2)
+    plain = fb.simulate(blobs, BUILDS[build](held="client"), WORK, schedule, seed=2)
     assert not torch.allclose(run.x, plain.x, atol=1e-4)
 
 

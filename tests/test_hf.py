@@ -61,6 +61,24 @@ def test_a_dataset_by_column_with_a_model_as_it_is(bert, datasets):
     assert torch.equal(result.x, again.x)
 
 
+def test_a_dataset_by_column_that_stays_on_disk(bert, datasets, tmp_path):
+    for name, some in (("train", rows()), ("test", rows(12, 1))):
+        datasets.Dataset.from_dict(some).save_to_disk(tmp_path / name)
+    train, test = (datasets.load_from_disk(tmp_path / name) for name in ("train", "test"))
+    tasks = [
+        fb.Task.from_datasets(bert, train, test, by="user", collate=fb.pad(), lazy=lazy)
+        for lazy in (True, False)
+    ]
+    assert type(tasks[0].inputs).__name__ == "Column"
+    lazy, eager = (fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=2), engine=LOOP) for t in tasks)
+    assert torch.equal(lazy.x, eager.x)
+    assert lazy.last("accuracy") == eager.last("accuracy")
+    with pytest.raises(DataError, match=r"no column 'person'; it has 'input_ids'"):
+        fb.Task.from_datasets(bert, train, by="person", collate=fb.pad(), lazy=True)
+    with pytest.raises(DataError, match="takes a Hugging Face dataset, not a dict"):
+        fb.Task.from_datasets(bert, rows(), by="user", collate=fb.pad(), lazy=True)
+
+
 def test_a_dataset_per_client_and_its_collator(bert, datasets, transformers):
     whole = datasets.Dataset.from_dict(rows())
     parts = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_resume import Stop, StopAt
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import fedbraid as fb
 from fedbraid.data import lazy
@@ -167,6 +167,71 @@ def test_what_cannot_be_read_is_named(tmp_path):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
     with pytest.raises(DataError, match="cannot be listed"):
         fb.folders(tmp_path / "none", load)
+
+
+@pytest.mark.parametrize("engine", [LOOP, VMAP, POOL, "auto"])
+def test_a_label_that_names_no_class(engine):
+    held = [Held(i) for i in range(4)]
+    made = fb.Task.from_datasets(nn.Linear(5, 3), held, lazy=True)
+    held[2].y[1] = 7
+    with pytest.raises(fb.FedbraidError, match="client 2 has the label 7, which is out of range; use 0 to 2"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(1, clients=4), engine=engine, evaluate_every=None)
+
+
+def test_a_test_label_that_names_no_class():
+    tested = Held(9, n=8)
+    made = fb.Task.from_datasets(nn.Linear(5, 3), [Held(0), Held(1)], tested, lazy=True)
+    tested.y[3] = -1
+    with pytest.raises(DataError, match="the test set has the label -1"):
+        fb.simulate(made, fb.fedavg(), WORK, fb.rounds(1, clients=2), engine=LOOP)
+
+
+def test_a_test_share_per_client():
+    shares = [Held(10, n=6), None, Held(12, n=9), Held(13, n=4)]
+    metrics = {"hits": lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()}
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    runs = [
+        fb.simulate(
+            fb.Task.from_datasets(
+                model, [Held(i) for i in range(4)], client_tests=shares, lazy=late, metrics=metrics
+            ),
+            fb.fedavg(), WORK, fb.rounds(3, clients=2), engine=LOOP, evaluate_on="clients",
+        )
+        for late in (True, False)
+    ]  # fmt: skip
+    assert runs[0].history == runs[1].history
+    assert runs[0].per_client() == runs[1].per_client()
+    assert [row["client"] for row in runs[0].per_client()] == [0, 2, 3]
+    held = [Held(0), Held(1)]
+    for late in (True, False):
+        with pytest.raises(DataError, match="1 test shares for 2 clients; give one each"):
+            fb.Task.from_datasets(model, held, client_tests=[Held(2)], lazy=late)
+        with pytest.raises(DataError, match="both test= and client_tests= were given"):
+            fb.Task.from_datasets(model, held, Held(3), client_tests=held, lazy=late)
+        with pytest.raises(DataError, match="give test= with by="):
+            fb.Task.from_datasets(model, held, client_tests=held, by="who", lazy=late)
+
+
+def test_clients_held_out_are_the_same_on_disk():
+    eager, late = (fb.sweep.hold_out(task(lazy=on_disk), 0.3, 1) for on_disk in (False, True))
+    assert isinstance(late.test[0], lazy.Column)
+    assert late.sizes.tolist() == eager.sizes.tolist()
+    runs = [fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=3), engine=LOOP) for t in (eager, late)]
+    assert runs[0].history == runs[1].history
+    assert torch.equal(runs[0].x, runs[1].x)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_has_no_length(late):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with pytest.raises(
+        DataError, match="client 1 is a Stream, which has no length; give a dataset with __len__"
+    ):
+        fb.Task.from_datasets(nn.Linear(5, 3), [Held(0), Stream()], lazy=late)
 
 
 def dies(x):

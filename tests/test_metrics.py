@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.errors import DataError, RunError
+from fedbraid.errors import ConfigError, DataError, RunError
 from fedbraid.report.collect import collect
 from fedbraid.report.page import describe
 from fedbraid.report.tables import as_csv
@@ -154,6 +154,48 @@ def test_callbacks_go_by_it(task):
     look = Look()
     fb.simulate(task, fb.feddyn(mu=0.1), WORK, ROUNDS, callbacks=[look])
     assert look.said > 0
+
+
+@pytest.mark.parametrize("watch", [fb.callbacks.EarlyStopping(metric="f2"), fb.callbacks.KeepBest("f2")])
+def test_callbacks_do_not_wait_for_what_never_comes(task, watch):
+    with pytest.raises(ConfigError, match=r"unknown metric 'f2'; known: accuracy,.* f1, loss"):
+        fb.simulate(task, fb.fedavg(), WORK, ROUNDS, callbacks=[watch])
+    with pytest.raises(ConfigError, match="'f2' is not measured, since nothing is evaluated"):
+        fb.simulate(task, fb.fedavg(), WORK, ROUNDS, callbacks=[watch], evaluate_every=None)
+
+
+def test_callbacks_wait_for_the_next_evaluation_and_for_shares_with_a_value():
+    def never(outputs, targets):
+        return 0.5 if len(targets) > 12 else float("nan")  # no share has one
+
+    task, watch = make({"odd": never}), fb.callbacks.EarlyStopping(metric="odd_clients")
+    every = {"evaluate_every": 3, "evaluate_on": "clients"}
+    assert len(fb.simulate(task, fb.fedavg(), WORK, ROUNDS, callbacks=[watch], **every).history) == 4
+
+
+FILE = """
+import fedbraid as fb, torch
+torch.manual_seed(0)
+x = torch.randn(6, 10, 1, 4, 4)
+clients = [(a, (a[:, 0] > 0).long()) for a in x]  # a class a pixel: a loss, and no accuracy
+pixels = fb.Task.from_arrays(torch.nn.Conv2d(1, 2, 1), clients, clients[0])
+"""
+
+
+def test_without_an_accuracy_the_loss_is_what_counts(tmp_path, monkeypatch, capsys):
+    from fedbraid.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(FILE)
+    run = ["run", "mine.py:pixels", "fedavg", "--rounds", "2", "--quiet"]
+    assert main([*run, "--patience", "1", "--out", "a"]) == 0
+    assert '"metric": "loss"' in (tmp_path / "a/watching.json").read_text()
+    assert main([*run, "--target", "0.9"]) == 2
+    assert "target=0.9 is a test accuracy, which this task has none of" in capsys.readouterr().err
+    assert main([*run, "--patience", "1", "--metric", "accuracy"]) == 2
+    assert "unknown metric 'accuracy'; known: loss, train_loss" in capsys.readouterr().err
+    search = ["sweep", "mine.py:pixels", "fedavg", "lr=[0.1, 0.2]", "--method", "grid", "--rounds", "1"]
+    assert main([*search, "--jobs", "1", "--prune", "none", "--json"]) == 0
 
 
 def test_the_bar_shows_it(task):

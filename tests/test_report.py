@@ -147,7 +147,7 @@ def test_the_command_runs_it_again(task, tmp_path, capsys, algorithm, work, sche
     ).read_bytes()
     said = recipe.sections(collect([tmp_path / "first"]).config)
     (tmp_path / "run.toml").write_text(recipe.toml(said))
-    plan = cfg.plan(cfg.merge(cfg.read(str(tmp_path / "run.toml")), {}))
+    plan = cfg.prepare(cfg.merge(cfg.read(str(tmp_path / "run.toml")), {}))
     assert (plan.algorithm, plan.work) == (algorithm, work)
 
 

@@ -13,7 +13,9 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.data import tree
+from fedbraid.data.batches import Batch
 from fedbraid.engines.flops import of_task as forward
+from fedbraid.engines.native.build import compiler
 from fedbraid.errors import DataError
 
 LOOP = "in_process(backend='loop')"
@@ -70,6 +72,31 @@ def test_every_algorithm_in_blocks_a_pool_and_resumed(blobs, dicts, tmp_path, al
     with pytest.raises(Stop):
         fb.simulate(dicts, algorithm, WORK, schedule, **cut, **options)
     assert torch.equal(fb.resume(tmp_path / "cut", task=dicts, algorithm=algorithm).x, plain.x)
+
+
+@pytest.mark.parametrize("backend", ["native", "vmap", "loop"])
+def test_a_tree_of_one_tensor_is_that_tensor(blobs, backend, monkeypatch):
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.line(x)
+
+    if backend == "native":
+        if compiler() is None:
+            pytest.skip("no C++ compiler was found")
+        monkeypatch.setattr(Batch, "x", None)  # rows are read where they lie, not gathered first
+    found = [
+        fb.simulate(
+            fb.Task.from_table(Line, inputs, blobs.targets, blobs.rows, blobs.offsets),
+            fb.fedavg(), WORK, fb.rounds(2), engine=f"in_process(backend='{backend}')", evaluate_every=None,
+        ).x
+        for inputs in (blobs.inputs, {"x": blobs.inputs}, (blobs.inputs,))
+    ]  # fmt: skip
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_ways_to_give_and_to_call(blobs, dicts):

@@ -90,13 +90,13 @@ def reading(what: object) -> Iterator[None]:
         ) from error
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     """The error for a name that is not in a list, with the nearest one that is.
 
     >>> str(unknown("algorithm", "fedadvr", ["fedavg", "fedadavr"]))
     "unknown algorithm 'fedadvr'; did you mean 'fedadavr'?"
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    near = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
     return ConfigError(f"unknown {kind} {name!r}; {hint}")

@@ -20,11 +20,14 @@ _FORM = re.compile(r"\s*(?P<path>[^:]+\.py):(?P<name>[A-Za-z_]\w*)(?P<call>\(.*\
 
 
 def names_file(text: Any) -> bool:
-    """Whether a text is of the form FILE.py:NAME.
+    """Whether a text is of the form FILE.py:NAME; a file without a name is refused.
 
     >>> names_file("my.py:task"), names_file("digits(clients=5)")
     (True, False)
     """
+    if isinstance(text, str) and re.fullmatch(r"[^:()]+\.py:?", text.strip()):
+        file = text.strip().rstrip(":")
+        raise ConfigError(f"{file} is a file; say which of its names to take, such as {file}:task")
     return isinstance(text, str) and _FORM.fullmatch(text) is not None
 
 

@@ -34,13 +34,13 @@ class AdaptiveBias(Rule):
         return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1)}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"], s
+        return g - loc.memory["h_i"], s  # Algorithm 1, gradients (AdaBest)
 
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
         last = loc.memory["last"]
         since = (loc.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
         mu = self.mu * self._pull(loc) if self.progressive else self.mu
-        h_i = loc.memory["h_i"] / since + mu * got["delta"]
+        h_i = loc.memory["h_i"] / since + mu * got["delta"]  # Algorithm 1, h_i (AdaBest)
         return {"h_i": h_i, "last": torch.full_like(last, loc.t)}
 
     @staticmethod
@@ -70,7 +70,7 @@ class AdaptiveServer(Transform):
         return Estimate(torch.zeros_like(x))
 
     def settle(self, move: Tensor, s: Estimate, info: Info) -> tuple[Tensor, Estimate]:
-        h = self.beta * (s.h + move)  # Remark 2: β(x̄_prev − x̄)
+        h = self.beta * (s.h + move)  # Algorithm 1, h (AdaBest), by Remark 2 β(x̄_prev − x̄)
         return h, Estimate(h)
 
 

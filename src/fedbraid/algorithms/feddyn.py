@@ -31,10 +31,10 @@ class DynamicRegulariser(Rule):
         return {"h_i": torch.zeros_like(x)}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"] - self.mu * (loc.x - y), s
+        return g - loc.memory["h_i"] - self.mu * (loc.x - y), s  # Algorithm 1, gradients (FedDyn)
 
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"h_i": loc.memory["h_i"] + self.mu * got["delta"]}
+        return {"h_i": loc.memory["h_i"] + self.mu * got["delta"]}  # Algorithm 1, h_i (FedDyn)
 
     def leave(self, memory: Vectors) -> Vectors:
         return {"moved": -memory["h_i"] / self.mu if self.mu else torch.zeros_like(memory["h_i"])}
@@ -54,7 +54,7 @@ class DynamicServer(Transform):
         return {"moved": up.vectors["delta"]}
 
     def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
-        return u, Total(s.total + info.cohort * u["moved"])
+        return u, Total(s.total + info.cohort * u["moved"])  # Algorithm 1, h (FedDyn)
 
     def settle(self, move: Tensor, s: Total, info: Info) -> tuple[Tensor, Total]:
         return s.total / info.N, s

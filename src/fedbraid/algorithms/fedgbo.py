@@ -30,7 +30,7 @@ class Fixed(Rule):
     optimiser: Optimiser
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return self.optimiser.apply(g, loc.down), s
+        return self.optimiser.apply(g, loc.down), s  # Table 1, U
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Inverted(Statistics):
         return {"inverse": self.optimiser.inverse(move, sent), "inverse_of_0": at_0}
 
     def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
-        g = (u["inverse"] - u["inverse_of_0"]) / info.a + u["inverse_of_0"]  # Algorithm 1, the inverse step
-        return u, self.optimiser.track(g, s)
+        g = (u["inverse"] - u["inverse_of_0"]) / info.a + u["inverse_of_0"]  # Table 1, I
+        return u, self.optimiser.track(g, s)  # Table 1, T
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Shift(Transform):
         for slot in info.layout:
             if len(slot.shape) > 1 and not slot.buffer:
                 at = slice(slot.offset, slot.end)
-                shifted[at] = average[at] - info.quantised * average[at].mean()  # Algorithm 2, line 13
+                shifted[at] = average[at] - info.quantised * average[at].mean()  # Algorithm 2, lines 18, 19
         return shifted
 
 

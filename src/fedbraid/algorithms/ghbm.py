@@ -64,9 +64,11 @@ class Trail(Transform):
         return {"M": (oldest - x) / self.tau if s.count >= self.tau else torch.zeros_like(x)}
 
     def update(self, u: Vectors, s: Past, x: Tensor, info: Info) -> tuple[Vectors, Past]:
-        models = s.models.clone()
-        models[s.count % self.tau] = x
-        return u, Past(models, s.count + 1)
+        return u, self.idle(s, x)
+
+    def idle(self, s: Past, x: Tensor) -> Past:
+        here = torch.arange(self.tau, device=x.device)[:, None] == s.count % self.tau
+        return Past(torch.where(here, x, s.models), s.count + 1)
 
 
 @builder

@@ -160,6 +160,9 @@ class SumOfMemories(Transform):
         delta = self.made(u["change"], P_S, s, new, info)
         return {**u, "delta": delta, "gathered": delta}, replace(new, total=(1 - self.fade) * new.total)
 
+    def idle(self, s: Remembered, x: Tensor) -> Remembered:
+        return replace(s, total=(1 - self.fade) * s.total)
+
     def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
         """The update, of the cohort's mean change and its weight."""
         raise NotImplementedError

@@ -66,6 +66,7 @@ class Noised(Gather):
     later: bool = False
     z: float = field(default=math.nan, repr=False, compare=False)
     planned: float = field(default=1.0, repr=False, compare=False)
+    share: float = field(default=0.0, repr=False, compare=False)  # of all clients: who quantises uploads
     seed: int | None = field(default=None, repr=False, compare=False)  # None: the operating system's noise
     uploads: Mapping[str, Upload] = field(default_factory=dict, repr=False, compare=False)
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
@@ -78,6 +79,9 @@ class Noised(Gather):
     def cohort(self, came: int) -> float:
         return self.planned
 
+    def coded(self, came: float) -> float:
+        return self.share
+
     def zero(self, x: Tensor) -> Cohort:
         sums = {name: torch.zeros_like(x[:1].expand(w)) for name, w in self._widths(len(x)).items()}
         return Cohort(Sums(sums, 0.0, 0))
@@ -87,14 +91,15 @@ class Noised(Gather):
 
     def add(self, acc: Cohort, up: Uploads, s: Tree, x: Tensor) -> Cohort:
         own, below = {name: up.vectors[name] for name in self.uploads}, acc.below
-        again = torch.tensor([int(c) in acc.seen for c in up.clients], device=x.device)[:, None]
+        first = [int(c) not in acc.seen for c in up.clients]
         if self.adaptive:
             cut = length(own, self.uploads) > JUST * up.sent["clip"]
-            below += float((0.5 - cut.double()).masked_fill(again, 0.0).sum())
+            below += sum(0.5 - c for c, counts in zip(cut.squeeze(1).tolist(), first) if counts)
         if self.adaptive or self.later:  # a late client was sent another clip
             own = clipped(own, s["clip"] if self.adaptive else self.clip, self.uploads)
-        if bool(again.any()):
-            own = {name: torch.where(again, 0.0, v) for name, v in own.items()}
+        if not all(first):
+            counts = torch.tensor(first, device=x.device)[:, None]
+            own = {name: torch.where(counts, v, 0.0) for name, v in own.items()}
         sums = Mean("uniform", self.staleness).add(acc.sums, up.having(own), s, x)
         return Cohort(sums, acc.seen | {int(c) for c in up.clients}, below)
 
@@ -131,7 +136,7 @@ class Noised(Gather):
     def _draw(self, name: str, like: Tensor, t: int) -> Tensor:
         if self.seed is None:
             return torch.from_numpy(rng.unpredictable(len(like))).to(like)
-        return torch.from_numpy(rng.normal(self.seed, f"noise:{name}", len(like), t)).to(like)
+        return torch.from_numpy(rng.normal(self.seed, f"noise:{name}", len(like), t)[0]).to(like)
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,8 @@ class SentClip(Transform):
 
 def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], info: Info) -> Vectors:
     """What server parts make of a mean, as if one client had sent it whose samples nobody knows."""
+    if not server.accounts():
+        return {}
     one = torch.ones(1, 1, device=next(iter(mean.values())).device)
     declared = {**uploads, **{d.name: d for d in server.accounts()}}
     vectors = {name: v[None] for name, v in mean.items()}

@@ -72,14 +72,12 @@ class HiddenState(Down):
 
     def send(self, vectors: Vectors, s: Hidden, who: Caster) -> Broadcast:
         cast = {
-            name: cross_down(
-                self.codec, v, name, who, base=s.vectors[name]
-            )  # q = Q_s(x − x̂), Algorithm 1, line 13
+            name: cross_down(self.codec, v, name, who, base=s.vectors[name])  # q = Q_s(x − x̂), eq. 4
             for name, v in vectors.items()
         }
         sizes = {name: c.size for name, c in cast.items()}
         add_overhead(sizes)
-        held = {name: c.held for name, c in cast.items()}  # x̂ ← x̂ + q, line 14
+        held = {name: c.held for name, c in cast.items()}  # x̂ ← x̂ + q
         error = sum(float((c.given - c.decoded).square().sum()) for c in cast.values())
         total = 0.0 if self.codec.lossless else sum(float(c.given.square().sum()) for c in cast.values())
         ratio = error / total if total else 0.0
@@ -167,6 +165,10 @@ class Mixing(Mean):
     """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
 
     def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
+        if not up.declared["delta"].update:
+            raise ConfigError(
+                "form='mixing' averages clients' models, and what this algorithm gathers is no update x − y; use form='delta'"
+            )
         apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
         return super().add(acc, up.having({**up.vectors, "delta": apart}), s, x)
 

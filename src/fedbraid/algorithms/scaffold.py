@@ -93,10 +93,10 @@ class LocalEstimate(Rule):
         return {"correction": loc.down["h"] - loc.memory["h_i"]}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g + s["correction"], s
+        return g + s["correction"], s  # Algorithm 1, gradients (SCAFFOLD/m)
 
     def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"h_i": got["delta"] / (loc.a * loc.lr) - s["correction"]}
+        return {"h_i": got["delta"] / (loc.a * loc.lr) - s["correction"]}  # Algorithm 1, h_i (SCAFFOLD/m)
 
     def plain_steps(self) -> bool:
         return True
@@ -107,7 +107,10 @@ class LocalEstimate(Rule):
 
 @dataclass(frozen=True)
 class GlobalEstimate(Transform):
-    """Σ h_i ← Σ h_i − Σ_S h + |S|/(a η)·Σ p_i Δ_i, each h as its client was sent it; h = Σ h_i / N."""
+    """Σ h_i ← Σ h_i − Σ_S h + (|S|/a)·Σ p_i Δ_i/η, h and η as each client was sent them; h = Σ h_i / N.
+
+    Where clients take different numbers of steps, a is their weighted mean.
+    """
 
     def init(self, x: Tensor, layout: Layout) -> Total:
         return Total(torch.zeros_like(x))
@@ -122,10 +125,10 @@ class GlobalEstimate(Transform):
         return Upload("h_sent", uniform=True), Upload("h_moved")
 
     def account(self, up: Uploads) -> Vectors:
-        return {"h_sent": up.sent["h"], "h_moved": up.vectors["delta"]}
+        return {"h_sent": up.sent["h"], "h_moved": up.vectors["delta"] / up.lr.to(up.vectors["delta"])}
 
     def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
-        fresh = u["h_moved"] / (info.a * info.lr) - u["h_sent"]
+        fresh = u["h_moved"] / info.a - u["h_sent"]  # Algorithm 1, h, with (N − |S|)/N for its (N − 1)/N
         return u, Total(s.total + info.cohort * fresh)
 
     def plain_steps(self) -> bool:

@@ -11,7 +11,7 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.scaffold import ControlVariate
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.declare import Upload
+from fedbraid.core.declare import DELTA, Upload
 from fedbraid.core.gather import Mean, Uploads
 from fedbraid.core.rule import Local, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
@@ -59,7 +59,7 @@ class AddBack(Transform):
         return True
 
     def accounts(self) -> tuple[Upload, ...]:
-        return (Upload("delta", aged=True),)
+        return (DELTA,)
 
     def account(self, up: Uploads) -> Vectors:
         return {"delta": (up.a * up.lr).to(up.sent["c"]) * (up.sent["c"] + up.vectors["dc"])}
@@ -67,6 +67,6 @@ class AddBack(Transform):
 
 @builder
 def scallion(alpha: float = 1.0, lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """SCALLION: one vector up where SCAFFOLD sends two; the coarser the codec, the smaller alpha. At 1 it is SCAFFOLD."""
+    """SCALLION: one vector up where SCAFFOLD sends two; the coarser the codec, the smaller alpha."""
     server = pipeline(AddBack(), ControlVariate(), Scale(lr))
     return Algorithm(ScaledVariates(alpha), Mean(weights), server, work=PLAIN)

@@ -113,7 +113,7 @@ def merge(file: Config, options: Config) -> Config:
     return merged
 
 
-def plan(config: Config) -> Prepared:
+def prepare(config: Config) -> Prepared:
     """Everything built and checked, nothing yet run."""
     run = dict(config["run"])
     target = run.pop("target", None)
@@ -124,7 +124,13 @@ def plan(config: Config) -> Prepared:
     schedule = schedule_of(config["schedule"])
     name, settings = task_call(config["task"])
     work = work_of(on_top(start_of_work(name, algorithm), config["work"]))
-    return Prepared(_load(name, settings), algorithm, work, schedule, run, target)
+    task = _load(name, settings)
+    if target is not None and "accuracy" not in task.measures:
+        raise ConfigError(
+            f"target={target} is a test accuracy, which this task has none of; stop by --patience N --metric"
+            f" {task.measures[-1]} instead"
+        )
+    return Prepared(task, algorithm, work, schedule, run, target)
 
 
 # Sections -----------------------------------------------------------------------------------------

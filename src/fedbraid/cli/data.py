@@ -10,6 +10,7 @@ import typer
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, console, facts, give
+from fedbraid.errors import DataError
 
 if TYPE_CHECKING:
     from fedbraid.data.counts import Counts
@@ -39,7 +40,14 @@ def data(
     from fedbraid.report import picture
 
     loaded = cfg.task_of({"name": task} | cfg.given(clients=clients, partition=partition, seed=seed))
-    counts = label_counts(loaded)
+    try:
+        counts = label_counts(loaded)
+    except DataError as error:  # then sizes are all there is to say
+        if png is not None:
+            raise
+        if json:
+            return give(_summary(loaded) | {"counts": None})
+        return None if quiet else facts(_summary(loaded) | {"not drawn": error})
     if png is not None:
         picture.save_png(counts, loaded.spec or loaded.name, png)
     if json:
@@ -48,21 +56,22 @@ def data(
         screen = console()
         screen.print(picture.as_text(counts, screen.width if screen.is_terminal else 105))
         facts(_summary(loaded, counts) | ({} if png is None else {"picture": png}))
+    return None
 
 
-def _summary(task: Task, counts: Counts) -> dict[str, Any]:
+def _summary(task: Task, counts: Counts | None = None) -> dict[str, Any]:
     from fedbraid.data import tree
 
-    sizes, held = task.sizes, (counts > 0).sum(1)
+    sizes = task.sizes
     return {
         "task": task.spec or task.name,
         "clients": task.clients,
         "samples": int(sizes.sum()),
-        "labels": int(counts.shape[1]),
+        "labels": None if counts is None else int(counts.shape[1]),
         "smallest": int(sizes.min()),
         "mean": round(float(sizes.mean()), 2),
         "largest": int(sizes.max()),
-        "labels_each": round(float(held.mean()), 2),
+        "labels_each": None if counts is None else round(float((counts > 0).sum(1).mean()), 2),
         "test": 0 if task.test is None else tree.length(task.test[0]),
         "parameters": task.layout.size,
         "partition_hash": _hash(task),

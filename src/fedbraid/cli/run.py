@@ -121,23 +121,23 @@ def run(
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
-    plan = cfg.plan(whole)
-    if not json and not quiet and (said := cfg.own_work(plan.algorithm, whole["work"])) is not None:
+    made = cfg.prepare(whole)
+    if not json and not quiet and (said := cfg.own_work(made.algorithm, whole["work"])) is not None:
         print(said)
-    asked = Asked(track, patience, keep_best, plan.target, _metric(plan.task, metric))
+    asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric))
     watching = asked.callbacks()
     with _folder(whole) as place:
-        plan.options["accept_other_bits"] = accept_other_bits
-        keep(place, json, quiet, asked, lambda callbacks: _simulate(plan, place, [*callbacks, *watching]))
+        made.options["accept_other_bits"] = accept_other_bits
+        keep(place, json, quiet, asked, lambda callbacks: _simulate(made, place, [*callbacks, *watching]))
 
 
 def _metric(task: Task, name: str | None) -> str:
     """What a run goes by: the accuracy, the loss, a metric of the task, or one of these by client or of own models."""
-    known = ["accuracy", "loss", "train_loss", *task.metrics]
-    whole = (name or "accuracy").removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_own")
-    if whole not in known:
-        raise unknown("metric", str(name), known)
-    return name or "accuracy"
+    known = [*task.measures, "train_loss"]
+    name = name or known[0]
+    if name.removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_own") not in known:
+        raise unknown("metric", name, known)
+    return name
 
 
 def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Config:
@@ -155,11 +155,11 @@ def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Confi
     return cfg.merge({}, sections)
 
 
-def _simulate(plan: cfg.Prepared, place: Path, callbacks: list[Any]) -> Result:
+def _simulate(made: cfg.Prepared, place: Path, callbacks: list[Any]) -> Result:
     from fedbraid.run.simulate import simulate
 
     return simulate(
-        plan.task, plan.algorithm, plan.work, plan.schedule, out=place, callbacks=callbacks, **plan.options
+        made.task, made.algorithm, made.work, made.schedule, out=place, callbacks=callbacks, **made.options
     )
 
 

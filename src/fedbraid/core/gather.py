@@ -145,6 +145,10 @@ class Gather:
         """For how many uploads its update stands."""
         return came
 
+    def coded(self, came: float) -> float:
+        """Which share of them is quantised."""
+        return came
+
     def notes(self, s: Tree) -> dict[str, float]:
         """What the record of a step says of its state."""
         return {}

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedbraid.core.codec import Codec
     from fedbraid.core.layout import Layout
     from fedbraid.core.rows import Ids, Rows
 
 Numbers = list[float]
-Swap = Callable[["Rows", "Ids", Tensor, Tensor | None, Tensor, Numbers, Numbers, Numbers], bool]
+Swap = Callable[["Rows", "Ids", "Tensor", "Tensor | None", "Tensor", Numbers, Numbers, Numbers], bool]
 
 
 def no_swap(codec: Codec | None, layout: Layout) -> Swap | None:
@@ -22,3 +25,11 @@ def no_swap(codec: Codec | None, layout: Layout) -> Swap | None:
 
 
 swapper: Callable[[Codec | None, Layout], Swap | None] = no_swap
+
+
+def no_normals(keys: NDArray[np.uint64], count: int) -> NDArray[np.float32] | None:
+    """Nothing compiled."""
+    return None
+
+
+normals: Callable[[NDArray[np.uint64], int], NDArray[np.float32] | None] = no_normals

@@ -13,11 +13,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbraid.core import passes
+
 U64 = NDArray[np.uint64]
+F32 = NDArray[np.float32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
+
+# Polynomials, highest power first: log(1 + f) (Cephes), sin and cos of 2πf.
+LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
+    -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+SINE = (42.0586939, -76.7058598, 81.6052493, -41.3417022, 6.28318531)
+COSINE = (60.2446414, -85.4568172, 64.9393940, -19.7392088, 1.0)
 
 
 @lru_cache(maxsize=256)
@@ -61,9 +72,9 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(key(seed, purpose, *counters)))
 
 
-def normal(seed: int, purpose: str, count: int, *counters: int) -> NDArray[np.float32]:
-    """So many standard normal numbers of this purpose and these counters."""
-    return generator(seed, purpose, *counters).standard_normal(count, dtype=np.float32)
+def normal(seed: int, purpose: str, count: int, *counters: Any) -> NDArray[np.float32]:
+    """So many standard normal numbers for every element of the counters, `[m, count]`."""
+    return gaussian(bits(seed, purpose, *counters), count)
 
 
 def _mix32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -74,16 +85,53 @@ def _mix32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def gaussian(keys: U64, count: int) -> NDArray[np.float32]:
-    """So many standard normal numbers for every key, `[m, count]`, as compiled code makes them to rounding."""
+    """So many standard normal numbers for every key, `[m, count]` (Box and Muller)."""
+    made = passes.normals(keys, count)
+    if made is not None:
+        return made
     half = (count + 1) // 2
     low, high = (keys.astype(np.uint32)[:, None], (keys >> np.uint64(32)).astype(np.uint32)[:, None])
     with np.errstate(over="ignore"):
         at = np.arange(half, dtype=np.uint32) ^ low
         u, w = (_mix32(_mix32(at ^ np.uint32(c)) ^ high) for c in (0, 0x9E3779B9))
     share = ((u >> np.uint32(1)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
-    radius = np.sqrt(np.float32(-2) * np.log(share))
-    angle = w.view(np.int32).astype(np.float32) * np.float32(2 * np.pi * 2.0**-32)
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], 1)[:, :count]
+    radius = np.sqrt(np.maximum(np.float32(-2) * _log(share), np.float32(0)))
+    cosine, sine = _circle(w.view(np.int32).astype(np.float32) * np.float32(2.0**-32))
+    return np.concatenate([radius * cosine, radius * sine], 1)[:, :count]
+
+
+def _log(x: F32) -> F32:
+    """Of positive numbers, from sums and products alone: they round alike on every machine."""
+    octets = x.view(np.int32) - np.int32(0x3F3504F3)  # so that the fraction lies in [sqrt(1/2), sqrt(2))
+    e = (octets >> 23).astype(np.float32)
+    f = ((octets & 0x7FFFFF) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1)
+    z, p = f * f, _horner(f, LOG)
+    value: F32 = (f + (p * f * z + e * np.float32(-2.12194440e-4) - z * np.float32(0.5))) + e * np.float32(
+        0.693359375
+    )
+    return value
+
+
+def _circle(turns: F32) -> tuple[F32, F32]:
+    """(cosine, sine) of so many turns, likewise."""
+    quarters = (turns * np.float32(4) + np.float32(12582912)) - np.float32(12582912)
+    f = turns - quarters * np.float32(0.25)
+    s, c = _horner(f * f, SINE) * f, _horner(f * f, COSINE)
+    k = quarters.astype(np.int32).view(np.uint32)
+    odd = (k & np.uint32(1)).astype(bool)
+    return _signed(np.where(odd, s, c), k + np.uint32(1)), _signed(np.where(odd, c, s), k)
+
+
+def _signed(x: F32, k: NDArray[np.uint32]) -> F32:
+    """Negative where the second bit is set."""
+    return (x.view(np.uint32) ^ ((k & np.uint32(2)) << np.uint32(30))).view(np.float32)
+
+
+def _horner(x: F32, factors: tuple[float, ...]) -> F32:
+    value = np.full_like(x, factors[0])
+    for factor in factors[1:]:
+        value = value * x + np.float32(factor)
+    return value
 
 
 def unpredicted(count: int) -> NDArray[np.float64]:

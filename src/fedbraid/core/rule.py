@@ -224,20 +224,20 @@ def chain(*rules: Rule) -> Rule:
 
 
 def train(
-    rule: Rule, grad: Gradient, loc: Local, plan: Batches, work: Work
+    rule: Rule, grad: Gradient, loc: Local, batches: Batches, work: Work
 ) -> tuple[Tensor, Vectors, Tensor]:
     """K local steps of every client in the block: (y `[m, d]`, the visit's state, mean loss `[m]`).
 
     Personal parts are columns after the d shared ones, which rules never see.
     """
-    m, own = len(plan.n), loc.memory.get(PERSONAL)
+    m, own = len(batches.n), loc.memory.get(PERSONAL)
     buffers = (loc.whole or loc.layout).buffers
     start = rule.begin(loc).expand(m, -1)
     y = start.clone() if own is None else torch.cat([start, own], 1)
     d = loc.x.shape[1]
-    s, steps = rule.start(loc), int(plan.K.max())
+    s, steps = rule.start(loc), int(batches.K.max())
     alone = None if own is None else rule.alone(loc.K)
-    even = int(plan.K.min()) == steps
+    even = int(batches.K.min()) == steps
     b = torch.zeros_like(y) if work.momentum else None
     optimiser = work.local
     moments: Vectors = {} if optimiser is None else optimiser.init(y)
@@ -245,7 +245,7 @@ def train(
     again = _Again(grad, work, y)
     loc.grad = again if rule.examples() is None else _once
     for k in range(steps):
-        again.batch, again.y = plan.batch(k), y
+        again.batch, again.y = batches.batch(k), y
         again.raw, losses = grad(y, again.batch)
         loss += losses
         stats = None if buffers is None else y[:, buffers].clone()

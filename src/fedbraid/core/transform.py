@@ -46,6 +46,10 @@ class Transform:
         """From update to update."""
         return u, s
 
+    def idle(self, s: Tree, x: Tensor) -> Tree:
+        """The state after a step that nobody came to, which leaves the model where it is."""
+        return s
+
     def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
         """Move x̄; nobody's state sees this as a gradient."""
         return average
@@ -93,6 +97,9 @@ class Pipeline(Transform):
             u, state = link.update(u, mine, x, info)
             new.append(state)
         return u, tuple(new)
+
+    def idle(self, s: Tree, x: Tensor) -> Tree:
+        return tuple(link.idle(mine, x) for link, mine in zip(self.links, s))
 
     def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
         for link, mine in zip(self.links, s):

@@ -142,6 +142,8 @@ def _why(value: Any, error: Exception) -> str:
             )
         if len({len(v) for v in value}) > 1:
             return "its samples differ in length; give collate=fb.pad() to pad them with a mask"
+        if isinstance(value, list) and hasattr(some, "shape"):
+            return "a list is one input with a sample an entry; give a tuple or a dict for several inputs"
     except (TypeError, KeyError, IndexError):
         pass
     return f"{error}; give arrays of numbers"
@@ -261,12 +263,37 @@ def read(
     dataset: Any, what: str, inputs: Sequence[str] | None, targets: str | None, collate: Collate | None
 ) -> Any:
     """A map-style dataset: (inputs, targets) as tables, or its items where they are still to be collated."""
-    if not len(dataset):
+    if not size(dataset, what):
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     items = _unrandom(dataset, what)
     if collate is not None:
         return chosen(items, what, inputs, targets)
     return tables(items, what, inputs, targets)
+
+
+def size(dataset: Any, what: str) -> int:
+    """How many samples a map-style dataset has."""
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise DataError(
+            f"{what} is a {type(dataset).__name__}, which has no length; give a dataset with __len__ and __getitem__"
+        ) from error
+
+
+def joined(datasets: Sequence[Any]) -> tuple[Any, NDArray[np.int64]]:
+    """Clients' datasets below each other, those without left out, and where each begins."""
+    sizes = [0 if d is None else size(d, f"client {i}'s test share") for i, d in enumerate(datasets)]
+    held = [d for d, n in zip(datasets, sizes) if n]
+    whole: Any = torch.utils.data.ConcatDataset(held) if held else None
+    return whole, np.cumsum([0, *sizes])
+
+
+def in_range(labels: Tensor, classes: int, what: str) -> None:
+    """Refuse a label that names no class."""
+    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+        bad = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
+        raise DataError(f"{what} has the label {bad}, which is out of range; use 0 to {classes - 1}")
 
 
 def tables(

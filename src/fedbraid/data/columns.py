@@ -76,6 +76,38 @@ def named_targets(table: Any, targets: str | None) -> str | None:
     return targets if targets is not None else next((n for n in LABELS if n in (names(table) or ())), None)
 
 
+class Share:
+    """Rows of a dataset whose items are dicts, read when they are asked for, without one of its columns."""
+
+    def __init__(self, dataset: Any, rows: Ints, without: str) -> None:
+        self.dataset, self.rows, self.without = dataset, rows, without
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        item = self.dataset[int(self.rows[i])]
+        return {key: value for key, value in item.items() if key != self.without}
+
+
+def shares(dataset: Any, by: str) -> list[Share]:
+    """A Hugging Face dataset as one dataset per client; of all its columns, the one of client ids alone is read."""
+    if not hasattr(dataset, "select_columns"):
+        raise DataError(
+            f"lazy=True with by={by!r} takes a Hugging Face dataset, not a {type(dataset).__name__}; give one dataset"
+            " per client instead, or leave lazy out"
+        )
+    if by not in (known := names(dataset) or []):
+        raise DataError(f"the dataset has no column {by!r}; it has {', '.join(map(repr, known))}")
+    ids = dataset.select_columns([by]).with_format("numpy")[:][by]
+    return [Share(dataset, rows, by) for rows in deal(None, ids, len(dataset), None, None, 0)]
+
+
+def without(dataset: Any, column: str) -> Any:
+    """The same dataset, its items without a column."""
+    return Share(dataset, np.arange(len(dataset)), column) if column in (names(dataset) or ()) else dataset
+
+
 def deal(
     targets: Any, ids: Any, count: int, partition: Partition | str | None, clients: int | None, seed: int
 ) -> list[Ints]:

@@ -21,7 +21,7 @@ def label_counts(task: Task) -> Counts:
     labels = task.targets[task.rows].numpy()
     if labels.ndim != 1:
         raise DataError(
-            f"task {task.name} has {labels.ndim - 1} labels for each sample; only one can be drawn"
+            f"task {task.name} has labels of shape {labels.shape[1:]} a sample; only one label can be drawn"
         )
     owner = np.repeat(np.arange(task.clients), task.sizes)
     flat = np.bincount(owner * task.classes + labels, minlength=task.clients * task.classes)

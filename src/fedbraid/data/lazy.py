@@ -57,7 +57,9 @@ class Store:
         self.only: int | None = None  # whose samples are read, whoever is asked for
         if not len(datasets):
             raise DataError("no clients were given; pass at least one dataset")
-        self.sizes = np.fromiter((len(datasets[i]) for i in range(len(datasets))), np.int64, len(datasets))
+        self.classes: int | None = None  # labels are below this, where they are classes
+        lengths = (arrays.size(datasets[i], self._name(i)) for i in range(len(datasets)))
+        self.sizes = np.fromiter(lengths, np.int64, len(datasets))
         if not self.sizes.all():
             raise DataError(
                 f"{self._name(int(self.sizes.argmin()))} has no samples; leave it out or give it one"
@@ -95,6 +97,21 @@ class Store:
         one.offsets = np.array([0, one.sizes[0]])
         return one
 
+    def some(self, clients: NDArray[np.int64]) -> Store:
+        """These clients alone, numbered anew."""
+        few = copy.copy(self)
+        few.__setstate__({**self.__getstate__(), "datasets": _Some(self.datasets, clients)})
+        few.sizes = self.sizes[clients]
+        few.offsets = np.concatenate([[0], np.cumsum(few.sizes)])
+        return few
+
+    def together(self, clients: NDArray[np.int64], what: str) -> Store:
+        """These clients' samples as one test set."""
+        whole: Any = torch.utils.data.ConcatDataset([self.datasets[int(c)] for c in clients])
+        store = Store([whole], self.loss, self.inputs, self.targets, self.collate, what)
+        store.classes = self.classes
+        return store
+
     # One client -----------------------------------------------------------------------------------
 
     def read(
@@ -108,6 +125,8 @@ class Store:
         )
         for kind, mine, first in zip(("input", "target"), found, self.like):
             arrays.alike(mine, first, self._name(at), "the first client", kind, self.collate is not None)
+        if self.classes is not None:
+            arrays.in_range(found[1], self.classes, self._name(at))
         return found
 
     @cached_property
@@ -232,6 +251,19 @@ class Store:
         self._last = (0, 0), (None, None)
 
 
+class _Some(Sequence[Any]):
+    """Some of a sequence of datasets, none of them made before it is asked for."""
+
+    def __init__(self, datasets: Sequence[Any], which: NDArray[np.int64]) -> None:
+        self.datasets, self.which = datasets, which
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.datasets[int(self.which[i])]
+
+
 _STORE: list[Store] = []  # what this process reads from
 
 
@@ -289,6 +321,10 @@ class Column:
 
     store: Store
     part: int
+
+    @classmethod
+    def both(cls, store: Store) -> tuple[Column, Column]:
+        return cls(store, 0), cls(store, 1)
 
     @cached_property
     def example(self) -> Tree:

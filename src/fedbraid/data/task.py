@@ -100,10 +100,7 @@ class Task:
         if not clients:
             raise DataError("no clients were given; pass at least one (inputs, targets) pair")
         if client_tests is not None:
-            if len(client_tests) != len(clients):
-                raise DataError(f"{len(client_tests)} test shares for {len(clients)} clients; give one each")
-            if test is not None:
-                raise DataError("both test= and client_tests= were given; give one of them")
+            _check_shares(clients, test, client_tests)
         read = partial(arrays.table, loss=loss, collate=collate)
         names = [f"client {i}" for i in range(len(clients))]
         (inputs, targets), offsets = read(clients, names)
@@ -130,6 +127,7 @@ class Task:
         test: Any = None,
         loss: str | Loss = "cross_entropy",
         *,
+        client_tests: Sequence[Any] | None = None,
         by: str | None = None,
         inputs: Sequence[str] | None = None,
         targets: str | None = None,
@@ -139,13 +137,21 @@ class Task:
     ) -> Task:
         """A task from one map-style dataset per client, each item an (input, target) pair or a dict.
 
-        With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
+        `client_tests`, instead of `test`, is a dataset per client too, None for one without. With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
         `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
         unless told everything else. `lazy=True` leaves the data where it is: a client's items are read at each
         visit, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk by chunk
         whenever a model is judged.
         """
-        if by is not None:
+        if client_tests is not None:
+            if by is not None:
+                raise DataError(
+                    "client_tests= is one dataset per client, and by= one for all; give test= with by="
+                )
+            _check_shares(clients, test, client_tests)
+        if by is not None and lazy:
+            clients, test = columns.shares(clients, by), columns.without(test, by)
+        elif by is not None:
             return cls.from_table(
                 model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
                 loss=loss, collate=collate, **options,
@@ -154,13 +160,22 @@ class Task:
         if lazy:
             store, tested = Store(clients, loss, inputs, targets, collate), None
             store.like  # noqa: B018 (read once here, for all processes)
+            if client_tests is not None:
+                test, options["test_offsets"] = arrays.joined(client_tests)
             if test is not None:
                 judged = Store([test], loss, inputs, targets, collate, "the test set")
-                tested = Column(judged, 0), Column(judged, 1)
-            x, y, rows = Column(store, 0), Column(store, 1), torch.arange(len(store))
-            return cls._make(model, x, y, rows, store.offsets, test=tested, loss=loss, **options)
+                tested = Column.both(judged)
+            x, y = Column.both(store)
+            return cls._make(
+                model, x, y, torch.arange(len(store)), store.offsets, test=tested, loss=loss, **options
+            )
         held = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
+        if client_tests is not None:
+            options["client_tests"] = [
+                read(d, f"client {i}'s test share") if d is not None and len(d) else None
+                for i, d in enumerate(client_tests)
+            ]
         return cls.from_arrays(model, held, tested, loss, collate=collate, **options)
 
     @classmethod
@@ -188,11 +203,11 @@ class Task:
         and ids may be columns by name; then the inputs are the other columns, or those in `inputs_from`.
         """
         loss = options.get("loss", "cross_entropy")
-        names = targets, by
+        if isinstance(targets, str) and columns.names(test) is not None:
+            taken = {targets, by} if isinstance(by, str) else {targets}
+            mine = inputs_from or [n for n in columns.names(inputs) or () if n not in taken]
+            test = columns.split(test, targets, None, "the test set", mine)[:2]
         inputs, targets, by = columns.split(inputs, targets, by, "the training table", inputs_from)
-        if isinstance(names[0], str) and columns.names(test) is not None:
-            chosen = inputs_from or _keys(inputs, test, names)
-            test = columns.split(test, names[0], None, "the test set", chosen)[:2]
         if collate is not None:
             inputs, targets = arrays.collated(
                 arrays.items(inputs, targets, "the training table"), collate, "it"
@@ -324,6 +339,13 @@ class Task:
         return outputs.argmax(1) if outputs.ndim == 2 else None
 
     @cached_property
+    def measures(self) -> tuple[str, ...]:
+        """What an evaluation says of a model; the first is what it is judged by unless told otherwise."""
+        with torch.no_grad():
+            named = self.guess(self._forward(self.module().to(self.device).eval(), self.device)) is not None
+        return (*(("accuracy",) if named else ()), "loss", *self.metrics)
+
+    @cached_property
     def classes(self) -> int:
         """How many classes the targets name."""
         seen = self._like
@@ -343,9 +365,11 @@ class Task:
         try:
             return self.run(module, x)
         except Exception as error:
+            whole = "dtype" in str(error) and not all(t.is_floating_point() for t in tree.leaves(x))
+            remedy = "give images as float32, since whole numbers come as int64 (tokens)" if whole else ""
             raise DataError(
                 f"the model's forward pass fails on two samples of shape {tree.shapes(self.inputs)}: {error};"
-                " make model and data fit each other"
+                f" {remedy or 'make model and data fit each other'}"
             ) from error
 
     @property
@@ -489,6 +513,9 @@ class Task:
         classes = out.shape[1] if self.loss == "cross_entropy" else 2
         seen = self._like
         tested = self.test[1] if self.test else seen[:0]
+        for column in (self.targets, tested):
+            if isinstance(column, Column):  # its labels are looked at when they are read
+                column.store.classes = classes
         for what, y in (("training", seen), ("test", _like(tested))):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                 bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
@@ -496,6 +523,13 @@ class Task:
                 raise DataError(
                     f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
                 )
+
+
+def _check_shares(clients: Any, test: Any, client_tests: Sequence[Any]) -> None:
+    if len(client_tests) != len(clients):
+        raise DataError(f"{len(client_tests)} test shares for {len(clients)} clients; give one each")
+    if test is not None:
+        raise DataError("both test= and client_tests= were given; give one of them")
 
 
 def _like(targets: Tree) -> Tree:
@@ -528,12 +562,6 @@ def _globs(given: Any) -> tuple[str, ...]:
     if not all(isinstance(g, str) for g in globs):
         raise DataError(f"personal={given!r} names no parameters; give globs such as ('head.*',)")
     return globs
-
-
-def _keys(inputs: Any, test: Any, names: tuple[Any, Any]) -> list[str] | None:
-    """The test set's columns that the training table has as inputs."""
-    known = columns.names(test) or []
-    return list(inputs) if isinstance(inputs, dict) else [n for n in known if n not in names]
 
 
 class _Copy:

@@ -31,7 +31,7 @@ class Bound:
     factor: float
     taken: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
 
-    def judge(self, vectors: dict[str, Tensor], steps: float, x: Tensor) -> Norms:
+    def check(self, vectors: dict[str, Tensor], steps: float, x: Tensor) -> Norms:
         """The norms of an upload; one that is beyond the bound is refused."""
         norms = {name: _norms(v, steps) for name, v in vectors.items()}
         for name, (norm, each) in norms.items():

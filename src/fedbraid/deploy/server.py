@@ -662,7 +662,7 @@ class Fleet:
         frames = unbundle(blob, a.uploads, self.layout)
         vectors = a.up.receive(frames, who)
         K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]
-        norms = self.bound.judge(vectors, float(K), x)
+        norms = self.bound.check(vectors, float(K), x)
         for name, (norm, _) in norms.items():
             if 0 < self.settings.max_norm < norm:
                 raise WireError(f"its {name} has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")

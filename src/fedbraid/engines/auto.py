@@ -100,7 +100,7 @@ def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
 
     `seconds` is about what plain autograd on one core would take for it.
     """
-    memory, key = _Memory(), _key(task, work, cohort)
+    memory, key = _Fastest(), _key(task, work, cohort)
     known = memory.get(key)
     if known is not None and (known.way != "native" or Native.supports(task) is None):
         return known
@@ -175,11 +175,11 @@ class Watched:
         if self.seconds < WORTH or taken <= SLOWER * self.choice.seconds:
             return
         if self.choice.measured:  # what surrounds the gradient took the rest: promise what was seen
-            _Memory().put(self.choice.key, self.choice.way, taken)
+            _Fastest().put(self.choice.key, self.choice.way, taken)
         else:
             log.info("a client step took %.3f ms, not %.3f: measuring anew next time",
                      1e3 * taken, 1e3 * self.choice.seconds)  # fmt: skip
-            _Memory().forget(self.choice.key)
+            _Fastest().forget(self.choice.key)
 
 
 def _candidates(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]]:
@@ -249,7 +249,7 @@ def _machine() -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
-class _Memory:
+class _Fastest:
     """What was measured before, as a small JSON file; whatever is wrong with it, it is only forgotten."""
 
     def __init__(self) -> None:

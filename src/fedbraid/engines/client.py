@@ -111,9 +111,9 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         setup = replace(setup, task=task)
     a, work = setup.algorithm, setup.work
     hide = None if a.rule.examples() is None else "simulated" if frames is None else "real"
-    plan = Drawn(task, work, order.clients, order.version, setup.seed, hide)
+    drawn = Drawn(task, work, order.clients, order.version, setup.seed, hide)
     x = order.down["x"][None]
-    K = placed(plan.K, x.device).to(x.dtype)[:, None]
+    K = placed(drawn.K, x.device).to(x.dtype)[:, None]
     loc = Local(
         x=x,
         down={name: v[None] for name, v in order.down.items() if name != "x"},
@@ -121,7 +121,7 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         lr=work.rate(order.version),
         K=K,
         a=work.effective(K),
-        n=placed(plan.n, x.device).to(x.dtype)[:, None],
+        n=placed(drawn.n, x.device).to(x.dtype)[:, None],
         t=order.version,
         layout=task.layout,
         full_grad=full_gradient(setup, grad, order),
@@ -133,10 +133,10 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         grad.beside(x, order.memory[PREVIOUS])
     with torch.random.fork_rng(devices=[], enabled=task.stochastic or loop is not None):
         if loop is None:
-            with _lone_samples(plan):
-                y, s, loss = train(a.rule, grad, loc, plan, work)
+            with _lone_samples(drawn):
+                y, s, loss = train(a.rule, grad, loc, drawn, work)
         else:
-            y, s, loss = by_hand(loop, setup, grad, loc, plan)
+            y, s, loss = by_hand(loop, setup, grad, loc, drawn)
         if task.compares:
             own[PREVIOUS] = y.clone()
         if PERSONAL in order.memory:
@@ -150,15 +150,15 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
 
 
 @contextmanager
-def _lone_samples(plan: Drawn) -> Iterator[None]:
+def _lone_samples(drawn: Drawn) -> Iterator[None]:
     """A sentence where a layer has no statistics of a batch of one sample."""
     try:
         yield
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        rest = plan.n % batch_sizes(plan.n, plan.work)
-        alone = plan.clients[(rest == 1) | (plan.n == 1) | (plan.work.batch == 1)]
+        rest = drawn.n % batch_sizes(drawn.n, drawn.work)
+        alone = drawn.clients[(rest == 1) | (drawn.n == 1) | (drawn.work.batch == 1)]
         who = f"client {alone[0]}" if len(alone) else "a client"
         raise RunError(
             f"{who} trains on a batch of one sample, of which BatchNorm has no statistics; use Work(last='fill') or"
@@ -170,26 +170,26 @@ def _lone_samples(plan: Drawn) -> Iterator[None]:
 class Mine:
     """A client's batches of one visit, as often as they are asked for."""
 
-    plan: Drawn
+    drawn: Drawn
     i: int
 
     def __len__(self) -> int:
-        return int(self.plan.K[self.i])
+        return int(self.drawn.K[self.i])
 
     def __iter__(self) -> Iterator[tuple[Tree, Tree]]:
         for k in range(len(self)):
-            yield self.plan.batch(k).client(self.i).alone()
+            yield self.drawn.batch(k).client(self.i).alone()
 
 
 def by_hand(
-    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, plan: Drawn
+    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, drawn: Drawn
 ) -> tuple[Tensor, Vectors, Tensor]:
     """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
     assert isinstance(grad, Loop)
     task, rows, losses = setup.task, [], []
     rule, own = setup.algorithm.rule, loc.memory.get(PERSONAL)
-    for i, client in enumerate(plan.clients):
-        begin = rule.begin(loc).expand(len(plan.clients), -1)[i]
+    for i, client in enumerate(drawn.clients):
+        begin = rule.begin(loc).expand(len(drawn.clients), -1)[i]
         y = begin if own is None else torch.cat([begin, own[i]])
         module = task.whole.load(grad.spare, y).train()
         module.zero_grad(set_to_none=True)
@@ -199,7 +199,7 @@ def by_hand(
         )  # fmt: skip
         torch.manual_seed(rng.key(setup.seed, "local", loc.t, int(client)))
         try:
-            losses.append(float(loop(module, Mine(plan, i), one)))
+            losses.append(float(loop(module, Mine(drawn, i), one)))
         except FedbraidError:
             raise
         except Exception as error:

@@ -32,12 +32,12 @@ class Torch:
         self.device, self.precision = task.device, precision
         self.module = task.module().to(task.device)
         self.guess = task.guess
-        self.judge = task.module().to(task.device).eval()
+        self.tested = task.module().to(task.device).eval()
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
         like = task.like[0]
         self.channels_last = convolves and isinstance(like, Tensor | Parts) and like.ndim == 4
         self.test = None if task.test is None else task.test[0]
-        self.frozen_test = Frozen.of_test(task, self.judge, CHUNK)
+        self.frozen_test = Frozen.of_test(task, self.tested, CHUNK)
 
     def cast(self) -> AbstractContextManager[Any]:
         """Inside, products are of the wished precision; a cache of weights would outlive them."""
@@ -47,13 +47,13 @@ class Torch:
 
     def outputs(self, x: Tensor, inputs: Tree) -> Iterator[tuple[slice, Tree, Any]]:
         """(rows, inputs, outputs) of a table, chunk by chunk."""
-        self.layout.load(self.judge, x)
+        self.layout.load(self.tested, x)
         known = self.frozen_test if inputs is self.test else None
         for lo in range(0, tree.length(inputs), CHUNK):
             at = slice(lo, lo + CHUNK)
             a = tree.numbers(tree.take(inputs, at))
             with known.at(torch.arange(lo, lo + tree.length(a))) if known else nullcontext():
-                out = self.run(self.judge, a)
+                out = self.run(self.tested, a)
             yield at, a, out
 
     @torch.no_grad()

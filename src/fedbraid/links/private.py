@@ -101,8 +101,8 @@ class OwnNoise(Around):
     def _draw(self, name: str, like: Tensor, who: Sender) -> Tensor:
         if who.frames is not None:
             return torch.from_numpy(rng.unpredictable(like.numel())).view(like.shape).to(like)
-        rows = [rng.normal(who.seed, f"own:{name}", like.shape[1], who.version, int(c)) for c in who.clients]
-        return torch.stack([torch.from_numpy(row) for row in rows]).to(like)
+        drawn = rng.normal(who.seed, f"own:{name}", like.shape[1], who.version, who.clients)
+        return torch.from_numpy(drawn).to(like)
 
 
 def scaled(declared: Mapping[str, Upload], scales: Scales) -> dict[str, Upload]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.check import number
 from fedbraid.core.codec import Codec
 from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
@@ -93,8 +94,8 @@ class Mixed(Wrapper):
             raise ConfigError(
                 f"mixed(share={self.share}, clients={self.clients}) wants exactly one of the two"
             )
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise ConfigError(f"mixed(share={self.share!r}) is not a part of the clients; use 0 to 1")
+        if self.share is not None:
+            number("share", self.share, "[0, 1]", "is not a part of the clients")
         if isinstance(self.codec.for_client(0), Mixed) or isinstance(self.codec, Mixed):
             raise ConfigError(f"mixed({self.codec!r}) mixes twice; name one codec")
         if self.clients is not None:

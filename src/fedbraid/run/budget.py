@@ -329,7 +329,8 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
         log.warning(
             f"epsilon={gather.epsilon} buys {last} of {crowd.schedule.steps} steps at noise={z}; the run ends after them"
         )
-    new = replace(gather, z=z, planned=planned, seed=crowd.seed, server=algorithm.server)
+    share = algorithm.up.quantised(np.arange(crowd.clients)) / max(crowd.clients, 1)
+    new = replace(gather, z=z, planned=planned, share=share, seed=crowd.seed, server=algorithm.server)
     if gather.adaptive and not 2 * new.z_below > z:
         raise ConfigError(
             f"clip='adaptive' counts norms with a noise of {new.z_below:.3g} for {planned:g} clients, too little beside"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
-from fedbraid.errors import MissingExtra, unknown
+from fedbraid.errors import ConfigError, MissingExtra, unknown
 from fedbraid.run.checkpoint import Record, save_model
 from fedbraid.run.simulate import Result, Run, parts
 
@@ -29,6 +29,22 @@ from fedbraid.run.simulate import Result, Run, parts
 def _before(run: Run) -> list[Record]:
     """The records of the steps before a resume."""
     return list(run.folder.records())[: run.state.t] if run.folder is not None and run.state.t else []
+
+
+def _check(metric: str, record: Record, run: Run) -> None:
+    """Refuse to go by a measurement that this record should hold, and no record ever will."""
+    judged, options = "loss" in record, run.options
+    by_client = metric.removesuffix("_clients").removesuffix(
+        "_worst_tenth"
+    )  # left out where no share has a value
+    if metric in record or (options.evaluate_on == "clients" and by_client in record):
+        return
+    if not judged and (options.evaluate_every is None or run.setup.task.test is None):
+        raise ConfigError(
+            f"{metric!r} is not measured, since nothing is evaluated; give test= and evaluate_every="
+        )
+    if judged:
+        raise unknown("metric", metric, [k for k in scalars(record) if "/" not in k])
 
 
 class EarlyStopping:
@@ -46,6 +62,7 @@ class EarlyStopping:
             self._see(record)
 
     def step(self, record: Record, run: Run) -> bool:
+        _check(self.metric, record, run)
         return self._see(record)
 
     def _see(self, record: Record) -> bool:
@@ -78,6 +95,7 @@ class KeepBest:
             self._better(record)
 
     def step(self, record: Record, run: Run) -> None:
+        _check(self.metric, record, run)
         if self._better(record):
             self.x = run.state.average.clone()
             if self.path is not None:

@@ -269,7 +269,7 @@ class Run:
         """The torch module with the weights of this step, as they are evaluated, or as a client uses them."""
         return load_model_of(self.setup.task, self.setup.algorithm, self.state, client)
 
-    def judged(self) -> Record:
+    def evaluated(self) -> Record:
         """What this step's model is worth; where clients have models of their own, theirs under names that end in _own."""
         task, on, state, rule = (
             self.setup.task,
@@ -307,7 +307,7 @@ class Run:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
-            record |= self.judged()
+            record |= self.evaluated()
         return record
 
     def _result(self) -> Result:
@@ -412,9 +412,8 @@ def simulate(
     options = Options(
         evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going, accept_other_bits
     )
-    for doubt in (unproven(algorithm, schedule), schedule.caution(task.clients)):
-        if doubt is not None:
-            log.warning(doubt)
+    if (caution := schedule.caution(task.clients)) is not None:
+        log.warning(caution)
     algorithm, budgets = bound(algorithm, Crowd(schedule, task.clients, work, task.sizes, seed))
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
@@ -456,6 +455,8 @@ def drive(
     `here` is what the bits depend on, where they are promised to be the same.
     """
     task, seed = setup.task, setup.seed
+    if (doubt := unproven(setup.algorithm, schedule)) is not None:
+        log.warning(doubt)
     state = State.first(setup.algorithm, task.layout, task.initial(seed), seed, source.real, task.own(seed))
     run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:

@@ -53,13 +53,14 @@ def advance(
         )
         info = Info(
             state.t, algorithm.gather.cohort(tally.count), N, float(sizes.sum()), lr, K, a,
-            tally.quantised / max(tally.count, 1), layout, sizes, tally.stalest,
+            algorithm.gather.coded(tally.quantised / max(tally.count, 1)), layout, sizes, tally.stalest,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
         u, gather = algorithm.gather.close(acc, state.gather, info)
         new, average, server = two_strokes(algorithm, u, state.server, x, info)
     else:  # nobody came: the version counts on, and nothing moves
-        new, average, gather, server = x, state.average, state.gather, state.server
+        new, average, gather = x, state.average, state.gather
+        server = algorithm.server.idle(state.server, x)
     norm = _finite_norm(average, new, state.t + 1)
     watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going) if tally.count else state.watch
     who = Caster(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)

@@ -340,9 +340,9 @@ class _Queue:
 
     CHUNK = 4096
 
-    def __init__(self, plan: Buffered, N: int, seed: int, message: tuple[float, float]) -> None:
-        self.plan, self.seed, self.message = plan, seed, message
-        self.idle = Idle(N) if plan.availability is None else Reachable(N, plan.availability)
+    def __init__(self, schedule: Buffered, N: int, seed: int, message: tuple[float, float]) -> None:
+        self.schedule, self.seed, self.message = schedule, seed, message
+        self.idle = Idle(N) if schedule.availability is None else Reachable(N, schedule.availability)
         # (end, job, client, version, start, whether it hands in)
         self.running: list[tuple[float, int, int, int, float, bool]] = []
         self.lost = 0  # jobs in a row
@@ -351,23 +351,23 @@ class _Queue:
         self.now = 0.0
         self.busy_versions: Counter[int] = Counter()
         self.transfer: dict[int, float] = {}
-        kind = type(plan.durations)
+        kind = type(schedule.durations)
         own = (kind.factor, kind.of) != (clock.Durations.factor, clock.Durations.of)
-        self.plain = not own and plan.bandwidth is None
+        self.plain = not own and schedule.bandwidth is None
         self.draws: deque[tuple[float, float]] = deque()
         self.gaps: deque[float] = deque()
-        self.cap = min(plan.concurrency, N)
-        transfer = 0.0 if plan.bandwidth is None else plan.bandwidth.mean(*message)
-        self.gap = (plan.durations.mean + transfer) / plan.concurrency
-        self.next_arrival = math.inf if plan.arrivals == "closed" else self._arrival()
+        self.cap = min(schedule.concurrency, N)
+        transfer = 0.0 if schedule.bandwidth is None else schedule.bandwidth.mean(*message)
+        self.gap = (schedule.durations.mean + transfer) / schedule.concurrency
+        self.next_arrival = math.inf if schedule.arrivals == "closed" else self._arrival()
 
     def tick(self, step: int) -> Tick:
         clients: list[int] = []
         versions: list[int] = []
         started: list[int] = []
         spans: list[tuple[float, float]] = []
-        running, goal, closed, dropped = self.running, self.plan.buffer, self.plan.arrivals == "closed", 0
-        busy = self.busy_versions
+        running, goal, busy, dropped = self.running, self.schedule.buffer, self.busy_versions, 0
+        closed = self.schedule.arrivals == "closed"
         while len(clients) < goal:
             self.idle.move(self.now)
             if closed:
@@ -398,7 +398,7 @@ class _Queue:
                     self._start(step, started)
             else:
                 raise ConfigError(
-                    f"the trace of arrivals ends before step {step + 1} of {self.plan.steps}; give more arrivals or fewer steps"
+                    f"the trace of arrivals ends before step {step + 1} of {self.schedule.steps}; give more arrivals or fewer steps"
                 )
         return Tick(
             step, self.now, np.array(clients, np.int64), np.array(versions, np.int64),
@@ -419,9 +419,9 @@ class _Queue:
 
     def _skip(self, until: float) -> None:
         """Let arrivals pass by while nobody is there."""
-        if self.plan.arrivals == "constant":
+        if self.schedule.arrivals == "constant":
             self.arrived = max(self.arrived, math.ceil(until / self.gap))
-        elif self.plan.arrivals == "poisson":
+        elif self.schedule.arrivals == "poisson":
             self.now = max(self.now, until)
         while self.next_arrival < until:
             self.next_arrival = self._arrival()
@@ -449,8 +449,8 @@ class _Queue:
         if not self.plain:
             duration = self._slowed(client, duration)
         end, arrives = self.now + duration, True
-        if self.plan.availability is not None:
-            end, arrives = self.plan.availability.ends(client, self.now, duration)
+        if self.schedule.availability is not None:
+            end, arrives = self.schedule.availability.ends(client, self.now, duration)
         heapq.heappush(self.running, (end, self.job, client, step, self.now, arrives))
         self.job += 1
         if arrives:  # who is lost never ran
@@ -459,20 +459,20 @@ class _Queue:
 
     def _draw(self) -> None:
         jobs = np.arange(self.job, self.job + self.CHUNK)
-        durations = self.plan.durations.draw(rng.uniform(self.seed, "duration", jobs))
+        durations = self.schedule.durations.draw(rng.uniform(self.seed, "duration", jobs))
         picks = rng.uniform(self.seed, "arrival", jobs)
         self.draws.extend(zip(durations.tolist(), picks.tolist()))
 
     def _slowed(self, client: int, duration: float) -> float:
         if client not in self.transfer:
-            link = self.plan.bandwidth
+            link = self.schedule.bandwidth
             self.transfer[client] = 0.0 if link is None else link.seconds(client, *self.message)
-        return self.plan.durations.of(client, duration) + self.transfer[client]
+        return self.schedule.durations.of(client, duration) + self.transfer[client]
 
     def _arrival(self) -> float:
         """The time of the next arrival."""
         k, self.arrived = self.arrived, self.arrived + 1
-        kind = self.plan.arrivals
+        kind = self.schedule.arrivals
         if not isinstance(kind, str):
             return kind[k] if k < len(kind) else math.inf
         if kind == "constant":

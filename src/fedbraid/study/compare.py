@@ -466,7 +466,7 @@ class _Told:
 
 
 def _metric(task: Task, name: str | None) -> str | None:
-    if name is not None and name not in (known := ("accuracy", "loss", "train_loss", *task.metrics)):
+    if name is not None and name not in (known := (*task.measures, "train_loss")):
         raise unknown("metric", name, known)
     return name
 

@@ -259,7 +259,7 @@ def terse(text: str) -> str:
 # Running --------------------------------------------------------------------------------------------
 
 
-class Judge:
+class Curve:
     """Tests the model where a cell wants it, and stops when whoever started the worker has gone."""
 
     def __init__(self, cell: Cell, parent: int | None) -> None:
@@ -311,19 +311,19 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     from fedbraid.run.simulate import algorithm_from, simulate
     from fedbraid.study.flops import by_step, of_clients
 
-    begun, stopped, judge = time.process_time(), None, Judge(cell, parent)
+    begun, stopped, curve = time.process_time(), None, Curve(cell, parent)
     task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
     try:
         simulate(
             task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
-            evaluate_every=None, callbacks=[judge], checkpoint_every=max(1, min(50, cell.schedule.steps // 4)),
+            evaluate_every=None, callbacks=[curve], checkpoint_every=max(1, min(50, cell.schedule.steps // 4)),
             layers="moved" in cell.keep,
         )  # fmt: skip
     except Diverged as error:
         stopped = str(error)
     kept = list(Folder(out).records())
     history = kept + [
-        r for r in judge.seen if r["step"] > len(kept)
+        r for r in curve.seen if r["step"] > len(kept)
     ]  # a run that diverged did not commit all
     if "flops" in cell.keep:
         for record, flops in zip(history, by_step(of_clients(task, algorithm, cell.work), history)):
@@ -334,8 +334,8 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     for key in set(TOTALS) & set(cell.keep):
         for record, total in zip(history, accumulate(r[key] for r in history)):
             record[key] = total
-    judged = [r for r in history if "loss" in r] if stopped is None else history
-    line["curve"] = {key: [_short(r.get(key)) for r in judged] for key in ("step", *cell.keep)}
+    tested = [r for r in history if "loss" in r] if stopped is None else history
+    line["curve"] = {key: [_short(r.get(key)) for r in tested] for key in ("step", *cell.keep)}
     return line
 
 

@@ -26,6 +26,7 @@ from fedbraid.core import rng
 from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
 from fedbraid.data import tree
+from fedbraid.data.lazy import Column
 from fedbraid.data.task import Task
 from fedbraid.engines.workers import Ask, Crew, Failure, prepare
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
@@ -132,7 +133,7 @@ def integer(low: int, high: int, points: int = 4) -> Range:
 
 
 def hold_out(task: Task, share: float, seed: int = 0) -> Task:
-    """The task of the other clients, judged on the data of this share of them instead of the test set."""
+    """The task of the other clients, tested on the data of this share of them instead of the test set."""
     number("hold_out", share, "(0, 1)", "is no share of the clients")
     count = max(1, round(share * task.clients))
     if count >= task.clients:
@@ -141,10 +142,17 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         )
     held = np.sort(rng.generator(seed, "hold-out").permutation(task.clients)[:count])
     kept = np.setdiff1d(np.arange(task.clients), held)
+    if isinstance(task.inputs, Column):  # which is asked by client, not by row
+        few, judge = task.inputs.store.some(kept), task.inputs.store.together(held, "the held-out clients")
+        inputs, targets = Column.both(few)
+        return dataclasses.replace(
+            task, inputs=inputs, targets=targets, rows=torch.arange(len(few)), offsets=few.offsets,
+            test=Column.both(judge), test_offsets=None, spec=None,
+        )  # fmt: skip
     rows, offsets = _rows(task, kept)
-    judged, _ = _rows(task, held)
+    tested, _ = _rows(task, held)
     return dataclasses.replace(
-        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, judged), tree.take(task.targets, judged)), test_offsets=None, spec=None
+        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, tested), tree.take(task.targets, tested)), test_offsets=None, spec=None
     )  # fmt: skip
 
 
@@ -253,9 +261,9 @@ class _Search:
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
         self.tuning = hold_out(task, plan.share, plan.seed)
-        self.metric = plan.metric or ("accuracy" if task.classifies else "loss")
-        if self.metric not in (known := ("accuracy", "loss", *task.metrics)):
-            raise unknown("metric", self.metric, known)
+        self.metric = plan.metric or task.measures[0]
+        if self.metric not in task.measures:
+            raise unknown("metric", self.metric, task.measures)
         self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
         self.running: dict[int, _Job] = {}
         self.looks: dict[int, dict[int, float]] = {}

@@ -22,15 +22,16 @@ from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
 from fedbraid.data.tree import Tree
+from fedbraid.engines.native import normals, swap
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, built, compiler, lanes, library
 from fedbraid.engines.native.codegen import generate
-from fedbraid.engines.native.swap import hang_in
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
 from fedbraid.errors import DataError, EngineError
 
 __all__ = ["Native", "NativeUnavailable"]
 
-hang_in()
+swap.hang_in()
+normals.hang_in()
 
 ROOM = 64  # samples of a client that a library has room for at first, where they depend on each other
 
@@ -80,8 +81,8 @@ class Native:
         self._compile(ROOM)
         self._looked_at: Tree = None  # a table whose numbers are known to be in range
         self._buffer = torch.empty(0, self.size)
-        if isinstance(task.inputs, Tensor):
-            use_large_pages(task.inputs)
+        if isinstance(table := _lone(task.inputs), Tensor):
+            use_large_pages(table)
         self._check(task)
 
     def _compile(self, batch: int) -> None:
@@ -116,7 +117,8 @@ class Native:
         weight = None if batch.weight is None else batch.weight.to(torch.float32).contiguous()
         noise = None if batch.noise is None else torch.from_numpy(batch.noise.view(np.int64))
         self._look_at(batch.inputs)
-        inputs, plain = batch.inputs, batch.augment is None and isinstance(batch.inputs, Tensor)
+        inputs = _lone(batch.inputs)
+        plain = batch.augment is None and isinstance(inputs, Tensor)
         if not (plain and inputs.is_contiguous() and inputs.dtype == torch.float32):
             plain = False
             inputs = _rows(tree.map(lambda leaf: leaf.flatten(0, 1), batch.x()))
@@ -221,10 +223,16 @@ def _raise(status: int) -> None:
         raise _FAULTS[status]
 
 
+def _lone(inputs: Tree) -> Tree:
+    """The leaf of a tree of one, which is read where it lies."""
+    leaves = tree.leaves(inputs)
+    return leaves[0] if len(leaves) == 1 else inputs
+
+
 def _rows(inputs: Tree) -> Tensor:
     """A table as the library reads it: a sample is one row of float32, its parts behind each other."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(torch.float32).contiguous()
+    if isinstance(table := _lone(inputs), Tensor):
+        return table.to(torch.float32).contiguous()
     return torch.cat([leaf.reshape(len(leaf), -1).to(torch.float32) for leaf in tree.leaves(inputs)], 1)
 
 

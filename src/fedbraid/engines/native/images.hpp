@@ -704,21 +704,25 @@ struct Pooled {
                 UNROLL for (int k = 0; k < KX; k++) sums[o * each + i * TAPS + ky * KX + k] = acc[o][i][k];
     }
 
+    // What block n adds to the gradients of N channels' weights and biases, in each lane its own sample's.
+    template <int N>
+    INLINE void of_block(const V* x, const V* dy, V* all, int first, V* scratch, int n, V* sums, V* bias) {
+        constexpr int M = C::tile.m, whole = I / M * M, rows = TAPS / C::columns;
+        V* full = scratch + packed;
+        const V* from = C::kept ? all + (int64_t)n * kept : x + n * C::in_size;
+        spread<N>(dy + n * P::out_size + first * pooled, places(all, n) + first * pooled * LANES, full, bias);
+        for (int ky = 0; ky < rows; ky++) {
+            for (int i = 0; i < whole; i += M) add_up<N, M>(from + i * (C::HP * C::WP), full, ky, sums + i * TAPS);
+            if constexpr (I % M != 0)
+                add_up<N, I % M>(from + whole * (C::HP * C::WP), full, ky, sums + whole * TAPS);
+        }
+    }
+
     template <int N>
     OP void weights(const V* x, const V* dy, float* dw, float* db, V* all, int first, V* scratch, int nb, bool add) {
-        constexpr int M = C::tile.m, whole = I / M * M, rows = TAPS / C::columns;
-        V bias[N] = {}, *full = scratch + packed, *sums = full + most * plane;
+        V bias[N] = {}, *sums = scratch + packed + most * plane;
         std::memset((void*)sums, 0, sizeof(V) * N * each);
-        for (int n = 0; n < nb; n++) {
-            const V* from = C::kept ? all + (int64_t)n * kept : x + n * C::in_size;
-            spread<N>(dy + n * P::out_size + first * pooled, places(all, n) + first * pooled * LANES, full, bias);
-            for (int ky = 0; ky < rows; ky++) {
-                for (int i = 0; i < whole; i += M)
-                    add_up<N, M>(from + i * (C::HP * C::WP), full, ky, sums + i * TAPS);
-                if constexpr (I % M != 0)
-                    add_up<N, I % M>(from + whole * (C::HP * C::WP), full, ky, sums + whole * TAPS);
-            }
-        }
+        for (int n = 0; n < nb; n++) of_block<N>(x, dy, all, first, scratch, n, sums, bias);
         for (int k = 0; dw && k < N * each; k++) put(dw + first * each + k, total(sums[k]), add);
         for (int o = 0; db && o < N; o++) put(db + first + o, total(bias[o]), add);
     }
@@ -727,5 +731,24 @@ struct Pooled {
         constexpr int N = C::tile.n, whole = O / N * N;
         for (int o = 0; o < whole; o += N) weights<N>(x, dy, dw, db, all, o, scratch, nb, add);
         if constexpr (O % N != 0) weights<O % N>(x, dy, dw, db, all, whole, scratch, nb, add);
+    }
+
+    // Squared norms of single samples' gradients of N channels, added to one vector per block.
+    template <int N>
+    OP void some_squares(const V* x, const V* dy, V* all, int first, V* scratch, V* to, int nb, bool weight, bool biased) {
+        V* sums = scratch + packed + most * plane;
+        for (int n = 0; n < nb; n++) {
+            V bias[N] = {};
+            std::memset((void*)sums, 0, sizeof(V) * N * each);
+            of_block<N>(x, dy, all, first, scratch, n, sums, bias);
+            for (int k = 0; weight && k < N * each; k++) to[n] += sums[k] * sums[k];
+            for (int o = 0; biased && o < N; o++) to[n] += bias[o] * bias[o];
+        }
+    }
+
+    OP void squares(const V* x, const V* dy, V* all, V* scratch, V* to, int nb, bool weight, bool bias) {
+        constexpr int N = C::tile.n, whole = O / N * N;
+        for (int o = 0; o < whole; o += N) some_squares<N>(x, dy, all, o, scratch, to, nb, weight, bias);
+        if constexpr (O % N != 0) some_squares<O % N>(x, dy, all, whole, scratch, to, nb, weight, bias);
     }
 };

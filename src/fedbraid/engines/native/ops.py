@@ -390,6 +390,9 @@ class Pooled(Conv):
     def backward(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::backward({at.x()}, {at.dy}, {at.dw(0)}, {at.dw(1)}, {at.kept}, {at.scratch}, nb, add);"
 
+    def squares(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::squares({at.x()}, {at.dy}, {at.kept}, {at.scratch}, squares, nb, {self._trained()});"
+
     def agreements(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
         yield f"{L}::kept == {self.kept}"

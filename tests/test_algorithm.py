@@ -251,6 +251,23 @@ def test_parts_in_the_wrong_place_are_refused(parts, said):
         fb.Algorithm(**parts)
 
 
+@pytest.mark.parametrize(
+    ("hook", "gives", "said"),
+    [
+        ("step", torch.zeros(()), r"the rule's step returns a tensor of shape \[\]; return \(direction, state\)"),
+        ("step", (torch.zeros(3), {}), r"makes of a gradient \[m, d\] = \[2, 4\] a tensor of shape \[3\]; return one"),
+        ("init", torch.zeros(4), r"the rule's init returns a tensor of shape \[4\]; return a dict"),
+        ("start", None, "the rule's start returns a NoneType; return a dict"),
+        ("finish", torch.zeros(2, 4), r"the rule's finish returns a tensor of shape \[2, 4\]; return a dict"),
+        ("remember", torch.zeros(2, 4), r"the rule's remember returns a tensor of shape \[2, 4\]; return a dict"),
+    ],
+)  # fmt: skip
+def test_hooks_that_return_something_else_are_named(hook, gives, said):
+    odd = type("Odd", (fb.Rule,), {hook: lambda self, *_: gives})
+    with pytest.raises(ConfigError, match=said):
+        fb.Algorithm(rule=odd())
+
+
 def test_neutral_parts_are_fedavg(blobs):
     xs = [
         fb.simulate(blobs, a, WORK, fb.rounds(3), engine="in_process").x

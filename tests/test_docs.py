@@ -1,10 +1,11 @@
-"""Do the examples in README, docs and notebooks run as they stand, and does the site hold what it promises?"""
+"""Do the examples in README and docs run as they stand, and does the site hold what it promises?"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,28 @@ def test_examples_run(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page.name}, example {i + 1}", "exec", dont_inherit=True), names)
 
 
+def told(text):
+    """Every command of ours in a page's blocks, and in its lines where nothing is left out of it."""
+    shown = "".join(re.findall(r"```(?:console|bash)\n(.*?)```", text, re.S)).replace("\\\n", " ")
+    yield from re.findall(r"^(?:\$ )?fedbraid ([^&|\n]+)", shown, re.M)
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    yield from (c for c in re.findall(r"`fedbraid ([a-z][^`]*)`", prose) if "…" not in c)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(told(p.read_text()))], ids=name_of)
+def test_commands_have_the_options_that_they_are_shown_with(page):
+    import typer
+
+    for words in told(page.read_text()):
+        command, given = typer.main.get_command(app), shlex.split(words, comments=True)
+        while hasattr(command, "commands") and given and given[0] in command.commands:
+            command = command.commands[given.pop(0)]
+        if hasattr(command, "commands"):
+            assert {*given} <= {o for p in command.params for o in p.opts}, words
+        elif given not in ([], ["--help"]):  # more than the command's name
+            command.make_context("fedbraid", given)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
@@ -62,20 +85,6 @@ def test_links_lead_somewhere(page):
 
 def cells(path, kind="code"):
     return [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == kind]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, by torch
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
-def test_notebooks_run(path, tmp_path, monkeypatch):
-    pytest.importorskip("pandas", reason="a notebook makes a frame")
-    pytest.importorskip("matplotlib", reason="a notebook draws")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)  # real clients are test_flower's
-    names: dict[str, object] = {"__name__": "notebook"}
-    for i, cell in enumerate(cells(path)):
-        code = compile("".join(cell["source"]), f"{path.name}, cell {i + 1}", "exec", dont_inherit=True)
-        exec(code, names)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)

@@ -24,7 +24,7 @@ import torch
 
 import fedbraid as fb
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
 import httpx
 from fleets import LONG, Fleet, driven, in_process, make_app, make_user, simulated
 from flwr.app import ConfigRecord, Error, Message, RecordDict

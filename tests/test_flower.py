@@ -23,7 +23,7 @@ import torch
 
 import fedbraid as fb
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
 from fleets import (
     LONG,
     WORK,

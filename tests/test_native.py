@@ -863,12 +863,12 @@ def test_lock_is_released(small):
     inputs, targets = task.inputs.repeat(many, 1, 1, 1), task.targets.repeat(many)
     x = points(task, 1)[0]
     work = threading.Thread(target=lambda: grad.evaluate(x, inputs, targets))
-    ticks, start = 0, time.perf_counter()
+    ticks = 0
     work.start()
     while work.is_alive():
         time.sleep(0.001)
         ticks += 1
-    assert ticks > 5, f"{ticks} ticks in {time.perf_counter() - start:.3f} s"
+    assert ticks > 5  # with the lock held, this loop would turn once or twice
 
 
 def test_works_in_a_forked_child(small):

@@ -8,7 +8,7 @@ import pytest
 
 import fedbraid as fb
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
 import torch  # noqa: E402
 from fleets import driven, in_process, make_user, simulated  # noqa: E402

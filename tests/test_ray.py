@@ -16,7 +16,7 @@ import torch
 
 import fedbraid as fb
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'fedbraid[ray]'")
+pytest.importorskip("ray", reason="ray is not installed: make test-engines brings it")
 import ray
 from ray.cluster_utils import Cluster
 

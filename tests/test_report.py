@@ -599,7 +599,14 @@ def test_who_could_be_reached_is_drawn(browser, tmp_path):
 
 
 @pytest.mark.browser
-def test_a_timeline_of_many_clients(browser, single, tmp_path):
+@pytest.mark.parametrize(
+    ("stalest", "spans"),
+    [
+        (14, ["0", "1", "2–3", "4–7", "8–15", "16 or more"]),
+        (400, ["0–31", "32–63", "64–127", "128–255", "256–511", "512 or more"]),
+    ],
+)
+def test_a_timeline_of_many_clients(browser, single, tmp_path, stalest, spans):
     data = page.describe(collect([single]))
     draw = np.random.default_rng(0)
     count, clients = page.JOBS, 10_000
@@ -607,7 +614,7 @@ def test_a_timeline_of_many_clients(browser, single, tmp_path):
     step = np.searchsorted(np.arange(0, 100, 0.5), began)
     jobs = {
         "client": draw.integers(0, clients, count),
-        "version": step - draw.integers(0, 20, count),
+        "version": step - draw.integers(0, stalest + 1, count),
         "step": step,
     }
     jobs |= {"began": began, "ended": began + draw.exponential(0.3, count)}
@@ -624,6 +631,7 @@ def test_a_timeline_of_many_clients(browser, single, tmp_path):
     seen = Seen(browser, out.as_uri())
     looked = seen.page
     assert looked.evaluate("document.getElementById('timeline-plot').drawn") == count
+    assert looked.locator("#timeline-key > span").all_inner_texts() == spans
     for _ in range(5):
         looked.click("#timeline-zoom button[data-value=in]")
     near = looked.evaluate("document.getElementById('timeline-plot').drawn")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import fedbraid as fb
 from fedbraid.errors import ConfigError, DataError
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install 'fedbraid[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
 from fleets import in_process
 
 from fedbraid.deploy import Project

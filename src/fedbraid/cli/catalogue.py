@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbraid.cli.show import Json, give
+from fedbraid.cli.show import Json, entry, give
 from fedbraid.errors import unknown
 
 KINDS = ("tasks", "algorithms", "codecs", "partitions", "models", "engines", "schedules")
@@ -36,8 +36,8 @@ def list_(
     for name, entries in shown.items():
         print(f"{name}:")
         wide = max(map(len, entries))
-        for entry, text in entries.items():
-            print(f"  {entry:<{wide}}  {text}")
+        for one, text in entries.items():
+            entry(f"  {one:<{wide}}  ", text)
 
 
 def _described(kind: str) -> dict[str, str]:

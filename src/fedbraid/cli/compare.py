@@ -15,7 +15,7 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.options import Metric
-from fedbraid.cli.show import Json, Quiet, complain, give, table
+from fedbraid.cli.show import Json, Quiet, complain, entry, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds
 
@@ -124,7 +124,7 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     table(f"{result.task} ({format_seconds(seconds)})", head, rows, order=[head.index(h) for h in order])
     if result.gains:
         table("what clients gain", *result.gained())
-    print(result.verdict)
+    entry("", result.verdict)
     print(f"next: fedbraid report {result.out}")
 
 

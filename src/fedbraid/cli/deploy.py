@@ -46,16 +46,15 @@ CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
 def init(
     folder: Folder,
     task: Annotated[
-        str | None, typer.Argument(metavar="[FILE.py:TASK]", help="A task of your own, as `run` takes it.")
+        str | None, typer.Argument(metavar="FILE.py:TASK", help="A task of your own, as `run` takes it.")
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Argument(metavar="[ALGORITHM]", help="A name, or FILE.py:NAME of your own.")
+        str | None, typer.Argument(metavar="ALGORITHM", help="A name, or FILE.py:NAME of your own.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Write a deployment: fleet.py, the one file to edit, and pyproject.toml, which makes it a Flower app.
 
-    \b
     Given a task of yours, there is nothing to edit: its file comes along, and the nodes learn what the simulator did.
 
     \b
@@ -88,7 +87,6 @@ def trial(
 ) -> None:
     """Run a deployment to its end on this machine: a SuperLink and SuperNodes on loopback, then clean up.
 
-    \b
     Each node gets `share` (0 to NODES-1) and `shares` in its configuration, for `load(node_config)`.
 
     \b

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbraid.cli.show import Json, Quiet, give
+from fedbraid.cli.show import Json, Quiet, entry, give
 from fedbraid.errors import FedbraidError, RunError, install
 from fedbraid.run.metrics import format_bytes
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fedbraid.data.sources import Home
 
 EXTRAS = {
-    "data": ("pyarrow", "PIL"), "hub": ("datasets",), "plot": ("matplotlib",), "sweep": ("optuna",),
+    "data": ("pyarrow", "PIL"), "hub": ("datasets",), "hf": ("transformers", "peft"), "plot": ("matplotlib",), "sweep": ("optuna",),
     "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",), "onnx": ("onnx",),
-    "frames": ("pandas", "polars"), "ray": ("ray",), "flower": ("flwr",), "browser": ("playwright",),
+    "frames": ("pandas", "polars"), "privacy": ("dp_accounting",), "ray": ("ray",), "flower": ("flwr",), "browser": ("playwright",),
 }  # fmt: skip
 MARKS = {"ok": "✓", "missing": "–", "wrong": "✗"}
 
@@ -55,7 +55,7 @@ def doctor(json: Json = False, quiet: Quiet = False) -> None:
     elif not quiet:
         wide = max(len(f.what) for f in found)
         for f in found:
-            print(f"{MARKS[f.state]} {f.what:<{wide}}  {f.says}{f'; {f.do}' if f.do else ''}")
+            entry(f"{MARKS[f.state]} {f.what:<{wide}}  ", f"{f.says}{f'; {f.do}' if f.do else ''}")
     if wrong := [f for f in found if f.state == "wrong"]:
         raise RunError(f"{wrong[0].what}: {wrong[0].says}; {wrong[0].do}")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedbraid.cli.show import Json, Quiet, facts, give
+from fedbraid.cli.show import Json, Quiet, entry, facts, give
 from fedbraid.errors import ConfigError, reading, unknown
 from fedbraid.run.metrics import format_bytes
 
@@ -79,7 +79,7 @@ def report(
     if not quiet:
         facts({str(p): format_bytes(len(b)) for p, b in made.items()})
         if data["verdict"]:
-            print(data["verdict"])
+            entry("", data["verdict"])
 
 
 def drawn(figure: Any, kind: str) -> bytes:

@@ -99,7 +99,6 @@ def run(
       [schedule]   rounds = 100        per_round = 5
       [run]        seed = 42           target = 0.95
 
-    \b
     Options override the file. The run is kept in a new folder: run.json, metrics.jsonl, state.db and
     model.safetensors. The same command with the same --out continues it, as `fedbraid resume` does.
     """

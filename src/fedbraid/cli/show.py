@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -58,7 +59,7 @@ def table(
         if n == 0:
             print("─" * (sum(wide) + GAP * (len(wide) - 1)))
     if lost := [name for i, name in enumerate(head) if i not in shown and name]:
-        print(f"left out at {room} columns: {', '.join(lost)}; --json has them")
+        entry("", f"left out at {room} columns: {', '.join(lost)}; --json has them")
 
 
 def fit(
@@ -95,6 +96,19 @@ def width() -> int:
     if said.isdigit() and int(said):
         return int(said)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+
+
+def entry(name: str, text: str) -> None:
+    """A name and what is said of it, on as many lines as the terminal needs, all behind the name."""
+    for line in textwrap.wrap(
+        text,
+        max(width(), len(name) + 30),
+        initial_indent=name,
+        subsequent_indent=" " * len(name),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [name.rstrip()]:
+        print(line)
 
 
 def facts(pairs: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def rehearse(a: Algorithm) -> None:
         server, gather = a.server.init(x, layout), a.gather.init(x, layout)
         sent = {k: v.reshape(1, -1) for k, v in a.send(x, server, 2).items()}
         _as_declared("the server sends", sent, a.downloads, layout)
-        memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in a.rule.init(x).items()}
+        memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in _named("init", a.rule.init(x)).items()}
         down = {k: v for k, v in sent.items() if k != "x"}
         ones = lambda y: torch.ones(2, 4)  # noqa: E731
         loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, ones, ones)
@@ -156,7 +156,7 @@ def rehearse(a: Algorithm) -> None:
 
 def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Vectors]:
     """(uploads, new memory) of two clients."""
-    started = rule.start(loc)
+    started = _named("start", rule.start(loc))
     bent = rule.step(torch.ones(2, 4), loc.x.repeat(2, 1), started, loc)
     if not isinstance(bent, tuple) or len(bent) != 2 or not isinstance(bent[1], dict):
         raise ConfigError(
@@ -172,16 +172,17 @@ def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Ve
             f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
         )
     y = loc.x - 0.1 * v
-    for hook in (rule.finish(y, s, loc), rule.remember(finished(rule, y, s, loc), s, loc)):
-        if not isinstance(hook, dict):
-            raise ConfigError(
-                f"the rule's finish or remember returns {_kind(hook)}; return a dict of named tensors"
-            )
-    extra = rule.finish(y, s, loc).keys() - {d.name for d in rule.uploads()}
+    extra = _named("finish", rule.finish(y, s, loc)).keys() - {d.name for d in rule.uploads()}
     if extra:
         raise ConfigError(f"the rule uploads {min(extra)!r} but does not declare it; name it in uploads()")
     up = finished(rule, y, s, loc)
-    return up, rule.remember(up, s, loc)
+    return up, _named("remember", rule.remember(up, s, loc))
+
+
+def _named(hook: str, value: Any) -> Vectors:
+    if not isinstance(value, dict):
+        raise ConfigError(f"the rule's {hook} returns {_kind(value)}; return a dict of named tensors")
+    return value
 
 
 def _as_declared(who: str, made: Vectors, declared: dict[str, Any], layout: Layout) -> None:

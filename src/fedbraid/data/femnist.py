@@ -20,7 +20,7 @@ HOME = Home(
 
 
 def read(root: Root = None) -> DataSet:
-    """White on black, as FedGBO turns LEAF's black on white."""
+    """Handwritten letters and digits by writer, 62 classes; white on black, as FedGBO turns LEAF's black on white."""
     (x, y, who), (xt, yt, who_test) = (_part(root, part) for part in ("train", "test"))
     inputs, test_inputs = normalised(255 - x, 255 - xt)
     groups, test_groups = group_numbers(who, who_test)

@@ -18,7 +18,7 @@ HOME = Home(
 
 
 def read(root: Root = None) -> DataSet:
-    """Class 0 is the file's smaller label (1, poisonous: −1), class 1 its larger (2, edible: +1).
+    """Poisonous or edible, by 112 marks: class 0 is the file's smaller label (1, poisonous), class 1 its larger (2, edible).
 
     There is no official test set: a fifth of the rows is held out, the same ones for every seed.
     """

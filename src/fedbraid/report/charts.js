@@ -163,9 +163,17 @@ const charts = (() => {
 
   // Timeline -----------------------------------------------------------------------------------------
 
-  // Staleness from, the class's name, and its colour.
-  const AGES = [[0, "0", "a0"], [1, "1", "a1"], [2, "2–3", "a2"], [4, "4–7", "a3"], [8, "8–15", "a4"], [16, "16 or more", "a5"]];
-  const aged = (stale) => { let k = 0; while (k < AGES.length - 1 && stale >= AGES[k + 1][0]) k += 1; return k; };
+  // Classes of staleness: from, the class's name, and its colour. Each is twice as wide as the one before it, and the first so
+  // wide that no more than a tenth of the jobs is left to the last.
+  function ages({ jobs: { step, version } }) {
+    const stale = step.map((s, j) => s - version[j]);
+    let unit = 1;
+    while (stale.filter((s) => s >= 16 * unit).length > stale.length / 10) unit *= 2;
+    const from = [0, 1, 2, 4, 8, 16].map((k) => k * unit);
+    const named = (a, b) => (b === undefined ? `${a} or more` : b - a === 1 ? String(a) : `${a}–${b - 1}`);
+    return from.map((a, k) => [a, named(a, from[k + 1]), `a${k}`]);
+  }
+  const aged = (stale, classes) => { let k = 0; while (k < classes.length - 1 && stale >= classes[k + 1][0]) k += 1; return k; };
 
   function timeline(place, line, { height, formats, tell }) {
     const width = Math.max(260, place.clientWidth), jobs = prepared(line);
@@ -200,15 +208,15 @@ const charts = (() => {
   // By client, for the cursor, and by age, for the pen: the stalest are drawn last, on top.
   function prepared(line) {
     const { client, version, step, began, ended } = line.jobs, count = client.length;
-    const ages = AGES.map(() => []), rows = new Map();
+    const classes = ages(line), sorted = classes.map(() => []), rows = new Map();
     let end = 0;
     for (let j = 0; j < count; j += 1) {
-      ages[aged(step[j] - version[j])].push(j);
+      sorted[aged(step[j] - version[j], classes)].push(j);
       if (!rows.has(client[j])) rows.set(client[j], []);
       rows.get(client[j]).push(j);
       if (ended[j] > end) end = ended[j];
     }
-    return { client, version, step, began, ended, ages, rows, end };
+    return { client, version, step, began, ended, sorted, rows, end };
   }
 
   function segments(u, jobs, line, place) {
@@ -220,15 +228,15 @@ const charts = (() => {
     place.online = reachable(pen, line.online, { x, y, left, top, height, kx, ky });
     lines(pen, line.steps.filter((t) => t >= x.min && t <= x.max).map((t) => left + (t - x.min) * kx), top, height, width);
     let drawn = 0;
-    AGES.forEach(([, , name], k) => {
+    jobs.sorted.forEach((those, k) => {
       pen.beginPath();
-      for (const j of jobs.ages[k]) {
+      for (const j of those) {
         if (jobs.ended[j] < x.min || jobs.began[j] > x.max || jobs.client[j] < y.min - 1 || jobs.client[j] > y.max + 1) continue;
         const a = left + (jobs.began[j] - x.min) * kx, b = left + (jobs.ended[j] - x.min) * kx, at = top + height - (jobs.client[j] - y.min) * ky;
         pen.rect(a, at - thick / 2, Math.max(b - a, 1), thick);
         drawn += 1;
       }
-      pen.fillStyle = paint(name);
+      pen.fillStyle = paint(`a${k}`);
       pen.fill();
     });
     pen.restore();
@@ -273,5 +281,5 @@ const charts = (() => {
     return { time, client, version: null, step: line.steps.findLastIndex((t) => t <= time) + 1 };
   }
 
-  return { curves, timeline, zoom, all, paint, dashes, colour, AGES };
+  return { curves, timeline, zoom, all, paint, dashes, colour, ages };
 })();

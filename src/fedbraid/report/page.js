@@ -229,7 +229,7 @@
       height: Math.max(260, Math.min(460, window.innerWidth * 0.8)), formats: { along: plain },
       tell: (job, u) => (job === null ? hush() : spell(u, job)),
     });
-    $("timeline-key").replaceChildren("trained from a version so many steps old:", ...charts.AGES.map(([, text, name]) => html("span", null, html("span", { class: "swatch", style: `background:var(--${name})` }), text)),
+    $("timeline-key").replaceChildren("trained from a version so many steps old:", ...charts.ages(line).map(([, text, name]) => html("span", null, html("span", { class: "swatch", style: `background:var(--${name})` }), text)),
       ...(line.online ? [html("span", null, html("span", { class: "swatch", style: "background:color-mix(in srgb, var(--ink) 10%, transparent)" }), "can be reached")] : []));
     $("timeline-note").textContent = `A bar is a client at work, from fetching the model to handing in; upright lines are the server's steps. Seed ${line.seed}. ${line.note} Drag to zoom, double-click to see all; with Ctrl, or once zoomed, the wheel zooms too.`;
   }

@@ -18,7 +18,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work
 from fedbraid.data.batches import batch_sizes, step_counts
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, MissingExtra
 from fedbraid.links.private import Around, Clipped, OwnNoise
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
@@ -462,7 +462,5 @@ def _library() -> Any:
         import dp_accounting.pld
         import dp_accounting.rdp
     except ImportError as error:
-        raise ConfigError(
-            f"privacy is accounted by dp-accounting, which is not there ({error}); pip install 'fedbraid[privacy]'"
-        ) from error
+        raise MissingExtra("the account of privacy", "privacy") from error
     return dp_accounting

@@ -1,10 +1,9 @@
 """Which way is fastest for this model on this machine: guessed for small jobs, measured once for large ones.
 
-No job pays for what it cannot earn back: a compiler runs for those that surely save more than it takes, or whose model
-was trained for that long before, and ways are timed where that is a small share of the work. A small job takes the same
-way every time, so that it repeats to the bit; what was measured for a large one is remembered for the model, the batch
-and the cohort, in the user's cache folder, as long as the machine is the same. A run that turns out slower than was
-promised is measured again the next time.
+A compiler runs, once for a model, where plain autograd would take half as long as it or has taken that long before, and
+ways are timed where that is a small share of the work. A small job takes the same way every time, so that it repeats to
+the bit; what was measured for a large one is remembered for the model, the batch and the cohort, in the user's cache
+folder, as long as the machine is the same. A run that turns out slower than was promised is measured again the next time.
 """
 
 from __future__ import annotations
@@ -46,6 +45,9 @@ log = logging.getLogger("fedbraid")
 WORTH = 0.2  # seconds of plain autograd on one core from which more than one process pays
 SHARE = 0.02  # of the work that measuring may take
 SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
+SERVES = (
+    2.0  # times the work that is known of: compiled code is kept, and a model is seldom trained only once
+)
 BATCHING = 4.0  # seconds on all cores from which vmap pays, whose first call loads half of PyTorch's compiler
 LAYER, RATE = (
     2e-4,
@@ -81,7 +83,7 @@ def native_pays(task: Task, wall: float) -> bool:
     if task.device.type != "cpu":
         return False
     memory, model = _Fastest(), _model(task)
-    if SAVED * (wall + memory.spent.get(model, 0.0)) > compiling(task):
+    if SERVES * (wall + memory.spent.get(model, 0.0)) > compiling(task):
         return Native.supports(task) is None
     known = model in memory.compiled and SAVED * wall > loading(task)
     return (known or SHARE * wall > loading(task)) and Native.ready(task)

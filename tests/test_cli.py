@@ -173,6 +173,10 @@ def test_more_clients_than_there_are_are_not_taken_in_silence(
     assert not caplog.text
 
 
+def test_training_alone_says_that_nothing_travelled(call: Call) -> None:
+    assert "nothing travelled" in call("run", "digits", "alone", *FAST)[2]
+
+
 def test_a_run_that_learned_nothing_says_what_to_try(call: Call) -> None:
     said = call("run", "digits", "fedavg", *FAST, "--lr", "100", "--keep-going")[2]
     assert "no better than guessing among 10 classes" in said

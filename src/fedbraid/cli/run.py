@@ -361,6 +361,13 @@ def _not_native(result: Result) -> str | None:
     return None if "'native'" in result.engine else Native.supports(result.task)
 
 
+def _hint(result: Result) -> str | None:
+    """Why a run ended where it did, where that can be told from outside."""
+    if result.state.t and not (result.bytes_up or result.bytes_down):
+        return "nothing travelled: the figures are the mean of models that each client trained by itself, and gained nothing from others"
+    return hint(result.history, result.task.classes if result.task.classifies else None)
+
+
 def _reached(target: float | None, step: int | None) -> str | None:
     if target is None:
         return None
@@ -384,7 +391,7 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "bytes_kept": remembered(result)[0],
-        "hint": hint(result.history, result.task.classes if result.task.classifies else None),
+        "hint": _hint(result),
         "target": target,
         "rounds_to_target": None if target is None else rounds_to(result.history, target),
     }

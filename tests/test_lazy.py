@@ -442,7 +442,8 @@ def test_native_code_reads_what_was_read_for_it():
 
 def test_every_way_can_be_timed():
     from fedbraid.engines import auto
+    from fedbraid.engines.gradients import Vmap
 
     made = task(lazy=True)
-    ways = auto._candidates(made, WORK, 3)
-    assert all(timed() > 0 for timed in ways.values())
+    assert all(timed() > 0 for timed in auto._plain(made, WORK, 3).values())
+    assert auto._time(Vmap(made), made, WORK, 3) > 0

@@ -23,7 +23,6 @@ from fedbraid.core.check import whole
 from fedbraid.core.gather import WIDE
 from fedbraid.core.rule import Examples, Gradient
 from fedbraid.data import tree
-from fedbraid.data.lazy import Column
 from fedbraid.data.tree import Tree
 from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands, note_compiled
 from fedbraid.engines.client import Reply, Setup, visit
@@ -67,8 +66,7 @@ class InProcess:
         wide = setup.task.whole.size >= WIDE and setup.cohort > 1
         self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
         width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
-        together = self.grad.vectorised or narrow(setup.task)
-        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if together else 1)
+        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
     def train(self, order: Order) -> Iterator[Reply]:
         self.setup.task.ahead(order.clients, order.version, self.setup.seed)
@@ -98,11 +96,6 @@ class InProcess:
         if self.hands:
             self.hands.close()
         torch.set_num_threads(self.torch_threads)
-
-
-def narrow(task: Task) -> bool:
-    """Whether models are so small that clients who train one by one share a block: what surrounds a gradient weighs more."""
-    return task.whole.size < WIDE and not isinstance(task.inputs, Column)
 
 
 def shares(clients: int, hands: int, most: int) -> list[int]:

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
-from fedbraid.engines.blocks import check_counts, gradient, narrow
+from fedbraid.engines.blocks import check_counts, gradient
 from fedbraid.engines.client import Order, Reply, Setup, first_memory, visit
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
-TURNS = 8  # blocks that a worker takes in a round, where models are narrow and train one by one
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
 
@@ -41,7 +40,6 @@ class Pool:
         self.setup, self.crew = setup, Crew(self._train, self.workers)
         self.count = self.crew.count or 0
         self.grad: Gradient = gradient(setup, self.backend, 1)
-        self.turns = 1 if self.grad.vectorised else TURNS if narrow(setup.task) else setup.task.clients
         self.shared = _Shared(setup, self.count)
         self.crew.hire()
 
@@ -54,7 +52,7 @@ class Pool:
 
     def _wave(self, clients: NDArray[np.int64], version: int) -> Reply:
         """As many clients as there are slots, handed out block by block to whoever is free."""
-        each = self.block or max(1, -(-len(clients) // (self.count * self.turns)))
+        each = self.block or (-(-len(clients) // self.count) if self.grad.vectorised else 1)
         todo = iter([(lo, min(lo + each, len(clients))) for lo in range(0, len(clients), each)])
         done: dict[int, Any] = {}
 

@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,19 @@ class Database:
                 )
             os.close(private(str(path), os.O_RDWR | os.O_CREAT))
             self._sql = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.5)
-            if path.stat().st_size == 0:
-                self._sql.execute(f"PRAGMA page_size = {page_size(row_bytes)}")
-            self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._sql.execute("PRAGMA journal_mode = WAL")
-            self._sql.execute(f"PRAGMA synchronous = {'OFF' if scratch else 'FULL'}")
-            self._sql.execute("PRAGMA wal_autocheckpoint = 4000")
-            self._sql.execute("PRAGMA cell_size_check = ON")
-            with self.transaction():  # takes the lock
-                pass
-            sync(path.parent)
+            with ExitStack() as unless_opened:
+                unless_opened.callback(self._sql.close)
+                if path.stat().st_size == 0:
+                    self._sql.execute(f"PRAGMA page_size = {page_size(row_bytes)}")
+                self._sql.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._sql.execute("PRAGMA journal_mode = WAL")
+                self._sql.execute(f"PRAGMA synchronous = {'OFF' if scratch else 'FULL'}")
+                self._sql.execute("PRAGMA wal_autocheckpoint = 4000")
+                self._sql.execute("PRAGMA cell_size_check = ON")
+                with self.transaction():  # takes the lock
+                    pass
+                sync(path.parent)
+                unless_opened.pop_all()
         except sqlite3.Error as error:
             raise self._refusal(error) from error
         except OSError as error:

@@ -1,6 +1,6 @@
 """Which way is fastest for this model on this machine: guessed for small jobs, measured once for large ones.
 
-A compiler runs, once for a model, where plain autograd would take half as long as it or has taken that long before, and
+A compiler runs, once for a model, where plain autograd would take a quarter as long as it or has taken that long before, and
 ways are timed where that is a small share of the work. A small job takes the same way every time, so that it repeats to
 the bit; what was measured for a large one is remembered for the model, the batch and the cohort, in the user's cache
 folder, as long as the machine is the same. A run that turns out slower than was promised is measured again the next time.
@@ -42,12 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedbraid")
 
-WORTH = 0.2  # seconds of plain autograd on one core from which more than one process pays
+WORTH = 0.5  # seconds of plain autograd on one core from which more than one process pays
 SHARE = 0.02  # of the work that measuring may take
 SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
-SERVES = (
-    2.0  # times the work that is known of: compiled code is kept, and a model is seldom trained only once
-)
+SERVES = 4.0  # times the work at hand: what is compiled is kept, and a model is seldom trained only once
 BATCHING = 4.0  # seconds on all cores from which vmap pays, whose first call loads half of PyTorch's compiler
 LAYER, RATE = (
     2e-4,
@@ -124,8 +122,8 @@ def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
     ways = _plain(task, work, cohort)
     measures = _measuring(task, work, cohort) <= SHARE * wall
     times = {name: timed() for name, timed in ways.items()} if measures else {}
-    if times:  # from here on it is known how long plain autograd takes
-        wall = min(times.values()) * seconds / _step(task, work)
+    if times:  # a gradient alone, measured; what surrounds it is in the estimate
+        wall = max(wall, min(times.values()) * seconds / _step(task, work))
     if not measures:
         way = faster(task, wall) or next(iter(ways))
         return Choice(way if way != "native" or _loads(task) else next(iter(ways)), math.inf, key)

@@ -74,7 +74,7 @@ def test_a_job_that_does_not_earn_a_compiler_uses_what_is_compiled(cache, monkey
     """And what it chose without the best candidate is not remembered."""
     task = convolutional()
     monkeypatch.setattr(auto, "_native_time", lambda *_: 0.0)
-    monkeypatch.setattr(auto, "compiling", lambda task: 30.0)
+    monkeypatch.setattr(auto, "compiling", lambda task: 100.0)
     monkeypatch.setattr(auto, "loading", lambda task: 0.1)
     assert auto.best(task, WORK, 2, 2.0).way == auto.best(task, WORK, 2, 20.0).way == "pool"
     assert not cache.exists()

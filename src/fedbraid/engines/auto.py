@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedbraid")
 
-WORTH = 0.5  # seconds of plain autograd on one core from which more than one process pays
+WORTH = 0.2  # seconds of plain autograd on one core from which more than one process pays
 SHARE = 0.02  # of the work that measuring may take
 SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
 SERVES = 4.0  # times the work at hand: what is compiled is kept, and a model is seldom trained only once

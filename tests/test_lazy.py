@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -244,6 +245,19 @@ def test_a_reader_that_dies():
     made = task(dies, lazy=True)
     with pytest.raises(EngineError, match="a process that reads data died"):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
+
+
+def rains(x):
+    if lazy._STORE:
+        os.kill(os.getpid(), signal.SIGINT)
+    return x
+
+
+def test_a_terminals_interrupt_is_not_the_readers_affair(capfd):
+    made = task(rains, lazy=True)
+    run = fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
+    assert len(run.history) == 2
+    assert capfd.readouterr().err == ""
 
 
 class Made(Dataset):

@@ -89,6 +89,14 @@ def test_noise_is_solved_for_the_whole_schedule(blobs):
     assert len(run.history) == 6
 
 
+@pytest.mark.parametrize("schedule", [poisson(100), fb.rounds(100, clients=2), fb.buffered(100, buffer=2)])
+def test_a_huge_budget_is_kept_with_a_little_noise(schedule):
+    from fedbraid.run.budget import HOLLOW, Mechanism, solved
+
+    how, _ = Mechanism.of(schedule, 6)
+    assert 0.99 * HOLLOW < how.epsilon(solved(how, 1e9, DELTA, 100), DELTA, 100) <= HOLLOW
+
+
 def test_a_run_ends_before_the_step_that_would_exceed_its_budget(blobs, tmp_path):
     a = fb.private(fb.fedavg(), noise=2.0, epsilon=6.0)
     within = [t for t in range(1, 13) if dp.get_epsilon_gaussian(2 / math.sqrt(t), DELTA) <= 6]
@@ -471,6 +479,9 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
         (lambda: fb.private(fb.private(fb.fedavg(), noise=1.0), noise=1.0), "private already"),
         (lambda: fb.private(fb.fedavg()), "needs noise= .* or epsilon="),
         (lambda: fb.private(fb.fedavg(), noise=-1.0), "noise=-1.0 is no deviation"),
+        (lambda: fb.private(fb.fedavg(), noise=math.nan), "private got noise=nan; give it a finite number"),
+        (lambda: fb.private(fb.fedavg(), noise=math.inf), "noise=inf; give it a finite number"),
+        (lambda: fb.private(fb.fedavg(), epsilon=math.inf), "epsilon=inf; give it a finite number"),
         (lambda: fb.private(fb.fedavg(), noise=0.0, epsilon=1.0), "noise=0 keeps no budget"),
         (lambda: fb.private(fb.fedavg(), epsilon=0.0), "a budget that no noise can keep"),
         (lambda: fb.private(fb.fedavg(), noise=1.0, clip=0.0), "clip=0.0 bounds nothing or lets nothing"),

@@ -69,7 +69,7 @@ def _checked(call: str, parameter: inspect.Parameter, value: Any) -> Any:
     wanted, said = _KINDS[kind]
     fits = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
     if fits and kind == "float":
-        value = float(value) if abs(value) < 1e300 else math.inf
+        value = math.inf if abs(value) >= 1e300 else float(value)  # an int may be too long
         fits = math.isfinite(value)
     if not fits:
         raise ConfigError(f"{call} got {parameter.name}={value!r}; give it {said}")

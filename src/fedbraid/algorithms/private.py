@@ -21,6 +21,7 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import Beside, Gather, Info, Mean, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
@@ -267,16 +268,15 @@ def _check(clip: Any, noise: float | None, epsilon: float | None, delta: float, 
         raise unknown("where", str(where), ["server", "client"])
     if noise is None and epsilon is None:
         raise ConfigError("private needs noise= (its deviation in clips) or epsilon= (a budget); give one")
-    if noise is not None and not noise >= 0:
-        raise ConfigError(f"noise={noise} is no deviation; use noise >= 0")
-    if epsilon is not None and not epsilon > 0:
-        raise ConfigError(f"epsilon={epsilon} is a budget that no noise can keep; use epsilon > 0")
+    if noise is not None:
+        number("noise", noise, "[0, inf)", "is no deviation")
+    if epsilon is not None:
+        number("epsilon", epsilon, "(0, inf)", "is a budget that no noise can keep")
     if noise == 0 and epsilon is not None:
         raise ConfigError(
             f"noise=0 keeps no budget, and epsilon={epsilon} was given; use noise > 0 or leave it out"
         )
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta={delta} is no small probability; use one below 1/clients, such as 1e-5")
+    number("delta", delta, "(0, 1)", "is no small probability")
     if clip == "adaptive":
         return START
     if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:

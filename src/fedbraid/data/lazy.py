@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.core.processes import born_deaf, deaf
 from fedbraid.data import arrays, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.tree import Padded, Tree
@@ -219,7 +220,8 @@ class Store:
 
     def _submit(self, key: Key) -> Future[Any]:
         assert self._readers is not None
-        return self._readers.submit(_read, key)
+        with born_deaf():
+            return self._readers.submit(_read, key)
 
     def _top_up(self, window: int = WINDOW) -> None:
         while self._next and len(self._coming) < READERS * window:
@@ -268,6 +270,7 @@ _STORE: list[Store] = []  # what this process reads from
 
 
 def _begin(store: Store) -> None:
+    deaf()
     torch.set_num_threads(1)
     _STORE[:] = [store]
 

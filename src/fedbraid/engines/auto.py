@@ -38,7 +38,7 @@ from fedbraid.errors import EngineError
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Engine, Order, Reply, Setup
+    from fedbraid.engines.client import Engine, Orders, Reply, Setup
 
 log = logging.getLogger("fedbraid")
 
@@ -172,8 +172,8 @@ class Watched:
     def open(self, setup: Setup) -> None:
         self.engine.open(setup)
 
-    def train(self, order: Order) -> Iterator[Reply]:
-        replies = iter(self.engine.train(order))
+    def train(self, orders: Orders) -> Iterator[Reply]:
+        replies = iter(self.engine.train(orders))
         while True:
             start = time.perf_counter()
             reply = next(replies, None)

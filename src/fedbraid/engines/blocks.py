@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import logging
 import sys
 from collections import deque
@@ -33,7 +32,7 @@ from fedbraid.errors import ConfigError, EngineError, unknown
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Order
+    from fedbraid.engines.client import Order, Orders
 
 log = logging.getLogger("fedbraid")
 
@@ -68,11 +67,11 @@ class InProcess:
         width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
-    def train(self, order: Order) -> Iterator[Reply]:
-        self.setup.task.ahead(order.clients, order.version, self.setup.seed)
+    def train(self, orders: Orders) -> Iterator[Reply]:
+        self.setup.task.ahead(orders.clients, orders.version, self.setup.seed)
         hands = self.hands.count if self.hands else 1
-        ends = np.cumsum([0, *shares(len(order.clients), hands, self.size)])
-        parts = (_part(order, slice(lo, hi)) for lo, hi in pairwise(ends))
+        ends = np.cumsum([0, *shares(len(orders.clients), hands, self.size)])
+        parts = (orders.part(slice(lo, hi)) for lo, hi in pairwise(ends))
         if self.hands:
             return self.hands.map(lambda grad, part: visit(self.setup, grad, part), parts)
         if self.setup.task.device.type == "cuda":
@@ -137,11 +136,6 @@ def _joined(reply: Reply, stream: torch.cuda.Stream, device: torch.device) -> Re
 
 def _slice(rows: Tensor) -> slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
-
-
-def _part(order: Order, some: slice) -> Order:
-    memory = {name: v[some] for name, v in order.memory.items()}
-    return dataclasses.replace(order, clients=order.clients[some], memory=memory)
 
 
 def give_back_large_blocks(size: int = 2**22) -> None:

@@ -50,6 +50,21 @@ class Order:
     memory: Vectors  # [m, ·]
 
 
+@dataclass(frozen=True)
+class Orders:
+    """All clients that train from one version in a step, to be told block by block what they remember."""
+
+    version: int
+    clients: NDArray[np.int64]
+    down: Vectors
+    recall: Callable[[NDArray[np.int64]], Vectors]
+
+    def part(self, some: slice) -> Order:
+        """What some of them are told."""
+        who = self.clients[some]
+        return Order(self.version, who, self.down, self.recall(who))
+
+
 @dataclass
 class Reply:
     """What came of an order: uploads as the server decodes them, and what the clients now remember."""
@@ -88,11 +103,11 @@ class Reply:
 
 
 class Engine(Protocol):
-    """Runs clients. Opened once per run; the same order always gives the same reply."""
+    """Runs clients. Opened once per run; the same orders always give the same replies, in the order of the clients."""
 
     def open(self, setup: Setup) -> None: ...
 
-    def train(self, order: Order) -> Iterator[Reply]: ...
+    def train(self, orders: Orders) -> Iterator[Reply]: ...
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]: ...
 

@@ -31,7 +31,7 @@ from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtr
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Order
+    from fedbraid.engines.client import Orders
 
 WAVE_BYTES = 2**30  # about how much may come back at a time
 RETRIES = 20  # lives of a block before its deaths are taken for its own fault
@@ -71,23 +71,23 @@ class Ray:
         self.wave = max(self.count, WAVE_BYTES // max(row, 1))
         self.down: tuple[Vectors, Any] = ({}, None)
 
-    def train(self, order: Order) -> Iterator[Reply]:
-        if self.down[0] is not order.down:
-            self.down = (order.down, self.ray.put(_numpy(order.down)))
-        for lo in range(0, len(order.clients), self.wave):
-            yield self._wave(_cut(order, lo, lo + self.wave))
+    def train(self, orders: Orders) -> Iterator[Reply]:
+        if self.down[0] is not orders.down:
+            self.down = (orders.down, self.ray.put(_numpy(orders.down)))
+        for lo in range(0, len(orders.clients), self.wave):
+            yield self._wave(dataclasses.replace(orders, clients=orders.clients[lo : lo + self.wave]))
 
-    def _wave(self, order: Order) -> Reply:
-        m = len(order.clients)
+    def _wave(self, orders: Orders) -> Reply:
+        m = len(orders.clients)
         each = self.block or -(-m // (self.count * (1 if self.grad.vectorised else BLOCKS)))
-        blocks = [_cut(order, lo, lo + each) for lo in range(0, m, each)]
+        blocks = [orders.part(slice(lo, lo + each)) for lo in range(0, m, each)]
         asked = [
             self.task.remote(
                 self.key, [self.parcel], b.version, b.clients, self.down[1], _numpy(b.memory), self.backend
             )
             for b in blocks
         ]
-        return _joined(order.clients, self._get(asked))  # in the order of the cohort, whoever was first
+        return _joined(orders.clients, self._get(asked))  # in the order of the cohort, whoever was first
 
     def _get(self, asked: list[Any]) -> list[dict[str, Any]]:
         try:
@@ -257,11 +257,6 @@ def _numpy(vectors: Vectors) -> dict[str, NDArray[np.float32]]:
 def _tensors(arrays: dict[str, NDArray[np.float32]]) -> Vectors:
     """Copies that may be written to; what Ray hands out is shared."""
     return {name: torch.tensor(a) for name, a in arrays.items()}
-
-
-def _cut(order: Order, lo: int, hi: int) -> Order:
-    memory = {name: v[lo:hi] for name, v in order.memory.items()}
-    return dataclasses.replace(order, clients=order.clients[lo:hi], memory=memory)
 
 
 def _joined(clients: NDArray[np.int64], parts: list[dict[str, Any]]) -> Reply:

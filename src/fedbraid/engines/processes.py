@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import check_counts, gradient
-from fedbraid.engines.client import Order, Reply, Setup, first_memory, visit
+from fedbraid.engines.client import Order, Orders, Reply, Setup, first_memory, visit
 from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
@@ -43,12 +43,12 @@ class Pool:
         self.shared = _Shared(setup, self.count)
         self.crew.hire()
 
-    def train(self, order: Order) -> Iterator[Reply]:
-        self.shared.send(order.down)
-        for lo in range(0, len(order.clients), self.shared.slots):
-            at = slice(lo, lo + self.shared.slots)
-            self.shared.write(0, {name: v[at] for name, v in order.memory.items()}, "memory")
-            yield self._wave(order.clients[at], order.version)
+    def train(self, orders: Orders) -> Iterator[Reply]:
+        self.shared.send(orders.down)
+        for lo in range(0, len(orders.clients), self.shared.slots):
+            some = orders.part(slice(lo, lo + self.shared.slots))
+            self.shared.write(0, some.memory, "memory")
+            yield self._wave(some.clients, some.version)
 
     def _wave(self, clients: NDArray[np.int64], version: int) -> Reply:
         """As many clients as there are slots, handed out block by block to whoever is free."""

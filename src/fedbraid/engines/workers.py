@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing as mp
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 from fedbraid import errors
 from fedbraid.core.check import whole
+from fedbraid.core.processes import born_deaf, deaf
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 Ask = Callable[[Any], Any]  # a job sends a message to the parent and gets its answer
@@ -71,11 +71,8 @@ class Crew:
             ours, theirs = ctx.Pipe()
             others = [*self.hands, ours]  # so that the parent's end alone keeps a pipe open
             process = ctx.Process(target=_life, args=(self.job, theirs, others), daemon=True)
-            old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # born deaf, see _life
-            try:
+            with born_deaf():
                 process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, old)
             theirs.close()
             self.hands[ours] = process
 
@@ -156,14 +153,10 @@ def prepare() -> None:
 
 
 def _life(job: Job, pipe: Connection, others: list[Connection]) -> None:
-    """A worker: take a thing, do the job, say what came of it.
-
-    A terminal's Ctrl-C goes to every process, and is the parent's affair: a worker ends when its pipe closes.
-    """
+    """A worker: take a thing, do the job, say what came of it; it ends when its pipe closes."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    deaf()
     torch.set_num_threads(1)
     for other in others:
         other.close()

@@ -440,10 +440,13 @@ def affordable(how: Mechanism, z: float, epsilon: float, delta: float, steps: in
     return good
 
 
+HOLLOW = 100.0  # an ε that promises nothing; accountants take minutes, and gigabytes, to tell it from larger ones
+
+
 @lru_cache
 def solved(how: Mechanism, epsilon: float, delta: float, steps: int) -> float:
-    """The least noise multiplier, to a thousandth, that keeps the budget for so many steps."""
-    low, high = 0.0, 1.0
+    """The least noise multiplier, to a thousandth, that keeps the budget, or HOLLOW, for so many steps."""
+    low, high, epsilon = 0.0, 1.0, min(epsilon, HOLLOW)
     while epsilon_of(how, high, delta, steps) > epsilon:
         low, high = high, 2 * high
         if high > 2**20:

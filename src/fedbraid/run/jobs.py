@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.engines.client import Order
+from fedbraid.core.rule import Vectors
+from fedbraid.engines.client import Orders
 from fedbraid.run.state import State
 from fedbraid.schedule import Tick
 
@@ -111,7 +112,7 @@ class Jobs:
             return
         if not self.ahead:
             for version, clients in _runs(tick):
-                for reply in self.engine.train(order(state, version, clients)):
+                for reply in self.engine.train(orders(state, version, clients)):
                     yield reply, np.full(len(reply.clients), version)
             return
         block: list[Reply] = []
@@ -128,9 +129,9 @@ class Jobs:
 
     def _take(self, state: State, client: int, version: int) -> Reply:
         if version not in self.blocks:
-            return next(iter(self.engine.train(order(state, version, np.array([client])))))
+            return next(iter(self.engine.train(orders(state, version, np.array([client])))))
         if version not in self.ready:
-            whole_block = order(state, version, np.array(self.blocks[version]))
+            whole_block = orders(state, version, np.array(self.blocks[version]))
             self.ready[version] = {
                 int(c): reply.row(i)
                 for reply in self.engine.train(whole_block)
@@ -157,6 +158,8 @@ def _join(parts: list[Reply]) -> Reply:
     return parts[0] if len(parts) == 1 else type(parts[0]).join(parts)
 
 
-def order(state: State, version: int, clients: NDArray[np.int64]) -> Order:
-    memory = {k: v.to(state.x.device) for k, v in state.clients.get(clients).items()}
-    return Order(version, clients, state.sent[version].vectors, memory)
+def orders(state: State, version: int, clients: NDArray[np.int64]) -> Orders:
+    def recall(some: NDArray[np.int64]) -> Vectors:
+        return {k: v.to(state.x.device) for k, v in state.clients.get(some).items()}
+
+    return Orders(version, clients, state.sent[version].vectors, recall)

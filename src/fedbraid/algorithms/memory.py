@@ -156,12 +156,12 @@ class SumOfMemories(Transform):
     def update(self, u: Vectors, s: Remembered, x: Tensor, info: Info) -> tuple[Vectors, Remembered]:
         P_S = info.cohort * float(u["weight"])
         seen = info.cohort * float(u["first"]) if "first" in u else 0.0
-        new = Remembered(s.total + P_S * u["change"].double(), s.seen + seen)
+        new = Remembered(torch.add(s.total, u["change"].double(), alpha=P_S), s.seen + seen)
         delta = self.made(u["change"], P_S, s, new, info)
-        return {**u, "delta": delta, "gathered": delta}, replace(new, total=(1 - self.fade) * new.total)
+        return {**u, "delta": delta, "gathered": delta}, self.idle(new, x)
 
     def idle(self, s: Remembered, x: Tensor) -> Remembered:
-        return replace(s, total=(1 - self.fade) * s.total)
+        return replace(s, total=(1 - self.fade) * s.total) if self.fade else s
 
     def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
         """The update, of the cohort's mean change and its weight."""

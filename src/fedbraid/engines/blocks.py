@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
@@ -157,10 +157,11 @@ class Hands:
 
     def map(self, work: Callable[[Native, P], R], parts: Iterable[P]) -> Iterator[R]:
         """The results in the order of the parts, at most one part a thread ahead of who takes them."""
-        waiting: deque[Future[R]] = deque()
+        parts = iter(parts)
+        first = list(islice(parts, self.count))  # all of them before threads ask for the interpreter
+        waiting = deque(self._pool.submit(self._run, work, part) for part in first)
         for part in parts:
-            if len(waiting) == self.count:
-                yield waiting.popleft().result()
+            yield waiting.popleft().result()
             waiting.append(self._pool.submit(self._run, work, part))
         while waiting:
             yield waiting.popleft().result()

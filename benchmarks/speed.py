@@ -152,8 +152,11 @@ class Bare:
                 t.add_(w)
         return total
 
+    def cohort(self) -> list[int]:
+        return torch.randperm(self.work.clients)[: self.work.cohort].tolist()
+
     def round(self, weights: list[Tensor]) -> list[Tensor]:
-        clients = torch.randperm(self.work.clients)[: self.work.cohort].tolist()
+        clients = self.cohort()
         return [t / len(clients) for t in self.block(weights, clients)]
 
 
@@ -179,7 +182,7 @@ class TwoProcesses(Bare):
             pipe.send(None)
 
     def round(self, weights: list[Tensor]) -> list[Tensor]:
-        clients = torch.randperm(self.work.clients)[: self.work.cohort].tolist()
+        clients = self.cohort()
         for s, w in zip(self.sent, weights):
             s.copy_(w)
         for k, pipe in enumerate(self.pipes):

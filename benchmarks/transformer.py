@@ -1,22 +1,18 @@
 """A small transformer over padded text and its mask: clients' steps a second, beside the better of two bare loops.
 
-Bare loops take the same batches, cut to their longest: a client after the other on all cores, or on one core in each of
-as many processes as there are cores. They take turns with fedbraid; the smallest time of each counts, as whole rounds:
-fedbraid's are those between the ends of two rounds, a bare loop's all of it over the number of rounds. A ratio above 1
-means that fedbraid is faster.
+Bare loops are FedAvg by hand as in speed.py, with batches cut to their longest: a client after the other on all cores, or
+in two processes of one thread. They take turns with fedbraid; of each the smallest median of whole rounds counts. A ratio
+above 1 means that fedbraid is faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
-import os
-import time
 
 import numpy as np
 import torch
-from speed import Stamps
+from speed import Bare, Stamps, TwoProcesses, bare, trained
 from torch import Tensor, nn
 
 import fedbraid as fb
@@ -50,41 +46,36 @@ def texts(clients: int, each: int) -> list[tuple[dict[str, list[list[int]]], lis
     return found
 
 
-def train(task: fb.Task, clients: list[int]) -> None:
-    """A bare loop over these clients, as one writes it in PyTorch."""
-    module = task.module().train()
-    start = {k: v.clone() for k, v in module.state_dict().items()}
-    step = torch.optim.SGD(module.parameters(), LR)
-    for client in clients:
-        module.load_state_dict(start)
-        rows = task.rows[task.offsets[client] : task.offsets[client + 1]]
+class Padded(Bare):
+    """FedAvg by hand over dicts of padded texts, whose batches are cut to their longest."""
+
+    def __init__(self, task: fb.Task, per_round: int) -> None:
+        self.task, self.x, self.per_round = task, task.targets, per_round
+        self.model, self.loss = task.module().train(), nn.CrossEntropyLoss()
+
+    def cohort(self) -> list[int]:
+        return torch.randperm(self.task.clients)[: self.per_round].tolist()
+
+    def client(self, weights: list[Tensor], i: int) -> list[Tensor]:
+        task, model = self.task, self.model
+        with torch.no_grad():
+            for p, w in zip(trained(model), weights):
+                p.copy_(w)
+        step = torch.optim.SGD(trained(model), LR)
+        rows = task.rows[task.offsets[i] : task.offsets[i + 1]]
         for some in rows[torch.randperm(len(rows))].split(BATCH):
             inputs = {key: leaf[some] for key, leaf in task.inputs.items()}
             step.zero_grad()
-            nn.functional.cross_entropy(module(**inputs), task.targets[some]).backward()
+            self.loss(model(**inputs), task.targets[some]).backward()
             step.step()
+        return [p.detach().clone() for p in trained(model)]
 
 
-def _share(task: fb.Task, clients: list[int]) -> None:
-    torch.set_num_threads(1)
-    train(task, clients)
+class TwoPadded(Padded, TwoProcesses):
+    """The same in two processes of one thread."""
 
 
-def bare(task: fb.Task, clients: list[int], processes: int) -> float:
-    start = time.perf_counter()
-    if processes == 1:
-        train(task, clients)
-    else:
-        shares = [clients[i::processes] for i in range(processes)]
-        hands = [mp.get_context("fork").Process(target=_share, args=(task, share)) for share in shares]
-        for hand in hands:
-            hand.start()
-        for hand in hands:
-            hand.join()
-    return time.perf_counter() - start
-
-
-def ours(task: fb.Task, rounds: int, per_round: int, engine: str) -> tuple[float, list[int], str]:
+def ours(task: fb.Task, rounds: int, per_round: int, engine: str) -> tuple[float, str]:
     stamps, schedule = Stamps(), fb.rounds(rounds, clients=per_round)
     result = fb.simulate(
         task,
@@ -95,7 +86,7 @@ def ours(task: fb.Task, rounds: int, per_round: int, engine: str) -> tuple[float
         evaluate_every=None,
         callbacks=[stamps],
     )
-    return stamps.per_round(), [c for r in result.history for c in r["clients"]], result.engine
+    return stamps.per_round(), result.engine
 
 
 def main() -> None:
@@ -108,12 +99,13 @@ def main() -> None:
     parser.add_argument("--engine", default="auto")
     asked = parser.parse_args()
     task = fb.Task.from_arrays(Reader, texts(asked.clients, asked.samples), collate=fb.pad())
-    cores = len(os.sched_getaffinity(0))
-    took: dict[str, list[float]] = {"fedbraid": [], "one process": [], f"{cores} processes": []}
+    loops = {"one process": Padded(task, asked.per_round), "two processes": TwoPadded(task, asked.per_round)}
+    loops["two processes"].start()
+    took: dict[str, list[float]] = {"fedbraid": [], **{name: [] for name in loops}}
     engine = asked.engine
     for repeat in range(asked.repeats + 1):  # the first one warms up
-        spent, visits, engine = ours(task, asked.rounds, asked.per_round, engine)
-        times = [spent, *(bare(task, visits, processes) / asked.rounds for processes in (1, cores))]
+        spent, engine = ours(task, asked.rounds, asked.per_round, engine)
+        times = [spent, *(bare(loop, asked.rounds) for loop in loops.values())]
         for name, seconds in zip(took, times, strict=True):
             took[name] += [seconds] if repeat else []
     least = {name: round(min(t), 4) for name, t in took.items()}

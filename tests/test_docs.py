@@ -19,6 +19,7 @@ import pytest
 import test_exports  # what the contract lists
 
 from fedbraid.cli import app
+from fedbraid.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -95,44 +96,52 @@ def test_commands_have_the_options_that_they_are_shown_with(page):
         if hasattr(command, "commands"):
             assert {*given} <= {o for p in command.params for o in p.opts}, words
         elif given not in ([], ["--help"]):  # more than the command's name
-            understood(command.name, command.make_context("fedbraid", given).params)
+            understood(command.make_context("fedbraid", given).params)
 
 
-def understood(name, given):
-    """What the options' texts name is there too: tasks, algorithms, partitions, times; nothing is loaded or run."""
+SCHEDULE = (
+    "rounds",
+    "per_round",
+    "buffer",
+    "concurrency",
+    "durations",
+    "bandwidth",
+    "availability",
+    "choose",
+)
+
+
+def understood(given):
+    """What the words name is there too: a task or model, an algorithm, a partition; nothing is loaded or run."""
     from fedbraid import models
     from fedbraid.cli import config as cfg
     from fedbraid.data import partition
 
-    if name not in ("run", "data", "cost") or not given["task"]:
-        return
-    if (
-        not any(given["task"].endswith(end) for end in (".toml", *models.names()))
-        and ".py:" not in given["task"]
-    ):
-        if given["task"].isupper():  # a word that stands for one
-            return
-        cfg.task_call({"name": given["task"]})
+    def names_one(text):  # rather than a file, a folder, or a word in capitals that stands for one
+        return isinstance(text, str) and not re.search(r"\.toml$|\.py:|/", text) and not text.isupper()
+
+    what = given.get("task") or given.get("what")
+    if names_one(what) and what.partition("(")[0] not in models.names():
+        cfg.task_call({"name": what})
     if given.get("partition"):
         partition.parse(given["partition"])
-    algorithm = given.get("algorithm")
-    if algorithm and not algorithm.isupper() and ".py:" not in algorithm:
-        cfg.algorithm_of({"name": algorithm} | cfg.keywords(given.get("set_") or []))
-    if name == "run":
-        cfg.work_of(
-            cfg.given(**{k: given[k] for k in ("optimizer", "lr", "epochs", "steps", "batch", "clip")})
-        )
-        keys = (
-            "rounds",
-            "per_round",
-            "buffer",
-            "concurrency",
-            "durations",
-            "bandwidth",
-            "availability",
-            "choose",
-        )
-        cfg.schedule_of(cfg.given(**{k: given[k] for k in keys}))
+    if names_one(given.get("algorithm")):
+        cfg.algorithm_of({"name": given["algorithm"]} | cfg.keywords(given.get("set_") or []))
+    if "rounds" in given and "durations" in given:
+        cfg.schedule_of(cfg.given(**{k: given.get(k) for k in SCHEDULE}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_targets_of_make_are_there(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert targets >= set(re.findall(r"(?:`|^\$ |&& )make ([a-z-]+)", page.read_text(), re.M))
+
+
+def test_words_that_name_nothing_are_found():
+    for given in ({"task": "mnits"}, {"algorithm": "fedavgg"}, {"partition": "dirichlt(1)"}):
+        with pytest.raises(ConfigError, match="did you mean"):
+            understood(given)
+    understood({"what": "lenet5", "algorithm": "ALGORITHM", "partition": "dirichlet(1)"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -387,6 +387,18 @@ def test_list(call: Call) -> None:
     assert "label_chunks" in call("list", "partitions")[1]
 
 
+@pytest.mark.parametrize("columns", [60, 80, 170])
+def test_who_holds_what_is_drawn_to_the_width(
+    columns: int, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = call("data", "digits", "--partition", "iid")[1].splitlines()
+    assert [line[:5] for line in lines[:10]] == [f"{label:>3}  " for label in range(10)]
+    shown = min(100, columns - 5)
+    assert max(len(line) for line in lines[:10]) <= 5 + shown
+    assert ("every client" if shown == 100 else f"{shown} of 100 clients") in lines[10]
+
+
 def test_data(call: Call) -> None:
     code, out, err = call(
         "data", "digits", "--clients", "30", "--partition", "label_chunks(1)", "--png", "a.png", "--json"

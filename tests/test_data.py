@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedbraid.data import formats, shakespeare, sources, tasks
+from fedbraid.core import rng
+from fedbraid.data import formats, shakespeare, sources, synthetic, tasks
 from fedbraid.data.augment import FlipCrop
 from fedbraid.data.partition import label_chunks, natural, pachinko
 from fedbraid.data.task import Task
@@ -115,6 +116,22 @@ def test_synthetic_clients_differ_as_alpha_and_beta_say():
         ).std()
 
     assert spread(5.0) > 2 * spread(0.0)
+
+
+def test_synthetic_is_what_one_draw_after_the_other_gives():
+    """Numbers that were published for a seed hold: however it is drawn, client k's samples are these."""
+    made = synthetic.read(clients=5, seed=3, alpha=0.5, beta=2.0)
+    for k in range(5):
+        gen = rng.generator(3, "synthetic", k)
+        n = int(gen.lognormal(4, 2)) + 50
+        u, v = gen.normal(0, 0.5, 10), gen.normal(0, 2.0)
+        w, b = gen.normal(u, 1, (60, 10)), gen.normal(u, 1, 10)
+        x = gen.normal(gen.normal(v, 1, 60), np.arange(1, 61) ** -0.6, (n, 60))
+        test, train = made.test_groups == k, made.groups == k
+        assert torch.equal(torch.cat([made.test[0][test], made.inputs[train]]), torch.from_numpy(x).float())
+        labels = torch.cat([made.test[1][test], made.targets[train]])
+        assert torch.equal(labels, torch.from_numpy(np.argmax(x @ w + b, 1)))
+        assert test.sum() == n // 10
 
 
 def test_natural_clients_have_test_shares():

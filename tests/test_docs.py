@@ -19,6 +19,7 @@ import pytest
 import test_exports  # what the contract lists
 
 from fedbraid.cli import app
+from fedbraid.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -54,9 +55,34 @@ def test_examples_run(page, tmp_path, monkeypatch):
 def told(text):
     """Every command of ours in a page's blocks, and in its lines where nothing is left out of it."""
     shown = "".join(re.findall(r"```(?:console|bash)\n(.*?)```", text, re.S)).replace("\\\n", " ")
-    yield from re.findall(r"^(?:\$ )?fedbraid ([^&|\n]+)", shown, re.M)
+    lines = re.findall(r"^(?:\$ )?((?:\S+ .*&& )?fedbraid [^\n]+)", shown, re.M)
+    examples = "".join(re.findall(r"Examples:\n+```text\n(.*?)```", text, re.S))
+    lines += [re.split(" {3,}", line)[0] for line in examples.splitlines()]
     prose = re.sub(r"```.*?```", "", text, flags=re.S)
-    yield from (c for c in re.findall(r"`fedbraid ([a-z][^`]*)`", prose) if "…" not in c)
+    lines += [c for c in re.findall(r"`(fedbraid [a-z][^`]*)`", prose) if "…" not in c]
+    for line in lines:
+        yield from (words[1:] for words in apart(line) if words[:1] == ["fedbraid"])
+
+
+def apart(line):
+    """The words of each command in a line of shell."""
+    words = shlex.shlex(line, posix=True, punctuation_chars="&|;>")
+    words.whitespace_split, words.commenters = True, "#"
+    found = [[]]
+    for word in words:
+        if word.strip("&|;>"):
+            found[-1].append(word)
+        else:
+            found.append([])
+    return found
+
+
+def test_a_line_of_shell_comes_apart():
+    assert apart("fedbraid deploy init a && fedbraid run 'x | y' | tee b  # all") == [
+        ["fedbraid", "deploy", "init", "a"], ["fedbraid", "run", "x | y"], ["tee", "b"],
+    ]  # fmt: skip
+    page = "```console\n$ fedbraid a &\n$ FEW=1 fedbraid b\n```\nExamples:\n\n```text\nfedbraid c   said\n```\n`fedbraid d`"
+    assert list(told(page)) == [["a"], ["c"], ["d"]]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if any(told(p.read_text()))], ids=name_of)
@@ -64,13 +90,58 @@ def test_commands_have_the_options_that_they_are_shown_with(page):
     import typer
 
     for words in told(page.read_text()):
-        command, given = typer.main.get_command(app), shlex.split(words, comments=True)
+        command, given = typer.main.get_command(app), list(words)
         while hasattr(command, "commands") and given and given[0] in command.commands:
             command = command.commands[given.pop(0)]
         if hasattr(command, "commands"):
             assert {*given} <= {o for p in command.params for o in p.opts}, words
         elif given not in ([], ["--help"]):  # more than the command's name
-            command.make_context("fedbraid", given)
+            understood(command.make_context("fedbraid", given).params)
+
+
+SCHEDULE = (
+    "rounds",
+    "per_round",
+    "buffer",
+    "concurrency",
+    "durations",
+    "bandwidth",
+    "availability",
+    "choose",
+)
+
+
+def understood(given):
+    """What the words name is there too: a task or model, an algorithm, a partition; nothing is loaded or run."""
+    from fedbraid import models
+    from fedbraid.cli import config as cfg
+    from fedbraid.data import partition
+
+    def names_one(text):  # rather than a file, a folder, or a word in capitals that stands for one
+        return isinstance(text, str) and not re.search(r"\.toml$|\.py:|/", text) and not text.isupper()
+
+    what = given.get("task") or given.get("what")
+    if names_one(what) and what.partition("(")[0] not in models.names():
+        cfg.task_call({"name": what})
+    if given.get("partition"):
+        partition.parse(given["partition"])
+    if names_one(given.get("algorithm")):
+        cfg.algorithm_of({"name": given["algorithm"]} | cfg.keywords(given.get("set_") or []))
+    if "rounds" in given and "durations" in given:
+        cfg.schedule_of(cfg.given(**{k: given.get(k) for k in SCHEDULE}))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_targets_of_make_are_there(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert targets >= set(re.findall(r"(?:`|^\$ |&& )make ([a-z-]+)", page.read_text(), re.M))
+
+
+def test_words_that_name_nothing_are_found():
+    for given in ({"task": "mnits"}, {"algorithm": "fedavgg"}, {"partition": "dirichlt(1)"}):
+        with pytest.raises(ConfigError, match="did you mean"):
+            understood(given)
+    understood({"what": "lenet5", "algorithm": "ALGORITHM", "partition": "dirichlet(1)"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -191,6 +262,7 @@ def chromium():
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_site_in_a_browser(site, chromium, width):
     wrong: list[object] = []
+    typed = 0
     with serving(site) as home:
         page = chromium.new_page(viewport={"width": width, "height": 844})
         page.set_default_timeout(600_000)  # a busy machine is slow, not wrong
@@ -201,9 +273,13 @@ def test_the_site_in_a_browser(site, chromium, width):
         for path in sorted(site.rglob("*.html")):
             page.goto(home + path.relative_to(site).as_posix(), wait_until="load")
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path
-            assert page.evaluate(OVERRUN) == [], path
+            typed += page.locator(TYPED).count()
+            assert page.evaluate(OVERRUN, TYPED) == [], path
+            assert page.evaluate(STACKED) == [], path
+        assert typed > 50  # or the check above sees nothing
         page.goto(home + "algorithms/drift.html")
         assert page.locator("math").count() > 10
+        assert page.locator("td", has_text="494\xa0kB").count() > 1
         page.goto(home + "choose.html")
         table = "document.querySelector('.md-typeset__scrollwrap')"
         assert page.evaluate(
@@ -214,9 +290,15 @@ def test_the_site_in_a_browser(site, chromium, width):
 
 
 # Code that is wider than its column; what a program printed keeps its lines and scrolls.
-OVERRUN = """() => [...document.querySelectorAll(
-    ['console', 'python', 'py', 'sh', 'bash'].map((l) => `.md-content .language-${l} pre > code`).join())]
+TYPED = ", ".join(
+    f".md-content .language-{lang} pre > code" for lang in ("console", "python", "py", "sh", "bash")
+)
+OVERRUN = """(typed) => [...document.querySelectorAll(typed)]
   .filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent.slice(0, 60))"""
+# Calls in a table that stand letter below letter: many lines, and none of them wide.
+STACKED = """() => [...document.querySelectorAll('.md-content td code')]
+  .filter((e) => e.getClientRects().length > 4 && [...e.getClientRects()].every((r) => r.width < 40))
+  .map((e) => e.textContent)"""
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def _command(command: Any, path: str) -> str:
 
 def _argument(a: Any) -> str:
     name = a.metavar or a.name.upper()
-    return name if a.required else f"[{name.strip('[]')}]"
+    return name if a.required or name.startswith("[") else f"[{name}]"
 
 
 def _names(o: Any) -> list[str]:

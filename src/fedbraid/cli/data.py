@@ -54,7 +54,7 @@ def data(
         return give(_summary(loaded, counts) | {"counts": counts.tolist()})
     if not quiet:
         screen = console()
-        screen.print(picture.as_text(counts, screen.width if screen.is_terminal else 105))
+        screen.print(picture.as_text(counts, screen.width))
         facts(_summary(loaded, counts) | ({} if png is None else {"picture": png}))
     return None
 

@@ -36,7 +36,7 @@ def sweep(
     ],
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ALGORITHM] KEY=SPACE…", help="The algorithm, and what to search."),
+        typer.Argument(metavar="[ALGORITHM] [KEY=SPACE…]", help="The algorithm, and what to search."),
     ] = None,
     method: Annotated[str, typer.Option(help="Search: 'bayes', 'random' or 'grid'.")] = "bayes",
     trials: Annotated[int, typer.Option(help="Search: how many settings to try; a grid tries all.")] = 20,

@@ -7,7 +7,7 @@ import torch
 
 from fedbraid.core import rng
 from fedbraid.core.check import whole
-from fedbraid.data.dataset import DataSet, class_numbers
+from fedbraid.data.dataset import DataSet
 from fedbraid.errors import ConfigError
 
 _FEATURES, _CLASSES = 60, 10
@@ -22,25 +22,40 @@ def read(clients: int = 30, seed: int = 0, alpha: float = 1.0, beta: float = 1.0
     whole("clients", clients)
     if alpha < 0 or beta < 0:
         raise ConfigError(f"synthetic needs alpha and beta of 0 or more, not {alpha} and {beta}")
-    made = [_client(k, seed, alpha, beta) for k in range(clients)]
-    cuts = [max(1, len(x) // 10) for x, _ in made]
-    train = [(x[cut:], y[cut:]) for (x, y), cut in zip(made, cuts)]
-    test = [(x[:cut], y[:cut]) for (x, y), cut in zip(made, cuts)]
-    (x, y, groups), (xt, yt, test_groups) = _stack(train), _stack(test)
-    return DataSet(x, y, (xt, yt), _CLASSES, groups=groups, test_groups=test_groups)
+    generators = [rng.generator(seed, "synthetic", k) for k in range(clients)]
+    sizes = np.array([int(gen.lognormal(4, 2)) + 50 for gen in generators])
+    tests = np.maximum(1, sizes // 10)
+    train, test = _Table(sizes - tests), _Table(tests)
+    for k, gen in enumerate(generators):
+        x, y = _client(gen, int(sizes[k]), alpha, beta)
+        test.put(k, x[: tests[k]], y[: tests[k]])
+        train.put(k, x[tests[k] :], y[tests[k] :])
+    return DataSet(train.x, train.y, (test.x, test.y), _CLASSES, groups=train.groups, test_groups=test.groups)
 
 
-def _client(k: int, seed: int, alpha: float, beta: float) -> tuple[np.ndarray, np.ndarray]:
-    gen = rng.generator(seed, "synthetic", k)
-    n = int(gen.lognormal(4, 2)) + 50
+def _client(gen: np.random.Generator, n: int, alpha: float, beta: float) -> tuple[np.ndarray, np.ndarray]:
     u, v = gen.normal(0, alpha, _CLASSES), gen.normal(0, beta)
     w, b = gen.normal(u, 1, (_FEATURES, _CLASSES)), gen.normal(u, 1, _CLASSES)
-    centre = gen.normal(v, 1, _FEATURES)
-    x = gen.normal(centre, np.arange(1, _FEATURES + 1) ** -0.6, (n, _FEATURES))  # Σ_jj = j^-1.2
+    x = gen.normal(v, 1, _FEATURES) + _draws(gen, n)  # about the client's centre
     return x, np.argmax(x @ w + b, 1)
 
 
-def _stack(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    x = torch.from_numpy(np.concatenate([x for x, _ in parts])).float()
-    y = class_numbers(np.concatenate([y for _, y in parts]))
-    return x, y, np.repeat(np.arange(len(parts)), [len(x) for x, _ in parts])
+def _draws(gen: np.random.Generator, n: int) -> np.ndarray:
+    """Normal with Σ_jj = j^-1.2; scaled here, for NumPy draws one by one where each has a scale of its own."""
+    x = gen.standard_normal((n, _FEATURES))
+    x *= np.arange(1, _FEATURES + 1) ** -0.6
+    return x
+
+
+class _Table:
+    """The samples of all clients one after the other, written where they stay: drawn, they are twice as large."""
+
+    def __init__(self, sizes: np.ndarray) -> None:
+        self.x = torch.empty((int(sizes.sum()), _FEATURES), dtype=torch.float32)
+        self.y = torch.empty(len(self.x), dtype=torch.int64)
+        self.groups = np.repeat(np.arange(len(sizes)), sizes)
+        self.ends = np.cumsum(sizes)
+
+    def put(self, k: int, x: np.ndarray, y: np.ndarray) -> None:
+        rows = slice(int(self.ends[k]) - len(x), int(self.ends[k]))
+        self.x.numpy()[rows], self.y.numpy()[rows] = x, y

@@ -12,6 +12,9 @@ const charts = (() => {
     return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${alpha})`;
   }
 
+  // there is no half a step
+  const WHOLE = Array.from({ length: 10 }, (_, k) => [1, 2, 5].map((v) => v * 10 ** k)).flat();
+
   const axis = (format, more) => ({
     stroke: paint("soft"), font: FONT, labelFont: FONT, labelSize: 20,
     grid: { stroke: paint("grid"), width: 1 }, ticks: { stroke: paint("line"), width: 1, size: 5 },
@@ -82,7 +85,7 @@ const charts = (() => {
       padding: [10, room, 0, 0],
       scales: { x: { time: false, range: (u, min, max) => (place.zoom ? [min, max] : [place.whole.x.min, place.whole.x.max]) }, y: { distr: log ? 3 : 1, range: (u) => upright(u, shown, along, metric, log, band) } },
       axes: [
-        axis(formats.along, { size: 30, space: along === "bytes" || along === "flops" ? 90 : 60, label: label.along }),
+        axis(formats.along, { size: 30, space: along === "bytes" || along === "flops" ? 90 : 60, label: label.along, ...(along === "step" ? { incrs: WHOLE } : {}) }),
         axis(formats.up, { size: (u, values) => 14 + 7.2 * Math.max(3, ...(values || []).map((v) => String(v ?? "").length)), space: 44 }),
       ],
       cursor: { drag: { x: true, y: false }, points: { show: false }, y: false },

@@ -440,7 +440,9 @@ def affordable(how: Mechanism, z: float, epsilon: float, delta: float, steps: in
     return good
 
 
-HOLLOW = 100.0  # an ε that promises nothing; accountants take minutes, and gigabytes, to tell it from larger ones
+HOLLOW = (
+    100.0  # an ε that promises nothing; accountants take minutes, and gigabytes, to tell it from larger ones
+)
 
 
 @lru_cache

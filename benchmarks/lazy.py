@@ -112,7 +112,9 @@ def main() -> None:
             said |= {f"{name}_seconds": round(min(t), 3) for name, t in took.items()}
             if "memory" in took:
                 said["speed_ratio"] = round(min(took["memory"]) / min(took["lazy"]), 3)
-            said |= {f"{name}_megabytes": round(way.submit(megabytes).result(), 1) for name, way in ways.items()}
+            said |= {
+                f"{name}_megabytes": round(way.submit(megabytes).result(), 1) for name, way in ways.items()
+            }
         print(json.dumps(said))
     finally:
         if asked.root is None:

@@ -153,7 +153,9 @@ OPTIMISERS: dict[str, list[tuple[Part, float]]] = {  # each with a rate that sui
     "adabelief": _adaptive("adabelief"),
     "yogi": _adaptive("yogi"),
     "lamb": [*_adaptive("lamb"), (part("lamb", corrected=True, v0=0.0, layerwise=False, **ADAPTIVE), 0.03)],
-    "fadas": [(part("fadas", limit=1, **ADAPTIVE | {"eps": 0.3}), 0.6)],  # a rate above 1/τ, and no chaos by it
+    "fadas": [
+        (part("fadas", limit=1, **ADAPTIVE | {"eps": 0.3}), 0.6)
+    ],  # a rate above 1/τ, and no chaos by it
 }
 ADJUSTS = {
     "none": (),

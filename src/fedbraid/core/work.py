@@ -107,7 +107,8 @@ class Work:
         rho = self.momentum
         if not rho:
             return K
-        return (K - rho * (1 - rho**K) / (1 - rho)) / (1 - rho)
+        steps = K.double()  # float32 would lose six places where K is small and ρ near 1
+        return ((steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)).to(K)
 
 
 RATES: dict[str, Callable[..., Any]] = {"cosine": cosine, "warmup": warmup}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -29,7 +30,7 @@ class Uploads:
     a: Tensor  # [m, 1] effective steps
     staleness: Tensor  # [m, 1] server steps since the version they trained from
     lr: Tensor  # [m, 1] the rates they trained with, float64
-    sent: Vectors  # [m, ·] or [1, ·]: the model each trained from and what else it was sent
+    sent: Mapping[str, Tensor]  # [m, ·] or [1, ·]: the model each trained from and what else it was sent
     declared: dict[str, Upload]  # what each name is
 
     def p(self, kind: str) -> Tensor:

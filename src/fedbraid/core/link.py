@@ -289,9 +289,8 @@ class Direct(Down):
         if (fetched == fetched[0]).all():  # as in rounds
             one = versions[int(fetched[0])].sizes
             return {name: np.full(len(fetched), size, np.int64) for name, size in one.items()}, {}
-        which, at = np.unique(fetched, return_inverse=True)
-        each = [versions[int(v)].sizes for v in which]
-        return {name: np.array([sizes[name] for sizes in each], np.int64)[at] for name in each[0]}, {}
+        each = [versions[v].sizes for v in fetched.tolist()]
+        return {name: np.array([sizes[name] for sizes in each], np.int64) for name in each[0]}, {}
 
     def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
         assert newest.message is not None

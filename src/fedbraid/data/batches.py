@@ -184,7 +184,7 @@ class Drawn:
             self._epoch = epoch
             column = np.arange(self.n.max())
             if not self.work.shuffle or self.work.batch is None or self.work.batch >= self.n.max():
-                self._order = np.broadcast_to(column, (len(self.n), len(column)))
+                self._order = column[None].repeat(len(self.n), 0)
             else:
                 keys = rng.bits(self.seed, "batch", self.version, self.clients[:, None], epoch, column)
                 n = self.n[:, None]

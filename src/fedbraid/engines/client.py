@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -78,14 +78,15 @@ class Reply:
     lr: Tensor  # [m, 1], the rates they trained with, float64
     down: Sizes | None = None  # bytes that really went down, where clients are really apart
 
-    def row(self, i: int) -> Reply:
-        """One client's part."""
-        at = slice(i, i + 1)
-        return Reply(
-            self.clients[at], {k: v[at] for k, v in self.uploads.items()}, {k: v[at] for k, v in self.memory.items()},
-            {k: v[at] for k, v in self.sizes.items()}, self.loss[at], self.K[at], self.lr[at],
-            None if self.down is None else {k: v[at] for k, v in self.down.items()},
+    def rows(self) -> list[Reply]:
+        """Each client's part."""
+        m = len(self.clients)
+        down = [None] * m if self.down is None else _apart(self.down, m)
+        parts = (
+            _cut(self.clients), _apart(self.uploads, m), _apart(self.memory, m), _apart(self.sizes, m),
+            _cut(self.loss), _cut(self.K), _cut(self.lr), down,
         )  # fmt: skip
+        return [Reply(*row) for row in zip(*parts, strict=True)]
 
     @staticmethod
     def join(parts: list[Reply]) -> Reply:
@@ -100,6 +101,16 @@ class Reply:
             torch.cat([p.lr for p in parts]),
             None if first.down is None else {k: np.concatenate([(p.down or {})[k] for p in parts]) for k in first.down},
         )  # fmt: skip
+
+
+def _cut(v: Any) -> Sequence[Any]:
+    """Rows of a tensor, which torch cuts in one call, or of an array."""
+    return torch.split(v, 1) if isinstance(v, Tensor) else [v[i : i + 1] for i in range(len(v))]
+
+
+def _apart(named: dict[str, Any], m: int) -> list[dict[str, Any]]:
+    rows = zip(*map(_cut, named.values()), strict=True)
+    return [dict(zip(named, row)) for row in rows] if named else [{} for _ in range(m)]
 
 
 class Engine(Protocol):

@@ -21,6 +21,7 @@ class History(Sequence[Record]):
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._file = SpooledTemporaryFile(max_size=KEPT)  # noqa: SIM115
         self._ends = array("Q", [0])
+        self._at_end = True
         self._lock = threading.Lock()
         weakref.finalize(self, self._file.close)
         self.extend(records)
@@ -32,9 +33,12 @@ class History(Sequence[Record]):
     def append(self, record: Record) -> None:
         packed = pickle.dumps(record, pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            self._file.seek(self._ends[-1])
+            if not self._at_end:
+                self._file.seek(self._ends[-1])
+            self._at_end = False  # should the disk be full
             self._file.write(packed)
             self._ends.append(self._ends[-1] + len(packed))
+            self._at_end = True
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -52,6 +56,7 @@ class History(Sequence[Record]):
 
     def _read(self, i: int) -> Record:
         with self._lock:
+            self._at_end = False
             self._file.seek(self._ends[i])
             packed = self._file.read(self._ends[i + 1] - self._ends[i])
         found: Record = pickle.loads(packed)  # of this process's own making: nobody else can open the file

@@ -102,7 +102,7 @@ class Jobs:
             done = Counter(tick.clients[tick.versions == tick.step].tolist())
             flying = Counter(tick.started.tolist()) - done
             self.blocks[tick.step] = list(flying)
-        for version in [v for v in self.blocks if v not in tick.live]:
+        for version in self.blocks.keys() - tick.live:
             del self.blocks[version]
             self.ready.pop(version, None)
 
@@ -133,9 +133,9 @@ class Jobs:
         if version not in self.ready:
             whole_block = orders(state, version, np.array(self.blocks[version]))
             self.ready[version] = {
-                int(c): reply.row(i)
+                client: row
                 for reply in self.engine.train(whole_block)
-                for i, c in enumerate(reply.clients)
+                for client, row in zip(reply.clients.tolist(), reply.rows())
             }
         return self.ready[version][client]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -107,8 +107,9 @@ def advance(
     if new is not average:
         record["norm_h"] = float(torch.linalg.vector_norm(average - new))
     record["bytes_broadcast"] = sum(cast.version.sizes.values())
-    sent = {v: s for v, s in state.sent.items() if v in tick.live}
-    sent[state.t + 1] = cast.version
+    sent = {**state.sent, state.t + 1: cast.version}
+    for version in state.sent.keys() - tick.live:
+        del sent[version]
     state = replace(
         state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, watch=watch, sent=sent
     )  # fmt: skip
@@ -159,12 +160,27 @@ def account(algorithm: Algorithm, up: Uploads) -> Uploads:
     return up.having({**up.vectors, **made}) if made else up
 
 
-def _sent(state: State, versions: NDArray[np.int64]) -> Vectors:
+@dataclass(frozen=True)
+class Stacked(Mapping[str, Tensor]):
+    """What the clients of a block were sent, by name, `[m, ·]`: most servers never ask."""
+
+    each: list[Vectors]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.stack([vectors[name] for vectors in self.each])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.each[0])
+
+    def __len__(self) -> int:
+        return len(self.each[0])
+
+
+def _sent(state: State, versions: NDArray[np.int64]) -> Mapping[str, Tensor]:
     """What a block was sent, one row where it is the same for all."""
-    first = state.sent[int(versions[0])].vectors
     if (versions == versions[0]).all():
-        return {name: v[None] for name, v in first.items()}
-    return {name: torch.stack([state.sent[int(v)].vectors[name] for v in versions]) for name in first}
+        return {name: v[None] for name, v in state.sent[int(versions[0])].vectors.items()}
+    return Stacked([state.sent[v].vectors for v in versions.tolist()])
 
 
 def _charge(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedbraid.core.gather import Uploads
 from fedbraid.engines.client import Reply
@@ -35,10 +34,12 @@ class Tally:
         self.clients += reply.clients.tolist()
         self.losses += reply.loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
-        p, sent = up.p(self.kind).double(), next(iter(up.vectors.values()))
+        sent = next(iter(up.vectors.values()))
         moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
-        columns = [p, p * up.lr, p * up.K, p * up.a, reply.loss[:, None].to(p), moved.to(p)]
-        self.sums = dict(zip(self.sums, _plus([*self.sums.values()], torch.cat(columns, 1)), strict=True))
+        columns = torch.cat(
+            [up.p(self.kind), up.lr, up.K, up.a, reply.loss[:, None], moved], 1
+        )  # float64 as lr is
+        self.sums = dict(zip(self.sums, _plus([*self.sums.values()], columns.cpu().numpy()), strict=True))
         if not math.isfinite(self.sums["drift"]):
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
             raise Diverged(
@@ -90,9 +91,9 @@ class Tally:
         return record | tick.clocked()
 
 
-def _plus(totals: list[float], more: Tensor) -> list[float]:
+def _plus(totals: list[float], columns: NDArray[np.float64]) -> list[float]:
     """Each total and its column's numbers, one after the other: no bit depends on how a cohort was cut into blocks."""
-    values = more.cpu().numpy()
-    values[0] += totals
-    sums: list[float] = values.cumsum(0)[-1].tolist()
+    columns[:, 1:4] *= columns[:, :1]  # by weight
+    columns[0] += totals
+    sums: list[float] = columns.cumsum(0)[-1].tolist()
     return sums

@@ -367,13 +367,14 @@ class _Queue:
         started: list[int] = []
         spans: list[tuple[float, float]] = []
         running, goal, busy, dropped = self.running, self.schedule.buffer, self.busy_versions, 0
-        closed = self.schedule.arrivals == "closed"
+        closed, moves = self.schedule.arrivals == "closed", self.schedule.availability is not None
         while len(clients) < goal:
-            self.idle.move(self.now)
+            if moves:
+                self.idle.move(self.now)
             if closed:
                 self._refill(step, started)
             wake = self._wake(closed) if closed or not running else math.inf
-            if running and running[0][0] <= min(self.next_arrival, wake):
+            if running and running[0][0] <= self.next_arrival and running[0][0] <= wake:
                 end, _, client, version, start, arrives = heapq.heappop(running)
                 self.now = end
                 self.idle.give(client)
@@ -393,7 +394,8 @@ class _Queue:
             elif self.next_arrival < math.inf:
                 self.now = self.next_arrival
                 self.next_arrival = self._arrival()
-                self.idle.move(self.now)
+                if moves:
+                    self.idle.move(self.now)
                 if self.idle.free:  # with every client busy, an arrival passes by
                     self._start(step, started)
             else:

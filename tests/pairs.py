@@ -224,7 +224,7 @@ def make(chosen: dict[str, str], seed: int) -> Case:
         epochs=1 if uneven else None,
         lr=one([0.05, 0.1]),
         lr_decay=one([1.0, 0.8]),
-        momentum=one([0.0, 0.5]),
+        momentum=one([0.0, 0.5, 0.9]),
         decay=one([0.0, 0.1]),
         backend=one(["loop", "vmap"]),
         seed=seed % 1000,

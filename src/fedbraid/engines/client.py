@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -157,10 +157,14 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     if task.compares:
         assert isinstance(grad, Loop)
         grad.beside(x, order.memory[PREVIOUS])
-    with torch.random.fork_rng(devices=[], enabled=task.stochastic or loop is not None):
+    with torch.random.fork_rng(devices=[]) if task.stochastic or loop is not None else nullcontext():
         if loop is None:
-            with _lone_samples(drawn):
+            try:
                 y, s, loss = train(a.rule, grad, loc, drawn, work)
+            except ValueError as error:
+                if "more than 1 value per channel" not in str(error):
+                    raise
+                raise _lone_sample(drawn) from error
         else:
             y, s, loss = by_hand(loop, setup, grad, loc, drawn)
         if task.compares:
@@ -175,21 +179,15 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
 
 
-@contextmanager
-def _lone_samples(drawn: Drawn) -> Iterator[None]:
-    """A sentence where a layer has no statistics of a batch of one sample."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        rest = drawn.n % batch_sizes(drawn.n, drawn.work)
-        alone = drawn.clients[(rest == 1) | (drawn.n == 1) | (drawn.work.batch == 1)]
-        who = f"client {alone[0]}" if len(alone) else "a client"
-        raise RunError(
-            f"{who} trains on a batch of one sample, of which BatchNorm has no statistics; use Work(last='fill') or"
-            " last='drop', another batch size, or GroupNorm"
-        ) from error
+def _lone_sample(drawn: Drawn) -> RunError:
+    """A layer has no statistics of a batch of one sample."""
+    rest = drawn.n % batch_sizes(drawn.n, drawn.work)
+    alone = drawn.clients[(rest == 1) | (drawn.n == 1) | (drawn.work.batch == 1)]
+    who = f"client {alone[0]}" if len(alone) else "a client"
+    return RunError(
+        f"{who} trains on a batch of one sample, of which BatchNorm has no statistics; use Work(last='fill') or"
+        " last='drop', another batch size, or GroupNorm"
+    )
 
 
 @dataclass(frozen=True)

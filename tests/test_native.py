@@ -30,6 +30,7 @@ from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build, ops
+from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.normals import normals
 from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import DataError, EngineError, WireError
@@ -488,6 +489,15 @@ def assert_same_bits(task, grad) -> None:
     one = grad.alone()
     assert torch.equal(one(y, batch)[0], both)
     assert torch.equal(one(y[2:], batch.client(2))[0], both[2:])
+
+
+def test_values_that_nobody_reads_again_leave_their_room():
+    def workspace(layers: int) -> int:
+        task = make_task(lambda: Chain(*[lambda: Scale(2)] * layers, *to_three(24)), (4, 6))
+        source = generate(native._graph(task), "cross_entropy", 8, 64)
+        return int(source.partition("workspace = ")[2].partition(";")[0])
+
+    assert workspace(3) == workspace(30)
 
 
 def with_statistics() -> nn.Module:

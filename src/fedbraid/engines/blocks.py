@@ -39,7 +39,7 @@ log = logging.getLogger("fedbraid")
 P = TypeVar("P")
 R = TypeVar("R")
 
-BLOCK_BYTES = 2**24  # about how much a block's vectors may take
+BLOCK_BYTES = 9 * 2**20  # about how much a block's vectors may take
 
 
 @dataclass
@@ -139,9 +139,13 @@ def _slice(rows: Tensor) -> slice:
 
 
 def give_back_large_blocks(size: int = 2**22) -> None:
-    """Tell glibc to return freed blocks of this size to the system: otherwise every thread keeps a few for itself."""
+    """Tell glibc to return freed blocks of this size to the system, and to keep what is smaller in one place for all
+    threads: otherwise each keeps a few of both for itself. What following the model left goes back at once.
+    """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
+        libc.mallopt(-8, 1)  # M_ARENA_MAX
+        libc.malloc_trim(0)
 
 
 class Hands:

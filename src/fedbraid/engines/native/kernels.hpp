@@ -486,6 +486,11 @@ struct Relu {
     INLINE V slope(V y, V g) { return keep(y > 0.f, g); }
 };
 
+struct Relu6 {
+    INLINE V value(V x) { return pick(x > 6.f, V{} + 6.f, max(V{}, x)); }
+    INLINE V slope(V y, V g) { return keep((y > 0.f) & (y < 6.f), g); }
+};
+
 template <int32_t BITS>
 struct LeakyRelu {
     INLINE float a() {

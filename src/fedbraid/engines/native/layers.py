@@ -512,6 +512,18 @@ def _getitem(call: Call) -> Any:
     return x
 
 
+def _split(call: Call) -> tuple[Value, ...] | None:
+    """The parts that chunk and split give."""
+    x, source = call.args[0], _source(call)
+    batch, dims = call.builder.batch(source), call.builder.runs[0][source].ndim
+    dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else 0) % dims
+    if batch is None or dim == batch:
+        return None
+    counts = [part.shape[dim] for part in call.result]
+    starts, at = [sum(counts[:k]) for k in range(len(counts))], dim - (dim > batch)
+    return tuple(_slice(call.builder, x, at, lo, n, 1, drop=False) for lo, n in zip(starts, counts))
+
+
 def _concat(call: Call, values: list[Value], dim: int) -> Value:
     whole = values[0]
     for other in values[1:]:
@@ -635,6 +647,17 @@ def _as(make: Callable[..., nn.Module]) -> Callable[[Call], Any]:
     return handle
 
 
+def _of_dim(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """A softmax as torch.nn.functional calls it."""
+
+    def made(dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> nn.Module:
+        if dtype not in (None, torch.float32):
+            raise TypeError(dtype)
+        return make(dim)
+
+    return made
+
+
 LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Linear: _linear,
     nn.Conv1d: _conv,
@@ -651,11 +674,13 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.InstanceNorm1d: _instance_norm,
     nn.InstanceNorm2d: _instance_norm,
     nn.ReLU: _map("Relu"),
+    nn.ReLU6: _map("Relu6"),
     nn.Tanh: _map("Tanh"),
     nn.Sigmoid: _map("Sigmoid"),
     nn.LeakyReLU: _leaky,
     nn.GELU: _gelu,
     nn.SiLU: _curve("Silu"),
+    nn.Hardswish: _curve("HardSwish"),
     nn.Softmax: _softmax,
     nn.LogSoftmax: _softmax,
     nn.LayerNorm: _layer_norm,
@@ -691,8 +716,10 @@ FUNCTIONS: dict[Any, Callable[[Call], Any]] = {
     F.dropout: _as(lambda p=0.5, training=True, inplace=False: nn.Dropout(p if training else 0.0)),
     F.gelu: _as(nn.GELU),
     F.silu: _as(lambda inplace=False: nn.SiLU(inplace)),
-    F.softmax: _as(lambda dim=None: nn.Softmax(dim)),
-    F.log_softmax: _as(lambda dim=None: nn.LogSoftmax(dim)),
+    F.relu6: _as(lambda inplace=False: nn.ReLU6(inplace)),
+    F.hardswish: _as(lambda inplace=False: nn.Hardswish(inplace)),
+    F.softmax: _as(_of_dim(nn.Softmax)),
+    F.log_softmax: _as(_of_dim(nn.LogSoftmax)),
     torch.softmax: _as(nn.Softmax),
     torch.log_softmax: _as(nn.LogSoftmax),
     operator.add: _add,
@@ -708,6 +735,7 @@ FUNCTIONS: dict[Any, Callable[[Call], Any]] = {
     operator.ne: _compare,
     operator.getitem: _getitem,
     torch.cat: _cat,
+    **dict.fromkeys((torch.chunk, torch.split), _split),
     torch.mean: _mean,
     torch.sum: lambda call: _mean(call, total=True),
     **dict.fromkeys((torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze), _reshape),
@@ -725,6 +753,7 @@ METHODS: dict[str, Callable[[Call], Any]] = {
     "mul": _multiply,
     "eq": _compare,
     "ne": _compare,
+    **dict.fromkeys(("chunk", "split"), _split),
     "mean": _mean,
     "sum": lambda call: _mean(call, total=True),
     **dict.fromkeys(("transpose", "permute", "swapaxes", "movedim"), _permute),

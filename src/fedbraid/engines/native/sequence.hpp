@@ -440,6 +440,11 @@ struct Silu {
     }
 };
 
+struct HardSwish {
+    INLINE V value(V x) { return x * pick(x > 3.f, V{} + 1.f, max(V{}, (x + 3.f) * (1.f / 6))); }
+    INLINE V slope(V x, V g) { return keep(x > -3.f, pick(x < 3.f, g * (x * (1.f / 3) + 0.5f), g)); }
+};
+
 // Arithmetic ------------------------------------------------------------------------------------------------
 
 // a x + b

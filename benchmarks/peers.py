@@ -5,11 +5,13 @@
 The peers live in an environment of their own, from the top of a clone:
 
     python3.11 -m venv .venv-peers
-    .venv-peers/bin/pip install -c constraints.txt torch
-    .venv-peers/bin/pip install -c constraints.txt -e . -r benchmarks/peers.txt
+    grep '^torch==' constraints.txt > .venv-peers/torch.txt
+    .venv-peers/bin/pip install -c .venv-peers/torch.txt -e . -r benchmarks/peers.txt
     .venv-peers/bin/python benchmarks/peers.py --repeats 3
 
-torch comes first and pinned, because a plain or newer one pulls gigabytes of CUDA packages; the peers accept it.
+torch alone is pinned, because a plain or newer one pulls gigabytes of CUDA packages; pfl wants an older dp-accounting than
+constraints.txt has. FLSim 0.1.0 installs but does not import on Python 3.11: a dataclass of its own has a dataclass as a default
+(`PerExampleGaussianDurationDistributionConfig`), which Python refuses since then.
 The workloads are those of speed.py: same models and first weights, same tensors, same clients per round, epochs,
 batch, momentum and learning rate, no evaluation. Each library runs its own loop in its own process, with its log
 put aside, and the processes take turns; the smallest of the median times of a round counts. Before timing, every

@@ -347,12 +347,9 @@ def local(fn: LocalLoop) -> Rule:
 
 
 def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-    """All that a block uploads, by the order of its declaration; y, which nobody reads any more, may become it."""
+    """All that a block uploads, by the order of its declaration."""
     made = rule.finish(y, s, loc)
-    mine = [d.name for d in rule.uploads() if d.update and d.name not in made]
-    alone = not made and len(mine) == 1
-    own = {name: torch.sub(loc.x, y, out=y) if alone else loc.x - y for name in mine}
-    return {d.name: own[d.name] if d.name in own else made[d.name] for d in rule.uploads()}
+    return {d.name: loc.x - y if d.update and d.name not in made else made[d.name] for d in rule.uploads()}
 
 
 def _merge(parts: list[Vectors], verb: str) -> Vectors:

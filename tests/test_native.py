@@ -380,6 +380,19 @@ class Encodes(nn.Module):
         return self.head(self.encoder(self.embed(x), mask=self.later, src_key_padding_mask=empty).mean(1))
 
 
+class MaskedMean(nn.Module):
+    """The mean of the words that are there."""
+
+    def __init__(self, there) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.there, self.embed, self.head = there, nn.Embedding(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        seen = self.there(x).unsqueeze(-1).float()
+        return self.head((self.embed(x) * seen).sum(1) / seen.sum(1).clamp(min=1e-9))
+
+
 def to_three(width: int):
     return nn.Flatten, lambda: nn.Linear(width, 3)
 
@@ -451,6 +464,20 @@ OPERATIONS = {
     "softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.Softmax(-1), *to_three(20)), (4, 6), 0),
     "log softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.LogSoftmax(2), *to_three(20)), (4, 6), 0),
     "arithmetic": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (2 * x - 1) * (x / 3) - (1 - x) * x), (6,), 0),
+    "division": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x / (3 + x.tanh())).div(2 + x * x)), (6,), 0),
+    "broadcasts": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x * x[:, :1] + x[:, :, 1:2] / (4 + x[:, 2:3].tanh())).sum(1)),
+        (4, 6), 0,
+    ),
+    "expansion": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x[:, :1].expand(-1, 4, 3) * x).mean(1)), (4, 6), 0,
+    ),
+    "clamp": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: x.clamp(-0.3, max=0.2) * torch.clamp(x, min=0.1).clamp_min(0.2)),
+        (6,), 0,
+    ),
+    "masked mean": (lambda: MaskedMean(lambda x: x != 0), (5,), 7),
+    "masked mean, as bools": (lambda: MaskedMean(lambda x: ~x.eq(2)), (5,), 7),
     "positions": (Positions, (5,), 7),
     "attention": (lambda: Attends(causal=True), (6,), 7),
     "attention with a bool mask": (lambda: Attends(causal=True, of_bools=True), (6,), 7),

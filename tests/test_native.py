@@ -1280,7 +1280,11 @@ def test_a_model_that_sees_padding_is_not_compiled(looks):
     assert "depend on padding" in Native.supports(task)
     with pytest.raises(EngineError, match="depend on padding"):
         fb.simulate(
-            task, fb.fedavg(), fb.Work(batch=5), fb.rounds(1, clients=2), engine="in_process(backend='native')"
+            task,
+            fb.fedavg(),
+            fb.Work(batch=5),
+            fb.rounds(1, clients=2),
+            engine="in_process(backend='native')",
         )
     assert "native" not in fb.simulate(task, fb.fedavg(), fb.Work(batch=5), fb.rounds(1, clients=2)).engine
 

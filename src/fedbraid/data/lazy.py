@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 READERS = 2  # processes that read ahead
 WINDOW = 4  # clients that each of them may be ahead of the training
 CHUNKS = 2  # and chunks of a test set, which are larger
-ROOM = 2**25  # bytes of memory that reader and trainer share for one of them; what is larger goes through a pipe
+ROOM = (
+    2**25
+)  # bytes of memory that reader and trainer share for one of them; what is larger goes through a pipe
 
 Key = (
     tuple[int, int, int] | tuple[int, int, int, int, int]

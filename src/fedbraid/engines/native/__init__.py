@@ -309,9 +309,9 @@ def _followed(task: Task) -> Graph:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")
     if task.loss != "mse" and targets.ndim != 1:
         raise Unsupported("a sample has more than one label")
-    if any(isinstance(leaf, Padded) for leaf in tree.leaves(given)):
-        if graph.mixes or not _blind_to_padding(task, given, inputs):
-            raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
+    padded = any(isinstance(leaf, Padded) for leaf in tree.leaves(given))
+    if padded and (graph.mixes or not _blind_to_padding(task, given, inputs)):
+        raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
     return graph
 
 

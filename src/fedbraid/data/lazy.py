@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.processes import Ask, Crew
-from fedbraid.data import arrays, tree
+from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.errors import DataError, FedbraidError
@@ -142,7 +142,7 @@ class Store:
     def _items(self, client: int, version: int, seed: int, rows: Sequence[int]) -> list[Any]:
         at = client if self.only is None else self.only
         dataset, n, what = (
-            self.datasets[at],
+            columns.by_item(self.datasets[at]),
             int(self.sizes[client if self.only is None else 0]),
             self._name(at),
         )

@@ -127,7 +127,35 @@ def test_a_frozen_body_is_kept_not_compiled():
     def build():
         return nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.Tanh()).requires_grad_(False), nn.Linear(5, 3))
 
-    assert auto.faster(fb.Task.from_arrays(build, [(x, y), (x, y)]), LARGE) != "native"
+    assert auto.faster(fb.Task.from_arrays(build, [(x, y), (x, y)]), fb.Work(), LARGE) != "native"
+
+
+class Bag(nn.Module):
+    """The mean of the words that are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 5), nn.Linear(5, 2)
+
+    def forward(self, words, mask):
+        seen = mask.unsqueeze(-1).float()
+        return self.head((self.words(words) * seen).sum(1) / seen.sum(1))
+
+
+@pytest.mark.parametrize(("longest", "pays"), [(12, True), (200, False)])
+def test_a_few_long_samples_are_better_cut(longest, pays, monkeypatch, caplog):
+    """Compiled code has one length; what cutting would leave of it decides, on average over batches."""
+    draw = np.random.default_rng(0)
+    texts = [[1] * int(n) for n in draw.integers(4, 12, 199)] + [[1] * longest]
+    task = fb.Task.from_arrays(Bag, [(texts, [0] * 200)], collate=fb.pad())
+    lengths = np.array([len(t) for t in texts])
+    drawn = [draw.choice(lengths, 8).max() / longest for _ in range(4000)]
+    kept = auto.share_kept(task, fb.Work(batch=8))
+    assert kept == pytest.approx(np.mean(drawn), abs=0.02)
+    monkeypatch.setattr(auto.Native, "supports", lambda task: None)
+    with caplog.at_level("INFO", "fedbraid"):
+        assert (auto.faster(task, fb.Work(batch=8), LARGE) == "native") == pays
+    assert ("native gradients are off: cutting batches leaves" in caplog.text) == (not pays)
 
 
 @pytest.mark.parametrize("junk", ["", "[]", "not json", '{"x": 5}', '{"machine": 1, "fastest": 2}'])

@@ -85,6 +85,7 @@ DATA = {
     "ragged": (lambda: task(clients=[([[1.0], [1.0, 2.0]], [0, 1])]), "client 0 does not turn into tensors"),
     "words": (lambda: task(clients=[(["a", "b"], [0, 1])]), "client 0 does not turn into tensors"),
     "forward": (lambda: task(nn.Linear(7, 3)), r"forward pass fails on two samples of shape \(5,\).*make model and data fit"),
+    "keyword": (lambda: task(clients=[({"x": pair()[0]}, pair()[1])]), r"shape \{'x': \(5,\).*called by keywords.*forward="),
     "bytes": (lambda: task(clients=[pair(dtype=np.uint8)]), r"forward pass fails .*\(torch.uint8\).*give images as float32"),
     "inputs in a list": (
         lambda: task(clients=[([torch.zeros(3, 5), torch.zeros(3, 2)], [0, 1, 1])]), "give a tuple or a dict for several inputs",

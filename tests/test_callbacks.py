@@ -65,6 +65,12 @@ def test_early_stopping_ends_a_run_and_a_resume_ends_it_there_too(blobs, tmp_pat
     assert run(blobs, falling, steps=3).state.t == 3  # the loss falls at first
 
 
+@pytest.mark.parametrize("idle", [print, object(), callbacks.EarlyStopping])
+def test_what_is_no_callback_is_not_passed_over(blobs, idle):
+    with pytest.raises(fb.FedbraidError, match=r"callbacks\[0\] .* start, step or end"):
+        run(blobs, idle)
+
+
 def test_the_best_model_is_kept(blobs, tmp_path):
     best = callbacks.KeepBest()
     result = run(blobs, best, steps=30, out=tmp_path / "r")

@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedbraid as fb
 from fedbraid.errors import DataError
@@ -77,6 +78,32 @@ def test_a_dataset_by_column_that_stays_on_disk(bert, datasets, tmp_path):
         fb.Task.from_datasets(bert, train, by="person", collate=fb.pad(), lazy=True)
     with pytest.raises(DataError, match="takes a Hugging Face dataset, not a dict"):
         fb.Task.from_datasets(bert, rows(), by="user", collate=fb.pad(), lazy=True)
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy", "pandas", "polars", "arrow"])
+def test_a_dataset_in_any_format_is_read_alike(datasets, form):
+    """A format of frames gives a table of one row for an item."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.fc(x)
+
+    draw = np.random.default_rng(0)
+    held = {"x": draw.normal(size=(24, 3)).tolist(), "user": [i % 4 for i in range(24)], "label": [0, 1] * 12}
+    plain = datasets.Dataset.from_dict(held)
+    one = plain.with_format(form)
+    made = [fb.Task.from_datasets(Sum, d, d, by="user", lazy=z) for d in (plain, one) for z in (False, True)]
+    for lazy in (False, True):
+        apart = [one.select(range(i, 24, 4)).remove_columns("user") for i in range(4)]
+        made.append(fb.Task.from_datasets(Sum, apart, one.remove_columns("user"), lazy=lazy))
+    ends = [fb.simulate(t, fb.fedavg(), WORK, fb.rounds(2, clients=2), engine=LOOP) for t in made]
+    for end in ends[1:]:
+        assert torch.equal(end.x, ends[0].x)
+        assert end.last("accuracy") == ends[0].last("accuracy")
 
 
 def test_a_dataset_per_client_and_its_collator(bert, datasets, transformers):

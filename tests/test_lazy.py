@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -92,12 +93,12 @@ def test_reading_ahead_is_what_reading_is():
     who = np.array([3, 1, 6, 0])
     plain = [store.table(np.array([c]), 4, 9) for c in who]
     store.ahead(who, 4, 9)
-    assert len(store._coming) == 4
+    assert len(store._readers.coming) == 4
     for client, (x, y) in zip(who, plain):
         ahead = store.table(np.array([client]), 4, 9)
         assert torch.equal(ahead[0], x)
         assert torch.equal(ahead[1], y)
-    assert not store._coming
+    assert not store._readers.coming
     store.stop()
 
 
@@ -236,19 +237,45 @@ def test_what_has_no_length(late):
 
 
 def dies(x):
-    if lazy._STORE:  # in a process that reads ahead
+    if multiprocessing.parent_process() is not None:  # in a process that reads ahead
         os._exit(1)
     return x
 
 
 def test_a_reader_that_dies():
     made = task(dies, lazy=True)
-    with pytest.raises(EngineError, match="a process that reads data died"):
+    with pytest.raises(EngineError, match=r"worker process \d+ died \(exit code 1\)"):
         fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2), engine=LOOP)
 
 
+def test_what_is_larger_than_the_room_goes_through_the_pipe(monkeypatch):
+    store = task(noisy, lazy=True).inputs.store
+    who = np.arange(7)
+    plain = [store.table(np.array([c]), 4, 9) for c in who]
+    monkeypatch.setattr(lazy, "ROOM", 90)
+    store.ahead(who, 4, 9)
+    for client in (1, 0, 2, 6, 5, 4, 3):  # in any order
+        for ahead, here in zip(store.table(np.array([client]), 4, 9), plain[client]):
+            assert torch.equal(ahead, here)
+    store.stop()
+
+
+def test_readers_of_two_stores_end_when_they_are_told(monkeypatch):
+    """No process keeps another's pipe open, so that none must be killed."""
+    killed, kill = [], multiprocessing.process.BaseProcess.kill
+    monkeypatch.setattr(
+        multiprocessing.process.BaseProcess, "kill", lambda self: killed.append(self) or kill(self)
+    )
+    stores = [task(noisy, lazy=True).inputs.store for _ in range(2)]
+    for store in stores:
+        store.ahead(np.arange(4), 0, 0)
+    for store in stores:
+        store.stop()
+    assert not killed
+
+
 def rains(x):
-    if lazy._STORE:
+    if multiprocessing.parent_process() is not None:
         os.kill(os.getpid(), signal.SIGINT)
     return x
 

@@ -381,6 +381,19 @@ class Encodes(nn.Module):
         return self.head(self.encoder(self.embed(x), mask=self.later, src_key_padding_mask=empty).mean(1))
 
 
+class MaskedMean(nn.Module):
+    """The mean of the words that are there."""
+
+    def __init__(self, there) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.there, self.embed, self.head = there, nn.Embedding(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        seen = self.there(x).unsqueeze(-1).float()
+        return self.head((self.embed(x) * seen).sum(1) / seen.sum(1).clamp(min=1e-9))
+
+
 def to_three(width: int):
     return nn.Flatten, lambda: nn.Linear(width, 3)
 
@@ -464,6 +477,20 @@ OPERATIONS = {
     "softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.Softmax(-1), *to_three(20)), (4, 6), 0),
     "log softmax": (lambda: Chain(lambda: nn.Linear(6, 5), lambda: nn.LogSoftmax(2), *to_three(20)), (4, 6), 0),
     "arithmetic": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (2 * x - 1) * (x / 3) - (1 - x) * x), (6,), 0),
+    "division": (lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x / (3 + x.tanh())).div(2 + x * x)), (6,), 0),
+    "broadcasts": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x * x[:, :1] + x[:, :, 1:2] / (4 + x[:, 2:3].tanh())).sum(1)),
+        (4, 6), 0,
+    ),
+    "expansion": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x[:, :1].expand(-1, 4, 3) * x).mean(1)), (4, 6), 0,
+    ),
+    "clamp": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: x.clamp(-0.3, max=0.2) * torch.clamp(x, min=0.1).clamp_min(0.2)),
+        (6,), 0,
+    ),
+    "masked mean": (lambda: MaskedMean(lambda x: x != 0), (5,), 7),
+    "masked mean, as bools": (lambda: MaskedMean(lambda x: ~x.eq(2)), (5,), 7),
     "positions": (Positions, (5,), 7),
     "attention": (lambda: Attends(causal=True), (6,), 7),
     "attention with a bool mask": (lambda: Attends(causal=True, of_bools=True), (6,), 7),
@@ -1210,3 +1237,87 @@ def test_normal_numbers_are_drawn_as_numpy_would(count, monkeypatch):
     quarters = np.quantile(compiled, [0.05, 0.25, 0.5, 0.75, 0.95], axis=1).T
     np.testing.assert_allclose(quarters, [[-1.6449, -0.6745, 0, 0.6745, 1.6449]] * 3, atol=0.06)
     assert normals(keys, 100) is None  # too few to be worth it
+
+
+# Samples of different lengths -----------------------------------------------------------------------
+
+
+class Padding(nn.Module):
+    """A transformer over padded text that does or does not look at what is not there."""
+
+    def __init__(self, looks: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.looks = looks
+        self.words, self.places, self.head = nn.Embedding(7, 6), nn.Embedding(12, 6), nn.Linear(6, 3)
+        layer = nn.TransformerEncoderLayer(6, 2, 11, 0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        nn.init.zeros_(self.head.weight)  # so that the first outputs tell nothing
+
+    def forward(self, input_ids, attention_mask):
+        x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        absent = None if self.looks == "attention" else attention_mask == 0
+        hidden = self.body(x, src_key_padding_mask=absent)
+        if self.looks == "mean":
+            return self.head(hidden.mean(1))
+        seen = attention_mask.unsqueeze(-1).float()
+        return self.head((hidden * seen).sum(1) / seen.sum(1))
+
+
+def padded_task(model=Padding, longest=9, test=9, value=0) -> Task:
+    draw = np.random.default_rng(0)
+
+    def some(count, most):
+        said = [draw.integers(0, 7, draw.integers(1, most)).tolist() for _ in range(count - 1)] + [[1] * most]
+        return {"input_ids": said}, [len(s) % 3 for s in said]
+
+    held = [some(30, longest), some(60, longest)]
+    return Task.from_arrays(model, held, some(20, test), collate=fb.pad(value=value))
+
+
+@pytest.mark.parametrize("value", [0, 5])
+def test_padded_samples_give_what_cut_ones_give(value):
+    task = padded_task(value=value)
+    assert Native.supports(task) is None
+    grad, y, batch = Native(task, threads=2, flags=QUICK), points(task, 3), make_batch(task, 3, 5)
+    got, want = grad(y, batch), Loop(task)(y, batch)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-3, atol=2e-6)
+    assert_same_bits(task, grad)
+
+
+@pytest.mark.parametrize("test", [4, 9, 12])
+def test_a_padded_test_set_may_be_shorter_or_longer(test):
+    task = padded_task(test=test)
+    grad, y = Native(task, threads=2, flags=QUICK), points(task, 1)[0]
+    for mine, other in zip(*(g.evaluate(y, *task.test) for g in (grad, grad.alone()))):
+        torch.testing.assert_close(mine, other)
+    for mine, other in zip(*(g.evaluate(y, *task.test) for g in (grad, Loop(task)))):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("looks", ["attention", "mean"])
+def test_a_model_that_sees_padding_is_not_compiled(looks):
+    task = padded_task(lambda: Padding(looks))
+    assert "depend on padding" in Native.supports(task)
+    with pytest.raises(EngineError, match="depend on padding"):
+        fb.simulate(
+            task,
+            fb.fedavg(),
+            fb.Work(batch=5),
+            fb.rounds(1, clients=2),
+            engine="in_process(backend='native')",
+        )
+    assert "native" not in fb.simulate(task, fb.fedavg(), fb.Work(batch=5), fb.rounds(1, clients=2)).engine
+
+
+def test_a_run_over_padded_text_ends_where_the_loop_ends():
+    task, ends = padded_task(), {}
+    for backend in ("native", "loop"):
+        engine = f"in_process(backend={backend!r})"
+        ends[backend] = fb.simulate(
+            task, fb.scaffold(), fb.Work(lr=0.1, batch=5), fb.rounds(3, clients=2), engine=engine
+        )
+    torch.testing.assert_close(ends["native"].x, ends["loop"].x, rtol=1e-4, atol=1e-5)
+    for mine, other in zip(ends["native"].history, ends["loop"].history):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)

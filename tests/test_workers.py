@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedbraid.engines.workers import Ask, Crew
+from fedbraid.core.processes import Ask, Crew
 from fedbraid.errors import EngineError
 
 

@@ -1,10 +1,216 @@
-"""Processes that this one starts, at a terminal whose Ctrl-C goes to all of them and is the parent's affair."""
+"""Worker processes, for clients of a pool, whole runs and files to read alike: forked, of one torch thread each."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing as mp
+import os
 import signal
-from collections.abc import Iterator
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from fedbraid import errors
+from fedbraid.core.check import whole
+from fedbraid.errors import ConfigError, EngineError, FedbraidError
+
+Ask = Callable[[Any], Any]  # a job sends a message to the parent and gets its answer
+Job = Callable[[Any, Ask], Any]
+
+_OURS: set[Connection] = set()  # this process's ends of all pipes, which no worker may keep open
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of ours that ended a job: its class and what it says."""
+
+    kind: str
+    message: str
+
+    def error(self) -> FedbraidError:
+        """The error, to be raised here."""
+        made: FedbraidError = FedbraidError.__new__(getattr(errors, self.kind, FedbraidError))
+        made.args = (self.message,)
+        return made
+
+
+@dataclass
+class Crew:
+    """`count` processes, by default one for each core, which all do the same job on different things.
+
+    They are hired when there is work for them, or all at once by `hire`, and dismissed by `close`.
+    """
+
+    job: Job
+    count: int | None = None
+    hands: dict[Connection, Any] = field(default_factory=dict, repr=False)  # pipe -> process
+    due: Counter[Connection] = field(
+        default_factory=Counter, repr=False
+    )  # what was posted and not answered yet
+
+    def __post_init__(self) -> None:
+        self.count = len(os.sched_getaffinity(0)) if self.count is None else self.count
+        whole("jobs", self.count, why="runs nothing")
+        if "fork" not in mp.get_all_start_methods():
+            raise ConfigError(
+                "worker processes need fork, which this system lacks; use engine='in_process', or Linux or macOS"
+            )
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def processes(self) -> list[Any]:
+        return list(self.hands.values())
+
+    def hire(self, count: int | None = None) -> None:
+        """Have so many processes, all by default, which then know what this one knows now."""
+        ctx = mp.get_context("fork")
+        while len(self.hands) < (self.count or 0 if count is None else count):
+            ours, theirs = ctx.Pipe()
+            _OURS.add(ours)
+            process = ctx.Process(target=_life, args=(self.job, theirs), daemon=True)
+            with born_deaf():
+                process.start()
+            theirs.close()
+            self.hands[ours] = process
+
+    def run(
+        self,
+        following: Callable[[], Any],
+        done: Callable[[Any, Any], None],
+        heard: Callable[[Any, Any], Any] = lambda thing, said: None,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Until nothing is left to do.
+
+        `following` gives the next thing or None, `heard` answers what a job says while it runs, and `done`
+        takes its result, or its Failure where it raised an error of ours.
+        """
+        busy: dict[Connection, Any] = {}
+        free = list(self.hands)
+        while True:
+            while (free or len(self.hands) < (self.count or 0)) and (thing := following()) is not None:
+                if not free:
+                    self.hire(len(self.hands) + 1)
+                    free.append(list(self.hands)[-1])
+                pipe = free.pop(0)
+                self._tell(pipe, thing)
+                busy[pipe] = thing
+            if not busy:
+                return
+            for ready in wait(list(busy), timeout=0.2):
+                pipe = ready  # type: ignore[assignment]
+                kind, said = self._hear(pipe)
+                if kind == "ask":
+                    self._tell(pipe, heard(busy[pipe], said))
+                    continue
+                free.append(pipe)
+                done(busy.pop(pipe), said)
+            idle()
+
+    def post(self, thing: Any) -> Connection:
+        """Give a thing to whoever has least to do, for `answer` to tell what came of it, in the order given."""
+        self.hire()
+        pipe = min(self.hands, key=lambda p: self.due[p])
+        self._tell(pipe, thing)
+        self.due[pipe] += 1
+        return pipe
+
+    def answer(self, pipe: Connection) -> Any:
+        """What came of the next thing that this one was given; an error of ours is raised here."""
+        _, said = self._hear(pipe)
+        self.due[pipe] -= 1
+        if isinstance(said, Failure):
+            raise said.error()
+        return said
+
+    def _tell(self, pipe: Connection, message: Any) -> None:
+        try:
+            pipe.send(message)
+        except OSError as error:
+            raise self._death(pipe) from error
+
+    def _hear(self, pipe: Connection) -> tuple[str, Any]:
+        try:
+            kind, said = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._death(pipe) from error
+        if kind == "crash":
+            raise EngineError(said)
+        return kind, said
+
+    def _death(self, pipe: Connection) -> EngineError:
+        process = self.hands[pipe]
+        process.join(1)
+        code = process.exitcode
+        why = "killed, perhaps for lack of memory" if code is not None and code < 0 else f"exit code {code}"
+        return EngineError(
+            f"worker process {process.pid} died ({why}); what was committed is intact, resume the run or give the same"
+            " command again"
+        )
+
+    def close(self) -> None:
+        for pipe in self.hands:
+            pipe.close()
+            _OURS.discard(pipe)
+        deadline = time.monotonic() + 2  # for all of them: what they had not sent is done again
+        for process in self.hands.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.hands, self.due = {}, Counter()
+
+
+def prepare() -> None:
+    """Import what vmap imports at its first use: once here, not in every worker."""
+    importlib.import_module("torch._dynamo")
+
+
+def _life(job: Job, pipe: Connection) -> None:
+    """A worker: take a thing, do the job, say what came of it; it ends when its pipe closes."""
+    import torch
+
+    deaf()
+    torch.set_num_threads(1)
+    for ours in _OURS:
+        ours.close()
+    _OURS.clear()
+
+    def ask(message: Any) -> Any:
+        try:
+            pipe.send(("ask", message))
+            return pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the parent has gone; the last committed step is kept
+
+    while True:
+        try:
+            thing = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            said: tuple[str, Any] = ("done", job(thing, ask))
+        except FedbraidError as error:
+            said = ("done", Failure(type(error).__name__, str(error)))
+        except BaseException:
+            said = ("crash", f"a worker process failed:\n{traceback.format_exc()}")
+        try:
+            pipe.send(said)
+        except OSError:
+            os._exit(0)
+
+
+# Ctrl-C at a terminal goes to all processes, and is the parent's affair ------------------------------
 
 
 @contextmanager

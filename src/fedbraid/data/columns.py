@@ -76,11 +76,20 @@ def named_targets(table: Any, targets: str | None) -> str | None:
     return targets if targets is not None else next((n for n in LABELS if n in (names(table) or ())), None)
 
 
+FRAMES = ("arrow", "pandas", "polars")  # formats in which an item is a table of one row
+
+
+def by_item(dataset: Any) -> Any:
+    """A dataset whose items are dicts: a Hugging Face one that is set to give frames gives arrays instead."""
+    form = getattr(dataset, "format", None)
+    return dataset.with_format("numpy") if isinstance(form, dict) and form.get("type") in FRAMES else dataset
+
+
 class Share:
     """Rows of a dataset whose items are dicts, read when they are asked for, without one of its columns."""
 
     def __init__(self, dataset: Any, rows: Ints, without: str) -> None:
-        self.dataset, self.rows, self.without = dataset, rows, without
+        self.dataset, self.rows, self.without = by_item(dataset), rows, without
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import multiprocessing as mp
 import os
+import pickle
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.processes import born_deaf, deaf
-from fedbraid.data import arrays, tree
+from fedbraid.core.processes import Ask, Crew
+from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.errors import DataError, EngineError, FedbraidError
+from fedbraid.errors import DataError, FedbraidError
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 READERS = 2  # processes that read ahead
 WINDOW = 4  # clients that each of them may be ahead of the training
 CHUNKS = 2  # and chunks of a test set, which are larger
+ROOM = (
+    2**25
+)  # bytes of memory that reader and trainer share for one of them; what is larger goes through a pipe
 
 Key = (
     tuple[int, int, int] | tuple[int, int, int, int, int]
@@ -66,8 +71,7 @@ class Store:
                 f"{self._name(int(self.sizes.argmin()))} has no samples; leave it out or give it one"
             )
         self.offsets = np.concatenate([[0], np.cumsum(self.sizes)])
-        self._readers: ProcessPoolExecutor | None = None
-        self._coming: dict[Key, Future[Any]] = {}
+        self._readers: _Readers | None = None
         self._next: deque[Key] = deque()
         self._last: tuple[tuple[int, int], tuple[Tree, Tree]] = (0, 0), (None, None)
         self._lock = threading.Lock()
@@ -78,7 +82,6 @@ class Store:
         return {
             **kept,
             "_readers": None,
-            "_coming": {},
             "_next": deque(),
             "_labels": {},
             "_last": ((0, 0), (None, None)),
@@ -139,7 +142,7 @@ class Store:
     def _items(self, client: int, version: int, seed: int, rows: Sequence[int]) -> list[Any]:
         at = client if self.only is None else self.only
         dataset, n, what = (
-            self.datasets[at],
+            columns.by_item(self.datasets[at]),
             int(self.sizes[client if self.only is None else 0]),
             self._name(at),
         )
@@ -190,11 +193,11 @@ class Store:
         """So many samples of a test set, those after them being read ahead; its targets are kept."""
         if self._last[0] != (lo, hi):
             key = (0, 0, 0, lo, hi)
-            if key not in self._coming and hi < len(self) and self._start():
+            if hi < len(self) and (readers := self._start()) and key not in readers.coming:
                 size, end = hi - lo, len(self)
                 self._next = deque((0, 0, 0, at, min(at + size, end)) for at in range(hi, end, size))
-                self._coming[key] = self._submit(key)
-                self._top_up(CHUNKS)
+                readers.ask(key)
+                self._top_up(readers, CHUNKS)
             self._last = (lo, hi), self._get(key, CHUNKS)
             self._labels[lo] = self._last[1][1]
         return self._last[1]
@@ -206,51 +209,82 @@ class Store:
 
     def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
         """Begin to read what will be asked for, in this order."""
-        if self._start():
+        if readers := self._start():
             self._next.extend((int(c), version, seed) for c in clients)
-            self._top_up()
+            self._top_up(readers, WINDOW)
 
-    def _start(self) -> bool:
-        """Whether there are processes to read."""
+    def _start(self) -> _Readers | None:
+        """Processes that read, where there may be some."""
         if "fork" not in mp.get_all_start_methods() or mp.current_process().daemon:
-            return False
-        if self._readers is None:
-            self._readers = ProcessPoolExecutor(READERS, mp.get_context("fork"), _begin, (self,))
-        return True
+            return None
+        self._readers = self._readers or _Readers(self)
+        return self._readers
 
-    def _submit(self, key: Key) -> Future[Any]:
-        assert self._readers is not None
-        with born_deaf():
-            return self._readers.submit(_read, key)
-
-    def _top_up(self, window: int = WINDOW) -> None:
-        while self._next and len(self._coming) < READERS * window:
-            key = self._next.popleft()
-            self._coming[key] = self._submit(key)
+    def _top_up(self, readers: _Readers, window: int) -> None:
+        while self._next and len(readers.coming) < READERS * window:
+            readers.ask(self._next.popleft())
 
     def _get(self, key: Key, window: int = WINDOW) -> tuple[Tree, Tree]:
         with self._lock:  # threads may train side by side
-            coming = self._coming.pop(key, None)
-            if coming is None:
+            if (readers := self._readers) is None or key not in readers.coming:
                 with _own_randomness():
                     return self.read(*key)
-        try:
-            found = coming.result()
-        except BrokenProcessPool as error:
-            self.stop()
-            raise EngineError(
-                "a process that reads data died; the last committed step is intact, resume the run"
-            ) from error
-        with self._lock:
-            self._top_up(window)
+            found = readers.take(key)
+            self._top_up(readers, window)
         inputs, targets = (tree.map(_tensor, t) for t in found)
         return inputs, targets
 
     def stop(self) -> None:
         if self._readers is not None:
-            self._readers.shutdown(wait=True, cancel_futures=True)
-        self._readers, self._coming, self._next = None, {}, deque()
+            self._readers.crew.close()
+        self._readers, self._next = None, deque()
         self._last = (0, 0), (None, None)
+
+
+class _Readers:
+    """Processes that read a store; numbers come back through memory that all of them see."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.crew = store, Crew(self._read, READERS)
+        rooms = READERS * max(WINDOW, CHUNKS) + 1
+        self.seen = memoryview(mmap.mmap(-1, rooms * ROOM))  # none of it is there before it is written
+        self.free = [k * ROOM for k in range(rooms)]
+        self.coming: dict[Key, tuple[Connection, int]] = {}  # who reads it, and where to
+        self.found: dict[Key, tuple[Tree, Tree]] = {}
+
+    def ask(self, key: Key) -> None:
+        room = self.free.pop() if self.free else -1
+        self.coming[key] = self.crew.post((key, room)), room
+
+    def take(self, key: Key) -> tuple[Tree, Tree]:
+        """What was read; a reader answers in the order it was asked."""
+        while key not in self.found:
+            pipe, _ = self.coming[key]
+            first = next(k for k, (who, _) in self.coming.items() if who is pipe and k not in self.found)
+            room = self.coming[first][1]
+            try:
+                head, ends = self.crew.answer(pipe)
+            except FedbraidError:
+                del self.coming[first]
+                raise
+            parts = [bytearray(self.seen[room + lo : room + hi]) for lo, hi in pairwise(ends)]
+            self.found[first] = pickle.loads(head, buffers=parts)
+            self.free += [room] if room >= 0 else []
+        del self.coming[key]
+        return self.found.pop(key)
+
+    def _read(self, thing: tuple[Key, int], ask: Ask) -> tuple[bytes, list[int]]:
+        """A client's samples, pickled, their numbers in the room if they fit; and where each of them ends there."""
+        key, room = thing
+        found = tuple(tree.map(_array, t) for t in self.store.read(*key))
+        numbers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(found, protocol=5, buffer_callback=numbers.append)
+        ends = np.cumsum([0, *(n.raw().nbytes for n in numbers)]).tolist()
+        if room < 0 or ends[-1] > ROOM:
+            return pickle.dumps(found, protocol=5), []
+        for (lo, hi), one in zip(pairwise(ends), numbers):
+            self.seen[room + lo : room + hi] = one.raw()
+        return head, ends
 
 
 class _Some(Sequence[Any]):
@@ -264,20 +298,6 @@ class _Some(Sequence[Any]):
 
     def __getitem__(self, i: Any) -> Any:
         return self.datasets[int(self.which[i])]
-
-
-_STORE: list[Store] = []  # what this process reads from
-
-
-def _begin(store: Store) -> None:
-    deaf()
-    torch.set_num_threads(1)
-    _STORE[:] = [store]
-
-
-def _read(key: Key) -> tuple[Tree, Tree]:
-    inputs, targets = (tree.map(_array, t) for t in _STORE[0].read(*key))
-    return inputs, targets
 
 
 def _array(leaf: Any) -> Any:

@@ -167,7 +167,10 @@ class Task:
                 model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
                 loss=loss, collate=collate, **options,
             )  # fmt: skip
-        read = partial(arrays.read, inputs=inputs, targets=targets, collate=collate)
+
+        def read(dataset: Any, what: str) -> Any:
+            return arrays.read(columns.by_item(dataset), what, inputs, targets, collate)
+
         if lazy:
             store, tested = Store(clients, loss, inputs, targets, collate), None
             store.like  # noqa: B018 (read once here, for all processes)
@@ -394,11 +397,16 @@ class Task:
         try:
             return self.run(module, x)
         except Exception as error:
-            whole = "dtype" in str(error) and not all(t.is_floating_point() for t in tree.leaves(x))
-            remedy = "give images as float32, since whole numbers come as int64 (tokens)" if whole else ""
+            remedy = "make model and data fit each other"
+            if "dtype" in str(error) and not all(t.is_floating_point() for t in tree.leaves(x)):
+                remedy = "give images as float32, since whole numbers come as int64 (tokens)"
+            elif isinstance(x, dict) and "keyword argument" in str(error):
+                remedy = (
+                    "a model of named inputs is called by keywords: name them as it does, choose them with inputs=, or give"
+                    " forward="
+                )
             raise DataError(
-                f"the model's forward pass fails on two samples of shape {tree.shapes(self.inputs)}: {error};"
-                f" {remedy or 'make model and data fit each other'}"
+                f"the model's forward pass fails on two samples of shape {tree.shapes(self.like[0])}: {error}; {remedy}"
             ) from error
 
     @property

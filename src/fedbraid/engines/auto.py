@@ -29,6 +29,7 @@ from fedbraid.core.device import finish
 from fedbraid.core.rule import Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import Drawn, batch_sizes, step_counts
+from fedbraid.data.tree import Padded
 from fedbraid.engines.frozen import Frozen
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
@@ -45,6 +46,7 @@ log = logging.getLogger("fedbraid")
 WORTH = 0.2  # seconds of plain autograd on one core from which more than one process pays
 SHARE = 0.02  # of the work that measuring may take
 SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
+CUT = 0.4  # of the longest sample that a batch must keep for code of one length to be worth trying
 SERVES = 4.0  # times the work at hand: what is compiled is kept, and a model is seldom trained only once
 BATCHING = 4.0  # seconds on all cores from which vmap pays, whose first call loads half of PyTorch's compiler
 LAYER, RATE = (
@@ -76,9 +78,12 @@ def loading(task: Task) -> float:
     return 0.05 + 0.008 * task.sketch.layers
 
 
-def native_pays(task: Task, wall: float) -> bool:
+def native_pays(task: Task, work: Work, wall: float) -> bool:
     """Whether so many seconds of plain autograd on all cores are worth compiled code, if the model can have it."""
     if task.device.type != "cpu":
+        return False
+    if (kept := share_kept(task, work)) < CUT:
+        log.info("native gradients are off: cutting batches leaves %.0f %% of the longest sample", 100 * kept)
         return False
     memory, model = _Fastest(), _model(task)
     if SERVES * (wall + memory.spent.get(model, 0.0)) > compiling(task):
@@ -92,9 +97,20 @@ def note_compiled(task: Task) -> None:
     _Fastest().ran(_model(task), "native", 0.0)
 
 
-def faster(task: Task, wall: float) -> str | None:
+def share_kept(task: Task, work: Work) -> float:
+    """How long a batch that is cut to its longest sample is, beside the longest of all, on average."""
+    leaf = next((leaf for leaf in tree.leaves(task.inputs) if isinstance(leaf, Padded)), None)
+    if leaf is None:
+        return 1.0
+    lengths = leaf.lengths.sort().values.double()
+    size = float(batch_sizes(np.array([task.sizes.mean().round()], np.int64), work)[0])
+    below = torch.linspace(0, 1, len(lengths) + 1, dtype=torch.float64) ** size  # that all of a batch are
+    return float((lengths * below.diff()).sum() / leaf.shape[1])
+
+
+def faster(task: Task, work: Work, wall: float) -> str | None:
     """What is surely faster than so many seconds of plain autograd on all cores, without measuring."""
-    if native_pays(task, wall) and not Frozen.suits(task):
+    if native_pays(task, work, wall) and not Frozen.suits(task):
         return "native"
     return "vmap" if wall > BATCHING and Vmap.suits(task) else None
 
@@ -125,9 +141,9 @@ def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
     if times:  # a gradient alone, measured; what surrounds it is in the estimate
         wall = max(wall, min(times.values()) * seconds / _step(task, work))
     if not measures:
-        way = faster(task, wall) or next(iter(ways))
+        way = faster(task, work, wall) or next(iter(ways))
         return Choice(way if way != "native" or _loads(task) else next(iter(ways)), math.inf, key)
-    if native_pays(task, wall):
+    if native_pays(task, work, wall):
         times["native"] = _native_time(task, work, cohort) / hands(cohort)
     if wall > BATCHING and Vmap.suits(task):
         times["vmap"] = _time(Vmap(task), task, work, cohort)

@@ -216,7 +216,7 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         return _private(setup, own, backend, threads, precision)
     if backend == "auto":
         seconds = expected_seconds(task, setup.work, setup.visits)
-        found = faster(task, seconds / hands(setup.cohort)) if precision is None else None
+        found = faster(task, setup.work, seconds / hands(setup.cohort)) if precision is None else None
         native = _native(task, threads, required=False) if found == "native" else None
         if native is not None:
             return native

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.processes import Ask, Crew, Failure
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import check_counts, gradient
 from fedbraid.engines.client import Order, Orders, Reply, Setup, first_memory, visit
-from fedbraid.engines.workers import Ask, Crew, Failure
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort

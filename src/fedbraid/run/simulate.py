@@ -74,6 +74,11 @@ class Options:
             raise ConfigError(f"evaluate_on={self.evaluate_on!r} is not known; use 'test' or 'clients'")
         if self.store not in ("auto", "memory", "disk"):
             raise ConfigError(f"store={self.store!r} is not known; use 'auto', 'memory' or 'disk'")
+        for i, cb in enumerate(self.callbacks):
+            if isinstance(cb, type) or not any(hasattr(cb, name) for name in ("start", "step", "end")):
+                raise ConfigError(
+                    f"callbacks[{i}] is {cb!r}, which nothing would call; give an object with start, step or end"
+                )
 
 
 @dataclass

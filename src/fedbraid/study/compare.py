@@ -23,9 +23,9 @@ from fedbraid.algorithms.personal import alone
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
+from fedbraid.core.processes import Ask, Crew, Failure, prepare
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
-from fedbraid.engines.workers import Ask, Crew, Failure, prepare
 from fedbraid.errors import ConfigError, EngineError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record

@@ -27,8 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from fedbraid.core.processes import Crew, Failure
 from fedbraid.core.work import Work
-from fedbraid.engines.workers import Crew, Failure
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
 from fedbraid.parse import written
 from fedbraid.schedule import Buffered, Rounds, Schedule

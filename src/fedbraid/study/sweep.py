@@ -25,10 +25,10 @@ import torch
 from fedbraid.core import rng
 from fedbraid.core.check import number, whole
 from fedbraid.core.names import falls
+from fedbraid.core.processes import Ask, Crew, Failure, prepare
 from fedbraid.data import tree
 from fedbraid.data.lazy import Column
 from fedbraid.data.task import Task
-from fedbraid.engines.workers import Ask, Crew, Failure, prepare
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Run, simulate

@@ -22,7 +22,8 @@ from fedbraid.core.rule import Examples
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import LOSSES, Task
-from fedbraid.data.tree import Tree
+from fedbraid.data.tree import Padded, Tree
+from fedbraid.engines.gradients import Torch
 from fedbraid.engines.native import normals, swap
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, built, compiler, lanes, library
 from fedbraid.engines.native.codegen import generate
@@ -79,7 +80,9 @@ class Native:
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.size, self.classifies = task.whole.size, task.loss != "mse"
         self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.whole.buffers
+        self.task, self.fillers = task, [_filler(leaf) for leaf in tree.leaves(task.like[0])]
         self._compile(ROOM)
+        self._plain: Torch | None = None  # for inputs longer than any that train
         self._looked_at: Tree = None  # a table whose numbers are known to be in range
         self._buffer = torch.empty(0, self.size)
         if isinstance(table := _lone(task.inputs), Tensor):
@@ -104,7 +107,7 @@ class Native:
     def alone(self) -> Native:
         """The same code on one thread, for a thread of the caller's."""
         other = copy.copy(self)
-        other.threads, other._buffer = 1, torch.empty(0, self.size)
+        other.threads, other._buffer, other._plain = 1, torch.empty(0, self.size), None
         return other
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -154,7 +157,11 @@ class Native:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""
         x = x.to(torch.float32).contiguous()
         self._look_at(inputs)
-        inputs, targets = _rows(inputs), self._targets(targets)
+        whole = self._whole(inputs)
+        if whole is None:
+            self._plain = self._plain or Torch(self.task)
+            return self._plain.evaluate(x, inputs, targets)
+        inputs, targets = _rows(whole), self._targets(targets)
         losses = torch.empty(len(inputs))
         best = torch.empty(len(inputs), dtype=torch.int64) if self.classifies else None
         _raise(
@@ -165,6 +172,19 @@ class Native:
         )  # fmt: skip
         return losses, best
 
+    def _whole(self, inputs: Tree) -> Tree | None:
+        """Inputs of other lengths padded to the one that the code is made for; None where they are longer."""
+        found = []
+        for leaf, shape, filler in zip(tree.leaves(inputs), self.graph.shapes, self.fillers):
+            leaf = leaf.values if isinstance(leaf, Padded) else leaf
+            if leaf.shape[1:] != shape:
+                more = shape[0] - leaf.shape[1] if shape else 0
+                if filler is None or more < 0 or leaf.shape[2:] != shape[1:]:
+                    return None
+                leaf = torch.cat([leaf, filler.to(leaf).expand(len(leaf), more, *shape[1:])], 1)
+            found.append(leaf)
+        return found[0] if len(found) == 1 else tuple(found)
+
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(torch.int64 if self.classifies else torch.float32).contiguous()
 
@@ -173,6 +193,7 @@ class Native:
         if not self.graph.tokens or inputs is self._looked_at:
             return
         for leaf, count in zip(tree.leaves(inputs), self.graph.tokens):
+            leaf = leaf.values if isinstance(leaf, Padded) else leaf
             if count is None or not leaf.numel():
                 continue
             low, high = (int(n) for n in leaf.aminmax())
@@ -183,7 +204,8 @@ class Native:
 
     def _check(self, task: Task) -> None:
         """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
-        x, y = tree.take(task.inputs, task.rows[:2]), task.targets[task.rows[:2]]
+        rows = task.rows[:2]  # a block of them is not cut
+        x, y = tree.map(lambda leaf: leaf[rows[None]][0], task.inputs), task.targets[rows]
         module = task.module().eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
@@ -256,17 +278,17 @@ def _graph(task: Task) -> Graph:
 def _followed(task: Task) -> Graph:
     if not isinstance(task.loss, str) or task.loss not in LOSSES:
         raise Unsupported("the loss is a custom function")
-    inputs, targets = task.like
+    given, targets = task.like
+    inputs = tree.map(lambda leaf: leaf.values if isinstance(leaf, Padded) else leaf, given)
     leaves = tree.leaves(inputs)
     if task.forward is not None:
         raise Unsupported("the model is called by a function of the user's")
-    if (
-        not leaves
-        or not all(isinstance(leaf, Tensor) for leaf in leaves)
-        or not isinstance(targets, Tensor)
-        or task.uneven
-    ):
-        raise Unsupported("the data are maps of files, or samples have lengths of their own")
+    if task.uneven:
+        raise Unsupported("samples have lengths of their own that nobody knows before they are read")
+    if isinstance(targets, Padded):
+        raise Unsupported("targets have lengths of their own")
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in (*leaves, targets)):
+        raise Unsupported("the data are maps of files, or there are no targets")
     if task.device.type != "cpu":
         raise Unsupported(f"the data are on {task.device}, not on the CPU")
     for leaf in leaves:
@@ -287,4 +309,38 @@ def _followed(task: Task) -> Graph:
         raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")
     if task.loss != "mse" and targets.ndim != 1:
         raise Unsupported("a sample has more than one label")
+    padded = any(isinstance(leaf, Padded) for leaf in tree.leaves(given))
+    if padded and (graph.mixes or not _blind_to_padding(task, given, inputs)):
+        raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
     return graph
+
+
+TRIED = 16  # samples of as many lengths as there are,
+MODELS = 2  # by so many models of random weights
+
+
+@torch.no_grad()
+def _blind_to_padding(task: Task, inputs: Tree, whole: Tree) -> bool:
+    """Whether samples at their own length and at the longest give the same outputs, but for rounding."""
+    lengths = torch.stack([leaf.lengths for leaf in tree.leaves(inputs) if isinstance(leaf, Padded)]).amax(0)
+    order = lengths.argsort()
+    rows = order[torch.linspace(0, len(order) - 1, min(TRIED, len(order))).long()]
+    module, draw = task.module().eval(), torch.Generator().manual_seed(0)
+    start = task.whole.flatten(module)
+    for _ in range(MODELS):
+        x = start + 0.1 * torch.randn(start.shape, generator=draw)
+        task.whole.load(module, x)
+        padded = task.run(module, tree.numbers(tree.take(whole, rows)))
+        cut = torch.cat([task.run(module, tree.numbers(tree.take(inputs, row[None]))) for row in rows])
+        if not torch.allclose(padded, cut, rtol=1e-4, atol=1e-5 * max(1.0, float(cut.abs().max()))):
+            return False
+    return True
+
+
+def _filler(leaf: Any) -> Tensor | None:
+    """What a leaf is padded with, None where nothing or not one thing is."""
+    if not isinstance(leaf, Padded):
+        return None
+    outside = torch.arange(leaf.shape[1]) >= leaf.lengths[:, None]
+    padding = leaf.values[outside]
+    return padding[:1] if len(padding) and bool((padding == padding[:1]).all()) else None

@@ -491,16 +491,16 @@ struct Relu6 {
     INLINE V slope(V y, V g) { return keep((y > 0.f) & (y < 6.f), g); }
 };
 
+INLINE float from_bits(int32_t bits) {
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
 template <int32_t BITS>
 struct LeakyRelu {
-    INLINE float a() {
-        int32_t bits = BITS;
-        float f;
-        std::memcpy(&f, &bits, sizeof f);
-        return f;
-    }
-    INLINE V value(V x) { return pick(x > 0.f, x, x * a()); }
-    INLINE V slope(V y, V g) { return pick(y > 0.f, g, g * a()); }
+    INLINE V value(V x) { return pick(x > 0.f, x, x * from_bits(BITS)); }
+    INLINE V slope(V y, V g) { return pick(y > 0.f, g, g * from_bits(BITS)); }
 };
 
 struct Tanh {

@@ -206,8 +206,12 @@ def _map(function: str) -> Callable[[Call, nn.Module, Value], Value]:
 def _leaky(call: Call, layer: nn.LeakyReLU, x: Value) -> Value:
     if layer.negative_slope < 0:
         raise Unsupported(f"the layer {call.where!r} has a negative slope below zero")
-    bits = torch.tensor(layer.negative_slope).view(torch.int32).item()
-    return _map(f"LeakyRelu<{bits}>")(call, layer, x)
+    return _map(f"LeakyRelu<{_bits(layer.negative_slope)}>")(call, layer, x)
+
+
+def _bits(value: float) -> int:
+    """A float32 as a whole number, for a template."""
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
 
 
 def _curve(function: str) -> Callable[[Call, nn.Module, Value], Value]:
@@ -583,8 +587,7 @@ def _add(call: Call, sign: float = 1.0) -> Value | None:
         _refuse_shared(call)
     x, other = call.args
     if isinstance(x, Value) and isinstance(other, Value):
-        if x.shape != other.shape:
-            raise Unsupported(f"the addition at {call.node.name!r} broadcasts")
+        x, other = _alike(call)
         return _sum(call, x, other if sign > 0 else _affine(call, other, -1.0))
     swapped = not isinstance(x, Value)
     x, other = (other, x) if swapped else (x, other)
@@ -609,10 +612,9 @@ def _multiply(call: Call, divide: bool = False) -> Value | None:
     if len(call.args) != 2 or call.kwargs:
         return None
     x, other = call.args
-    if isinstance(x, Value) and isinstance(other, Value) and not divide:
-        if x.shape != other.shape:
-            raise Unsupported(f"the product at {call.node.name!r} broadcasts")
-        return call.builder.emit(ops.Multiply, (x, other), x.shape, n=math.prod(x.shape))
+    if isinstance(x, Value) and isinstance(other, Value):
+        kind = ops.Divide if divide else ops.Multiply
+        return call.builder.emit(kind, _alike(call), call.shape, n=math.prod(call.shape))
     if not isinstance(x, Value) and not divide:
         x, other = other, x
     if not isinstance(other, (int, float)) or not call.builder.fixed(call.node.args):
@@ -620,12 +622,54 @@ def _multiply(call: Call, divide: bool = False) -> Value | None:
     return _affine(call, x, 1 / other if divide else other)
 
 
-def _compare(call: Call) -> Value | None:
-    """A mask of the inputs: where they are, or are not, a certain number."""
-    x, value = call.args
-    if not isinstance(x, Value) or x.id >= len(call.builder.tokens) or not isinstance(value, (int, float)):
+def _alike(call: Call) -> tuple[Value, Value]:
+    """The two values, each as often as the other wants it."""
+    nodes = [a for a in call.node.args if isinstance(a, fx.Node)]
+    a, b = (_expanded(call, node, value) for node, value in zip(nodes, call.args, strict=True))
+    return a, b
+
+
+def _expanded(call: Call, node: fx.Node, x: Value) -> Value:
+    """A value in the shape of the result, which repeats it along dimensions where it has one place or none."""
+    before, after = call.builder.batch(node), call.builder.batch(call.node)
+    if before is None or after is None:
+        raise Unsupported(f"{call.node.name!r} mixes the samples of a batch")
+    if call.builder.runs[0][node].ndim - before != call.result.ndim - after:
+        raise Unsupported(f"{call.node.name!r} broadcasts samples against something else")
+    shape = (1,) * (len(call.shape) - len(x.shape)) + x.shape
+    for d, wanted in enumerate(call.shape):
+        if shape[d] == wanted:
+            continue
+        outer, inner = math.prod(shape[:d]), math.prod(shape[d + 1 :])
+        shape = (*shape[:d], wanted, *shape[d + 1 :])
+        x = call.builder.emit(ops.Expand, (x,), shape, outer=outer, dim=wanted, inner=inner)
+    return Value(x.id, call.shape)
+
+
+def _expand(call: Call) -> Value | None:
+    x = call.args[0]
+    return _expanded(call, _source(call), x) if isinstance(x, Value) else None
+
+
+def _clamp(call: Call) -> Value | None:
+    """Between two numbers, or above or below one."""
+    given = dict(zip(("min", "max"), call.args[1:])) | call.kwargs
+    if _name(call.node.target) == "clamp_min":
+        given = {"min": given.get("min")}
+    low, high = given.get("min"), given.get("max")
+    ends = (-math.inf if low is None else low, math.inf if high is None else high)
+    if not all(isinstance(end, (int, float)) for end in ends) or not call.builder.fixed(call.node.args):
         return None
-    equal = _name(call.node.target) == "eq"
+    return _curve(f"Clamp<{_bits(ends[0])}, {_bits(ends[1])}>")(call, nn.Identity(), call.args[0])
+
+
+def _compare(call: Call) -> Value | None:
+    """A mask of the inputs: where they are, or are not, a certain number; `bool` and `not` are masks too."""
+    x, value = call.args if len(call.args) == 2 else (call.args[0], 0)
+    known = isinstance(x, Value) and (x.id < len(call.builder.tokens) or x.id in call.builder.masks)
+    if not known or not isinstance(value, (int, float)) or call.result.dtype != torch.bool:
+        return None
+    equal = _name(call.node.target) not in ("ne", "bool")
     mask = call.builder.emit(
         ops.Compare, (x,), x.shape, n=math.prod(x.shape), value=float(value), equal=equal
     )
@@ -731,8 +775,8 @@ FUNCTIONS: dict[Any, Callable[[Call], Any]] = {
     torch.mul: _multiply,
     operator.truediv: lambda call: _multiply(call, divide=True),
     torch.div: lambda call: _multiply(call, divide=True),
-    operator.eq: _compare,
-    operator.ne: _compare,
+    **dict.fromkeys((operator.eq, operator.ne, operator.invert, torch.logical_not), _compare),
+    **dict.fromkeys((torch.clamp, torch.clamp_min), _clamp),
     operator.getitem: _getitem,
     torch.cat: _cat,
     **dict.fromkeys((torch.chunk, torch.split), _split),
@@ -751,9 +795,11 @@ METHODS: dict[str, Callable[[Call], Any]] = {
     "add": _add,
     "add_": _add,
     "mul": _multiply,
-    "eq": _compare,
-    "ne": _compare,
     **dict.fromkeys(("chunk", "split"), _split),
+    "div": lambda call: _multiply(call, divide=True),
+    **dict.fromkeys(("eq", "ne", "bool", "logical_not"), _compare),
+    **dict.fromkeys(("clamp", "clamp_min"), _clamp),
+    **dict.fromkeys(("expand", "expand_as"), _expand),
     "mean": _mean,
     "sum": lambda call: _mean(call, total=True),
     **dict.fromkeys(("transpose", "permute", "swapaxes", "movedim"), _permute),

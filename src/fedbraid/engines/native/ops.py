@@ -604,10 +604,28 @@ class Mean(Op):
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
 
     def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, {number(self.scale)}, nb);"
+        return f"{L}::forward<false>({at.x()}, {at.y}, {number(self.scale)}, nb);"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, {number(self.scale)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expand(Op):
+    """[outer][inner] to [outer][dim][inner]: the same for all of dim. A sum over dim, the other way round."""
+
+    outer: int
+    dim: int
+    inner: int
+
+    def type(self) -> str:
+        return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::backward<false>({at.x()}, {at.y}, 1.f, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::forward<{at.add()}>({at.dy}, {at.dx()}, 1.f, nb);"
 
 
 # Rows and their neighbours ----------------------------------------------------------------------------
@@ -615,7 +633,7 @@ class Mean(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve(Map):
-    """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu."""
+    """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu, Clamp with its ends."""
 
     reads_inputs: ClassVar[bool] = True
     reads_output: ClassVar[bool] = False
@@ -763,6 +781,25 @@ class Multiply(Op):
         for i in range(2):
             if at.dx(i) != "nullptr":
                 yield f"{L}::backward<{at.add(i)}>({at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divide(Op):
+    """The quotient of two values of one shape."""
+
+    n: int
+    reads_output: ClassVar[bool] = True
+
+    def type(self) -> str:
+        return f"Divide<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i, name in enumerate(("above", "below")):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::{name}<{at.add(i)}>({at.x(1)}, {at.y}, {at.dy}, {at.dx(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -235,11 +235,13 @@ struct Permute {
 
 template <int OUTER, int DIM, int INNER>
 struct Mean {
+    template <bool ADD>
     OP void forward(const V* x, V* y, float scale, int nb) {
         for (int64_t o = 0; o < nb * OUTER; o++)
             for (int i = 0; i < INNER; i++) {
                 const V* from = x + o * DIM * INNER + i;
-                y[o * INNER + i] = sum(DIM, [=](int k) { return from[(int64_t)k * INNER]; }) * scale;
+                V s = sum(DIM, [=](int k) { return from[(int64_t)k * INNER]; }) * scale;
+                y[o * INNER + i] = ADD ? y[o * INNER + i] + s : s;
             }
     }
     template <bool ADD>
@@ -445,6 +447,19 @@ struct HardSwish {
     INLINE V slope(V x, V g) { return keep(x > -3.f, pick(x < 3.f, g * (x * (1.f / 3) + 0.5f), g)); }
 };
 
+// Between two numbers, given by their bits.
+template <int32_t LOW, int32_t HIGH>
+struct Clamp {
+    INLINE V value(V x) {
+        V low = splat(from_bits(LOW)), high = splat(from_bits(HIGH));
+        return pick(x < low, low, pick(x > high, high, x));
+    }
+    INLINE V slope(V x, V g) {
+        V low = splat(from_bits(LOW)), high = splat(from_bits(HIGH));
+        return keep((x >= low) & (x <= high), g);
+    }
+};
+
 // Arithmetic ------------------------------------------------------------------------------------------------
 
 // a x + b
@@ -467,6 +482,21 @@ struct Multiply {
     template <bool ADD>
     OP void backward(const V* other, const V* dy, V* dx, int nb) {
         for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + other[k] * dy[k] : other[k] * dy[k];
+    }
+};
+
+template <int N>
+struct Divide {
+    OP void forward(const V* a, const V* b, V* y, int nb) {
+        for (int k = 0; k < N * nb; k++) y[k] = a[k] / b[k];
+    }
+    template <bool ADD>
+    OP void above(const V* b, const V*, const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] / b[k] : dy[k] / b[k];
+    }
+    template <bool ADD>
+    OP void below(const V* b, const V* y, const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] - dy[k] * y[k] / b[k] : -dy[k] * y[k] / b[k];
     }
 };
 

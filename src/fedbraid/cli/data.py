@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def data(
-    task: Annotated[str, typer.Argument(help="A task such as mnist or 'mnist(clients=500)'.")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="A task such as mnist or 'mnist(clients=500)'.")
+    ],
     clients: o.Clients = None,
     partition: o.Partition = None,
     seed: Annotated[int | None, typer.Option(help="Seed that draws the partition (0).")] = None,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 import typer.core
 
+F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = re.compile(r"""'[^']*'|"[^"]*"|(?<= )--?[a-z-]+ (?!-)""")  # what is quoted; an option and its value
 
 
@@ -36,7 +38,7 @@ class App(typer.Typer):
     def __init__(self, **more: Any) -> None:
         super().__init__(cls=Commands, rich_markup_mode=None, **more)
 
-    def command(self, name: str | None = None, **more: Any) -> Any:
+    def command(self, name: str | None = None, **more: Any) -> Callable[[F], F]:
         return super().command(name, cls=Command, **more)
 
 

@@ -75,7 +75,7 @@ docs: $(READY)  ## the site, into build/site/index.html; warnings are errors
 OUT ?=  # a folder for what comes out; in place where it is empty
 BOOKS = docs/_site/run_notebooks.py $(if $(strip $(OUT)),--out $(OUT))
 notebooks: $(READY)  ## run the notebooks again and keep what comes out
-	$(BIN)/python $(BOOKS) notebooks/simulation-to-deployment.ipynb notebooks/own-model-and-data.ipynb notebooks/byte-budget.ipynb notebooks/class/*.ipynb
+	$(BIN)/python $(BOOKS) notebooks/class/6*.ipynb notebooks/*.ipynb notebooks/class/[1-5]*.ipynb  # the longest first
 
 class: $(READY)  ## run the short notebooks for a class, some ten seconds each
 	$(BIN)/python $(BOOKS) notebooks/class/*.ipynb

@@ -119,6 +119,23 @@ def test_a_command_is_folded_between_its_arguments() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_what_commands_say_fits(width: int, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    many = ["--partition", "label_chunks(1)", "--rounds", "2", "--per-round", "50", "--clients", "20"]
+    for words in (
+        ["run", "digits", "fedadavr(optimizer='lamb', lr=0.02, memory='int4')", *many],
+        ["compare", "digits", "fedavg", "scaffold", "--seeds", "1", *many],
+        ["sweep", "digits", "fedavg", "lr=log(0.01, 0.1)", "--method", "random", "--trials", "1", *many],
+        ["data", "digits", "--partition", "label_chunks(1)"],
+        ["demo"],
+    ):
+        code, out, _ = call(*words)
+        assert code == 0
+        assert [line for line in out.splitlines() if len(line) > width] == [], words[0]
+        assert "load(" not in out
+
+
 @pytest.mark.parametrize("width", [60, 110])
 def test_lists_keep_a_column_of_names(width: int, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

@@ -40,6 +40,7 @@ def data(
     """
     from fedbraid.data.counts import label_counts
     from fedbraid.report import picture
+    from fedbraid.study.recipe import task_name
 
     loaded = cfg.task_of({"name": task} | cfg.given(clients=clients, partition=partition, seed=seed))
     try:
@@ -57,7 +58,8 @@ def data(
     if not quiet:
         screen = console()
         screen.print(picture.as_text(counts, screen.width))
-        facts(_summary(loaded, counts) | ({} if png is None else {"picture": png}))
+        told = {"task": task_name(loaded.spec or loaded.name)}
+        facts(_summary(loaded, counts) | told | ({} if png is None else {"picture": png}))
     return None
 
 

@@ -44,7 +44,7 @@ class App(typer.Typer):
 
 def folded(line: str, width: int) -> str:
     """A line of the help; one that is to be typed goes on over several, which a shell takes as one."""
-    if len(line) <= width or not line.startswith("    fedbraid "):
+    if len(line) <= width or not re.match(r"(    |\w+: )fedbraid ", line):
         return line
     bound = _KEPT.sub(lambda kept: kept[0].replace(" ", "\xa0"), line)
     lines = textwrap.wrap(

@@ -102,7 +102,7 @@ def finite(value: Any) -> Any:
 
 
 def _task(config: Record) -> str:
-    return recipe.task_name(config["task"]) if config["task"] else str(config.get("task_name"))
+    return recipe.task_name(config["task"] or str(config.get("task_name")))
 
 
 def _title(found: Collection) -> str:

@@ -40,8 +40,8 @@ def sections(config: Record, target: float | None = None) -> Sections | None:
 
 
 def task_name(spec: str) -> str:
-    """`load('digits', clients=100)` as `digits(clients=100)`."""
-    if files.names_file(spec):
+    """`load('digits', clients=100)` as `digits(clients=100)`; other names as they are."""
+    if files.names_file(spec) or not spec.startswith("load("):
         return spec
     _, (name,), given = written(spec)
     return f"{literal(name)}({', '.join(f'{k}={v}' for k, v in given.items())})"

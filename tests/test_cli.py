@@ -104,6 +104,7 @@ def test_help_fits_and_is_whole(width: int, call: Call, monkeypatch: pytest.Monk
             shlex.split(line) for line in told
         ], name
         taught += len(told)
+        assert all(p.help for p in command.params if p.param_type_name == "argument"), name
     assert taught > 50
 
 

@@ -728,6 +728,7 @@ def test_names_and_commands_break_between_words(browser, single, tmp_path, width
     assert looked.inner_text("#commands pre") == data["groups"][0]["command"]
     for place, word in (
         ("#title", "optimizer="), ("#results td", "optimizer="), ("#legend button", "optimizer="), ("#commands .head", "optimizer="),
+        ("#settings", "algorithm"),
         *(("#commands pre", word) for word in ("--momentum", "--per-round", "--seed")),
     ):  # fmt: skip
         assert looked.evaluate(ROWS, [place, word]) == 1, (place, word)

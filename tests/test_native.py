@@ -38,7 +38,8 @@ from fedbraid.run.database import Database
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 
-QUICK = tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
+# what is computed, not how fast; the other tests, as users, compile with FLAGS
+QUICK = tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS)
 ROWS = 90
 
 

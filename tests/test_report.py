@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shlex
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -378,6 +380,46 @@ def test_connections_have_a_limit(watched):
         assert more.recv(1) == b""
 
 
+def test_a_reader_who_leaves_is_no_error(watched, single, capfd):
+    """Such as a tab that is closed while its answer is on the way."""
+    asked, left, look = threading.Event(), threading.Event(), watched.watch.look
+
+    def slow():
+        asked.set()
+        left.wait(60)
+        return look() | {"title": "long " * 2_000_000}
+
+    watched.watch.look = slow
+    with socket.create_connection(watched.server_address) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reader.sendall(b"GET /data.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert asked.wait(60)
+    left.set()
+    for _ in range(watch.MOST):  # its place is free again once it is done
+        assert watched.room.acquire(timeout=60)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_that_makes_no_steps_is_not_called_running(grid, single, tmp_path):
+    def told(place, ago):
+        for path in place.rglob("metrics.jsonl"):
+            os.utime(path, (time.time() - ago,) * 2)
+        found = watch.Watch([place]).look()
+        return found["silent"], found["again"]
+
+    run, several = tmp_path / "a run", tmp_path / "grid"
+    shutil.copytree(single, run)
+    shutil.copytree(grid, several)
+    assert told(run, 1000) == (None, "")  # finished
+    (run / "model.safetensors").unlink()
+    assert told(run, 1) == (None, "")
+    silent, again = told(run, 1000)
+    assert 1000 <= silent < 1100
+    assert shlex.split(again) == ["fedbraid", "resume", str(run)]
+    next(several.rglob("model.safetensors")).unlink()
+    assert shlex.split(told(several, 1000)[1]) == ["fedbraid", "compare", str(several)]
+
+
 def test_marks_in_a_name_are_only_a_name(single):
     data = page.describe(collect([single]))
     text = page.render({**data, "title": "/*script*//*data*//*style*/"})
@@ -673,6 +715,40 @@ def test_cut_tables_say_so(browser, report):
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_names_and_commands_break_between_words(browser, single, tmp_path, width):
+    data = page.describe(collect([single]))
+    name = "fedadavr(optimizer='adam', lr=0.01)"
+    data |= {"title": f"{name} on digits", "rows": [data["rows"][0] | {"name": name}]}
+    data["groups"] = [data["groups"][0] | {"name": name}]
+    out = tmp_path / "named.html"
+    out.write_text(page.render(data))
+    looked = Seen(browser, out.as_uri(), viewport={"width": width, "height": 800}).page
+    assert looked.inner_text("#results td").strip() == name
+    assert looked.inner_text("#commands pre") == data["groups"][0]["command"]
+    for place, word in (
+        ("#title", "optimizer="), ("#results td", "optimizer="), ("#legend button", "optimizer="), ("#commands .head", "optimizer="),
+        ("#settings", "algorithm"),
+        *(("#commands pre", word) for word in ("--momentum", "--per-round", "--seed")),
+    ):  # fmt: skip
+        assert looked.evaluate(ROWS, [place, word]) == 1, (place, word)
+    assert looked.locator(".cut:has(#settings)").get_attribute("data-more") == "false"  # one run fits
+
+
+ROWS = """([place, word]) => {
+  const walk = document.createTreeWalker(document.querySelector(place), NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const at = walk.currentNode.data.indexOf(word);
+    if (at < 0) continue;
+    const range = document.createRange();
+    range.setStart(walk.currentNode, at);
+    range.setEnd(walk.currentNode, at + word.length);
+    return new Set([...range.getClientRects()].map((r) => Math.round(r.top))).size;
+  }
+}"""
+
+
+@pytest.mark.browser
 def test_every_part_is_there(browser, report):
     looked = Seen(browser, report).page
     for part, text in (
@@ -770,6 +846,12 @@ def test_watch_follows_a_real_run(browser, tmp_path):
             assert first.startswith("running: step ")
             seen.page.wait_for_function("t => document.getElementById('status').textContent !== t", arg=first)
             assert seen.page.inner_text("#status").startswith("running: step ")
+            running.kill()
+            running.wait()
+            os.utime(out / "metrics.jsonl", (time.time() - 1000,) * 2)
+            seen.page.wait_for_selector("#status[data-state=lost]")
+            assert "no step for 16 min" in seen.page.inner_text("#status")
+            assert f"fedbraid resume {out}" in seen.page.inner_text("#status")
             assert seen.errors == []
             assert all(url.startswith(server.address) for url in seen.requests)
             seen.context.close()

@@ -56,7 +56,7 @@ def _kind(o: Any) -> str:
     """What an option takes; typer has kept it in two places over time."""
     described = getattr(getattr(o, "type_descriptor", None), "annotation", None)
     name = getattr(getattr(o, "type", None), "name", None) or getattr(described, "__name__", "")
-    return {"integer": "N", "int": "N", "float": "X", "path": "PATH"}.get(name.lower(), "TEXT")
+    return {"integer": "N", "int": "N", "float": "X", "path": "PATH"}.get(name.lower().split(" ")[0], "TEXT")
 
 
 def _help(o: Any) -> str:

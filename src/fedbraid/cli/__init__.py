@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import typer
-import typer.core
 
 from fedbraid.cli import (
     catalogue,
@@ -25,29 +23,17 @@ from fedbraid.cli import (
     sweep,
     watch,
 )
+from fedbraid.cli.help import App
 from fedbraid.cli.show import complain
 from fedbraid.errors import ConfigError, FedbraidError
 
-
-class Commands(typer.core.TyperGroup):
-    """Lists every command with its whole first sentence, however narrow the terminal."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, c.get_short_help_str(10_000)) for name, c in found if c is not None and not c.hidden]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-app = typer.Typer(
+app = App(
     name="fedbraid",
-    cls=Commands,
     help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
     epilog=(
         "Start with: fedbraid demo. Exit codes: 0 when all went well, 2 for what you can mend (one sentence on stderr"
         " says how), 130 after Ctrl-C."
     ),
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -16,7 +16,8 @@ KINDS = ("tasks", "algorithms", "codecs", "partitions", "models", "engines", "sc
 
 def list_(
     kind: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(KINDS)}; all of them if left out.")
+        str | None,
+        typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}; all of them if left out."),
     ] = None,
     json: Json = False,
 ) -> None:

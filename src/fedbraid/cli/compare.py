@@ -15,7 +15,7 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.options import Metric
-from fedbraid.cli.show import Json, Quiet, complain, entry, give, table
+from fedbraid.cli.show import Json, Quiet, complain, entry, give, suggest, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds
 
@@ -100,7 +100,8 @@ def compare(
                 watcher=watcher, options=options, metric=metric, local=local,
             )  # fmt: skip
         if not json and not quiet:
-            print("\n".join(f"{w}: {', '.join(names)}" for w, names in _works(who).items()))
+            for work, names in _works(who).items():
+                entry("", f"{work}: {', '.join(names)}")
     show(result, time.monotonic() - begun, json, quiet)
 
 
@@ -117,15 +118,22 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
         return give(result.as_json() | {"seconds": round(seconds, 3)})
     if quiet:
         return
+    from fedbraid.study.recipe import task_name
+
     head, rows = result.cells()
     said = ["", result.metric, "up", "down", "rank", "seeds", "time", "FLOPs"]
     goal = [h for h in head if h not in said]  # what it took to reach the target
     order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]
-    table(f"{result.task} ({format_seconds(seconds)})", head, rows, order=[head.index(h) for h in order])
+    table(
+        f"{task_name(result.task)} ({format_seconds(seconds)})",
+        head,
+        rows,
+        order=[head.index(h) for h in order],
+    )
     if result.gains:
         table("what clients gain", *result.gained())
     entry("", result.verdict)
-    print(f"next: fedbraid report {result.out}")
+    suggest("next", f"fedbraid report {result.out}")
 
 
 def contestant(config: cfg.Config, text: str, own_work: bool = False) -> Contestant:

@@ -35,7 +35,7 @@ def cost(
         typer.Argument(metavar="TASK|MODEL", help="Such as mnist, or lenet5, or 'resnet18_gn(classes=10)'."),
     ] = None,
     algorithm: Annotated[
-        str | None, typer.Argument(help="Such as fedavg or \"fedadavr(memory='int4')\".")
+        str | None, typer.Argument(metavar="ALGORITHM", help="Such as fedavg or \"fedadavr(memory='int4')\".")
     ] = None,
     clients: o.Clients = None,
     partition: o.Partition = None,
@@ -87,8 +87,8 @@ def cost(
       fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 500 --epsilon 8
       fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 5000 --epsilon 8 --noise 1.1
       fedbraid cost lenet5 fedbuff --clients 10000 --per-round 10 --rounds 500 --epsilon 8 --sampling arrivals
-      fedbraid cost --paper fedgbo        its Tables 2, 4 and 10 beside ours
-      fedbraid cost --paper fedadavr      its Table 3
+      fedbraid cost --paper fedgbo
+      fedbraid cost --paper fedadavr
     """
     if paper is not None:
         return _paper(paper, json, quiet)

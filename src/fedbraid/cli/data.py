@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def data(
-    task: Annotated[str, typer.Argument(help="A task such as mnist or 'mnist(clients=500)'.")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="A task such as mnist or 'mnist(clients=500)'.")
+    ],
     clients: o.Clients = None,
     partition: o.Partition = None,
     seed: Annotated[int | None, typer.Option(help="Seed that draws the partition (0).")] = None,
@@ -38,6 +40,7 @@ def data(
     """
     from fedbraid.data.counts import label_counts
     from fedbraid.report import picture
+    from fedbraid.study.recipe import task_name
 
     loaded = cfg.task_of({"name": task} | cfg.given(clients=clients, partition=partition, seed=seed))
     try:
@@ -55,7 +58,8 @@ def data(
     if not quiet:
         screen = console()
         screen.print(picture.as_text(counts, screen.width))
-        facts(_summary(loaded, counts) | ({} if png is None else {"picture": png}))
+        told = {"task": task_name(loaded.spec or loaded.name)}
+        facts(_summary(loaded, counts) | told | ({} if png is None else {"picture": png}))
     return None
 
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.cli.run import remembered
-from fedbraid.cli.show import Json, Quiet, entry, give, table
+from fedbraid.cli.show import Json, Quiet, entry, give, suggest, table
 from fedbraid.run.metrics import best, format_bytes, format_seconds, format_share, rounds_to, until
 
 if TYPE_CHECKING:
@@ -135,4 +135,4 @@ def _show(rows: list[dict[str, Any]], seconds: float) -> None:
         "accuracy is the mean of the last tenth of the rounds on the test set, worst the least of them; kept is what the"
         " server remembers of its clients' last updates",
     )
-    print("next: fedbraid run digits fedadavr --partition 'label_chunks(1)' --per-round 5")
+    suggest("next", "fedbraid run digits fedadavr --partition 'label_chunks(1)' --per-round 5")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedbraid.cli.help import App
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.parse import literal
@@ -16,9 +17,7 @@ from fedbraid.run.metrics import format_bytes, format_share
 if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Record
 
-app = typer.Typer(
-    help="Real clients on Flower: from a file to a fleet.", no_args_is_help=True, rich_markup_mode=None
-)
+app = App(help="Real clients on Flower: from a file to a fleet.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The deployment's folder.")]
 Keys = Annotated[Path, typer.Argument(metavar="KEYS", help="The folder that `deploy keys` made.")]
@@ -293,8 +292,10 @@ def check(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Js
 
 @app.command()
 def leave(
-    folder: Annotated[Path, typer.Argument(help="The run's folder, where the server runs.")],
-    name: Annotated[str, typer.Argument(help="The node's name, as `deploy status` shows it.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, where the server runs.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The node's name, as `deploy status` shows it.")
+    ],
 ) -> None:
     """Let a client leave a run for good: what the server remembers of it goes before the next step.
 

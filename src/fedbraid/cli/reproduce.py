@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def reproduce(
     paper: Annotated[
         str | None,
-        typer.Argument(help="A folder of experiments/, such as fedadavr; all are listed if left out."),
+        typer.Argument(
+            metavar="PAPER", help="A folder of experiments/, such as fedadavr; all are listed if left out."
+        ),
     ] = None,
     part: Annotated[str | None, typer.Option(help="Only this part of the grid, such as mnist.")] = None,
     cells: Annotated[

@@ -34,7 +34,9 @@ KeepBest = Annotated[
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="The run's folder, such as runs/mnist-fedavg-1.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/mnist-fedavg-1.")
+    ],
     target: Target = None,
     track: Track = None,
     patience: Patience = None,

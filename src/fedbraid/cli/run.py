@@ -35,7 +35,10 @@ def run(
         ),
     ],
     algorithm: Annotated[
-        str | None, typer.Argument(help="Such as fedavg or \"fedadavr(optimizer='lamb', lr=0.01)\".")
+        str | None,
+        typer.Argument(
+            metavar="ALGORITHM", help="Such as fedavg or \"fedadavr(optimizer='lamb', lr=0.01)\"."
+        ),
     ] = None,
     clients: o.Clients = None,
     partition: o.Partition = None,
@@ -89,15 +92,30 @@ def run(
       fedbraid run 'mnist(clients=500)' "fedshift(fedpaq(mixed(kmeans(4), share=0.5)))" --epochs 3
       fedbraid run digits fedbuff --rounds 200 --buffer 10 --concurrency 50 --durations 'lognormal(0, 1)'
       fedbraid run experiment.toml --seed 7
-      fedbraid run my.py:task my.py:algorithm      your own, made in a file of yours; so in all commands
+      fedbraid run my.py:task my.py:algorithm
 
     \b
     A file has the same keys, with _ for -, in sections:
-      [task]       name = "mnist"      clients = 500    partition = "dirichlet(0.5)"
-      [algorithm]  name = "fedadavr"   optimizer = "lamb"   lr = 0.01
-      [work]       lr = 0.01           epochs = 1       batch = 20
-      [schedule]   rounds = 100        per_round = 5
-      [run]        seed = 42           target = 0.95
+      [task]
+      name = "mnist"
+      clients = 500
+      partition = "dirichlet(0.5)"
+      [algorithm]
+      name = "fedadavr"
+      optimizer = "lamb"
+      lr = 0.01
+      [work]
+      lr = 0.01
+      epochs = 1
+      batch = 20
+      [schedule]
+      rounds = 100
+      per_round = 5
+      [run]
+      seed = 42
+      target = 0.95
+
+    my.py:task is a task, or a function that makes one, in a file of your own; every command takes such names.
 
     Options override the file. The run is kept in a new folder: run.json, metrics.jsonl, state.db and
     model.safetensors. The same command with the same --out continues it, as `fedbraid resume` does.

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fedbraid.cli.help import folded
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
 
@@ -52,7 +54,7 @@ def table(
     """
     room = width()
     shown, wide = fit([list(head), *(list(r) for r in rows)], room, left, order)
-    print(title)
+    entry("", title)
     for n, row in enumerate([head, *rows]):
         cells = [_cell(row[i], w, i < left) for i, w in zip(shown, wide)]
         print((" " * GAP).join(cells).rstrip())
@@ -111,12 +113,17 @@ def entry(name: str, text: str) -> None:
         print(line)
 
 
+def suggest(why: str, command: str) -> None:
+    """A command to type next."""
+    print(folded(f"{why}: {command}", width()))
+
+
 def facts(pairs: dict[str, Any]) -> None:
     """Names and values, one a line."""
     wide = max(map(len, pairs), default=0)
     for name, value in pairs.items():
         if value is not None:
-            print(f"{name:>{wide}}  {value}")
+            entry(f"{name:>{wide}}  ", str(value))
 
 
 def console() -> Any:

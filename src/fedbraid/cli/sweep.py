@@ -14,7 +14,7 @@ from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.options import Metric
-from fedbraid.cli.show import Json, Quiet, give, table
+from fedbraid.cli.show import Json, Quiet, give, suggest, table
 from fedbraid.core.names import falls
 from fedbraid.errors import ConfigError
 from fedbraid.run.metrics import format_seconds, format_share
@@ -177,8 +177,8 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         left=len(best.settings) + 1,
         order=[len(best.settings) + 1, *range(len(best.settings) + 1), len(best.settings) + 2],
     )  # fmt: skip
-    print(f"best: {command}")
-    print(f"saved: fedbraid run {place}")
+    suggest("best", command)
+    suggest("saved", f"fedbraid run {place}")
 
 
 def _short(value: Any) -> str:

@@ -32,6 +32,10 @@
     );
   }
 
+  // A name may break after what opens, parts or assigns; a command between its words.
+  const named = (text) => text.split(/(?<=[(,=])/).flatMap((piece) => [piece, html("wbr")]);
+  const typed = (command) => (command.match(/(?:[^\s'"]|'[^']*'|"[^"]*")+/g) || []).flatMap((word, i) => [i ? " " : "", html("span", { class: "word" }, word)]);
+
   // Numbers ------------------------------------------------------------------------------------------
 
   function scaled(value, units) {
@@ -45,6 +49,7 @@
   const plain = (v) => (v === 0 ? "0" : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(1) : String(+v.toPrecision(4)));
   const along = (axis, v) => (axis === "bytes" ? bytes(v) : axis === "flops" ? count(v) : plain(v));
   const upward = (metric, v) => (metric === "accuracy" ? `${(100 * v).toFixed(2)} %` : plain(v));
+  const lasting = (s) => (s < 120 ? `${Math.floor(s)} s` : s < 7200 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 3600)} h`);
   const dash = "–";
   const maybe = (v, format) => (v === null || v === undefined ? dash : format(v));
 
@@ -99,7 +104,7 @@
     tip(u,
       html("div", { class: "soft" }, `${along(axis, axis === "step" ? Math.round(value) : value)} ${axis === "bytes" ? "" : AXIS_TITLES[axis]}`.trim()),
       ...lines.map(([s, v, band]) => html("div", null,
-        html("span", { class: "who" }, html("span", { class: "swatch", style: `background:${colour(s.i)}` }), s.name),
+        html("span", { class: "who" }, html("span", { class: "swatch", style: `background:${colour(s.i)}` }), ...named(s.name)),
         html("span", { class: "num" }, upward(metric, v) + band))));
   }
 
@@ -142,7 +147,7 @@
     $("legend").replaceChildren(...data.groups.map((group, i) => html("button", {
       type: "button", "aria-pressed": String(!view.hidden.has(group.name)), "data-name": group.name,
       onclick: () => { view.hidden.has(group.name) ? view.hidden.delete(group.name) : view.hidden.add(group.name); render(); },
-    }, svg("svg", { width: 26, height: 10 }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, style: `stroke:${colour(i)};stroke-width:3`, "stroke-dasharray": charts.dashes(i).join(" ") })), group.name)),
+    }, svg("svg", { width: 26, height: 10 }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, style: `stroke:${colour(i)};stroke-width:3`, "stroke-dasharray": charts.dashes(i).join(" ") })), html("span", null, ...named(group.name)))),
     ...(view.metric === "accuracy" && data.target !== null ? [html("span", { class: "goal" }, svg("svg", { width: 26, height: 10 }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, style: "stroke:var(--soft);stroke-width:1", "stroke-dasharray": "6 4" })), `target ${+(100 * data.target).toPrecision(4)} %`)] : []));
   }
 
@@ -150,7 +155,7 @@
     plot($("main-plot"), view.metric, view.axis, { height: Math.max(280, Math.min(420, window.innerWidth * 0.75)), log: view.scale === "log" && view.metric !== "accuracy", empty: data.groups.some((g) => g.curves[view.metric]) ? null : "No evaluations yet." });
     const seeds = data.groups.map((g) => g.seeds.length);
     const said = { interval: ", shades their 95 % intervals (Student's t)", range: ", shades reach from the least to the most of them", none: "" }[view.band];
-    const over = Math.max(...seeds) > 1 ? `Lines are means over seeds at each step${said}. ` : "One seed each, so no intervals. ";
+    const over = Math.max(...seeds) > 1 ? `Lines are means over seeds at each step${said}. ` : `One seed${seeds.length > 1 ? " each" : ""}, so no intervals. `;
     const thin = data.groups.some((g) => Object.values(g.curves).some((c) => c && c.mean.length >= data.points)) ? `At most ${data.points} points a curve are drawn.` : "";
     $("curve-note").textContent = `${over}${thin} Drag to zoom, double-click to see all.`;
   }
@@ -174,7 +179,7 @@
     $("results-note").textContent = "Results are means of the last tenth of the evaluations; bytes, FLOPs and simulated time are means over seeds of the whole run.";
   }
 
-  const line = (r, i, cells) => html("tr", null, html("td", null, html("span", { class: "swatch", style: `background:${colour(i)}` }), r.name), ...cells.map((c) => html("td", null, c)));
+  const line = (r, i, cells) => html("tr", null, html("td", null, html("span", { class: "swatch", style: `background:${colour(i)}` }), ...named(r.name)), ...cells.map((c) => html("td", null, c)));
 
   function goal() {
     $("goal").hidden = data.target === null;
@@ -198,7 +203,7 @@
         html("span", { title: `${name}: ${bytes(size)}`, style: `flex:${size} 0 0;background:${shade(names.indexOf(name))}` }))),
       html("span", { class: "sum" }, bytes(total(way)))));
     $("bytes").replaceChildren(
-      html("div", { class: "bars" }, ...data.groups.flatMap((g) => [html("div", { class: "who" }, g.name), html("div", null, track(g.up, "up"), track(g.down, "down"))])),
+      html("div", { class: "bars" }, ...data.groups.flatMap((g) => [html("div", { class: "who" }, ...named(g.name)), html("div", null, track(g.up, "up"), track(g.down, "down"))])),
       html("div", { class: "keys" }, ...names.map((n, i) => html("span", null, html("span", { class: "swatch", style: `background:${shade(i)}` }), n)), html("span", null, "mean over seeds of the whole run, all clients together, as encoded")),
     );
   }
@@ -272,8 +277,8 @@
 
   function commands() {
     $("commands").replaceChildren(...data.groups.map((g) => html("div", { class: "command" },
-      html("div", { class: "head" }, html("span", null, g.name), g.command ? html("button", { type: "button", onclick: (event) => copy(event.currentTarget, g.command) }, "Copy") : null),
-      g.command ? html("pre", null, g.command) : html("p", { class: "soft" }, "Its task, cohorts or algorithm were made in Python; no command says them."))));
+      html("div", { class: "head" }, html("span", null, ...named(g.name)), g.command ? html("button", { type: "button", onclick: (event) => copy(event.currentTarget, g.command) }, "Copy") : null),
+      g.command ? html("pre", null, ...typed(g.command)) : html("p", { class: "soft" }, "Its task, cohorts or algorithm were made in Python; no command says them."))));
   }
 
   function copy(button, text) {
@@ -293,8 +298,9 @@
 
   function settings() {
     const keys = [...new Set(data.groups.flatMap((g) => Object.keys(g.settings)))];
+    $("settings").className = data.groups.length > 1 ? "" : "alone";
     $("settings").replaceChildren(
-      html("tr", null, html("th", null, ""), ...data.groups.map((g) => html("th", null, g.name))),
+      html("tr", null, html("th", null, ""), ...data.groups.map((g) => html("th", null, ...named(g.name)))),
       ...keys.map((k) => html("tr", null, html("td", null, k), ...data.groups.map((g) => html("td", null, g.settings[k] === undefined ? dash : String(g.settings[k]))))),
     );
   }
@@ -320,13 +326,16 @@
   }
 
   function heading() {
-    $("title").textContent = data.title;
+    $("title").replaceChildren(...named(data.title));
     $("task").textContent = data.task;
     $("verdict").textContent = data.verdict;
     $("verdict").hidden = !data.verdict;
     $("footer").textContent = data.footer;
     fleets();
-    if (data.live) status(data.finished ? "finished" : "running", data.finished ? "finished" : `running: ${data.progress}`);
+    if (!data.live) return;
+    if (data.finished) status("finished", "finished");
+    else if (data.silent === null) status("running", `running: ${data.progress}`);
+    else status("lost", `${data.progress}, and no step for ${lasting(data.silent)}. If it was stopped: ${data.again}`);
   }
 
   function status(state, text) { $("status").hidden = false; $("status").dataset.state = state; $("status").textContent = text; }
@@ -352,7 +361,7 @@
       const answer = await fetch("data.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(await answer.text());
       data = await answer.json();
-      const news = JSON.stringify({ ...data, fleets: null });  // whose seconds go on
+      const news = JSON.stringify({ ...data, fleets: null, silent: null });  // whose seconds go on
       if (news !== follow.last) { follow.last = news; render(); }
       else { heading(); hints(); }
     } catch (error) {

@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from itertools import islice
 from typing import Any
@@ -28,6 +31,7 @@ FILES = {
 JOBS = 40_000  # that are drawn in all timelines of a page together
 SHOWN = 400  # clients in a table
 EVERY = 1500  # milliseconds between two looks at a run that goes on
+QUIET = 30  # seconds without a step after which nobody can tell from outside whether a run goes on
 
 
 def describe(found: Collection, live: bool = False) -> Record:
@@ -44,9 +48,11 @@ def describe(found: Collection, live: bool = False) -> Record:
         for g in groups
     ]
     config = found.config
+    fleets = _fleets(found) if live else []
+    silent, again = _silent(found) if live and not fleets else (None, "")
     return {
         "title": _title(found),
-        "task": f"{config['task'] or config.get('task_name')} · {config['clients']} clients · {config.get('parameters', 0):,} parameters",
+        "task": f"{_task(config)} · {config['clients']} clients · {config.get('parameters', 0):,} parameters",
         "metric": key,
         "target": found.target,
         "points": stats.POINTS,
@@ -63,7 +69,9 @@ def describe(found: Collection, live: bool = False) -> Record:
         "finished": found.finished,
         "progress": _progress(found),
         "every": EVERY,
-        "fleets": _fleets(found) if live else [],
+        "silent": silent,
+        "again": again,
+        "fleets": fleets,
     }
 
 
@@ -93,6 +101,10 @@ def finite(value: Any) -> Any:
     return [finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+def _task(config: Record) -> str:
+    return recipe.task_name(config["task"] or str(config.get("task_name")))
+
+
 def _title(found: Collection) -> str:
     names = [g.name for g in found.groups]
     task = found.config.get("task_name") or "a task"
@@ -113,6 +125,18 @@ def _progress(found: Collection) -> str:
     if len(runs) == 1:
         return f"step {done} of {runs[0].steps}"
     return f"{sum(r.finished for r in runs)} of {len(runs)} runs done, {done} of {sum(r.steps for r in runs)} steps"
+
+
+def _silent(found: Collection) -> tuple[float | None, str]:
+    """For how many seconds no run has made a step, where that is long, and what would go on with them."""
+    waiting = [r for g in found.groups for r in g.runs if not r.finished]
+    with suppress(OSError, ValueError):  # none waits, or one is about to begin
+        ago = time.time() - max((r.path / "metrics.jsonl").stat().st_mtime for r in waiting)
+        if ago > QUIET:
+            first = waiting[0]
+            more = ("resume", first.path) if first.name is None else ("compare", first.path.parents[1])
+            return ago, shlex.join(["fedbraid", *map(str, more)])
+    return None, ""
 
 
 def _fleets(found: Collection) -> list[Record]:

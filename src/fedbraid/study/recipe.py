@@ -30,7 +30,7 @@ def sections(config: Record, target: float | None = None) -> Sections | None:
     options = config["options"]
     run = {"seed": config["seed"], "device": config["device"], "target": target}
     return {
-        "task": {"name": _task(task)},
+        "task": {"name": task_name(task)},
         "algorithm": {"name": algorithm},
         "work": _work(evaluate(config["work"], WORK, "work")),
         "schedule": schedule,
@@ -39,9 +39,9 @@ def sections(config: Record, target: float | None = None) -> Sections | None:
     }
 
 
-def _task(spec: str) -> str:
-    """`load('digits', clients=100)` as `digits(clients=100)`."""
-    if files.names_file(spec):
+def task_name(spec: str) -> str:
+    """`load('digits', clients=100)` as `digits(clients=100)`; other names as they are."""
+    if files.names_file(spec) or not spec.startswith("load("):
         return spec
     _, (name,), given = written(spec)
     return f"{literal(name)}({', '.join(f'{k}={v}' for k, v in given.items())})"
@@ -109,10 +109,15 @@ def command(said: Mapping[str, Mapping[str, Any]], seeds: Sequence[int] = ()) ->
         for key, value in said.get(section, {}).items():
             if not (key == "seed" and len(seeds) > 1):
                 words += [f"--{key.replace('_', '-')}", str(value)]
-    line = shlex.join(words)
+    line = " ".join(map(quoted, words))
     if len(seeds) < 2:
         return line
     return f"for seed in {' '.join(map(str, seeds))}; do {line} --seed $seed; done"
+
+
+def quoted(word: str) -> str:
+    """A word as a shell reads it; in double quotes where it has single ones, which are easier on the eye."""
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
 def toml(said: Mapping[str, Mapping[str, Any]]) -> str:

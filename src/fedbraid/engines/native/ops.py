@@ -617,6 +617,7 @@ class Expand(Op):
     outer: int
     dim: int
     inner: int
+    reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"

@@ -48,7 +48,7 @@ chromium:
 
 SET ?= engines  # or quick: the few that show that it works at all
 test-engines: $(ENGINES)/.ready  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too; SET=quick for few
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -rs -m $(SET) tests/test_ray.py tests/test_flower.py tests/test_fleet.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -rs -m $(SET) tests/test_ray.py tests/test_flower.py tests/test_fleet.py tests/test_supernode.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
 
 $(ENGINES)/.ready: pyproject.toml constraints-engines.txt
 	$(PYTHON) -m venv $(ENGINES)

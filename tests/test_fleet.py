@@ -44,7 +44,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, gate, keys, link, worker
+from fedbraid.deploy import check, doctor, gate, keys, leaving, link, server, worker
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.mailbox import Mailbox
 from fedbraid.deploy.node import Memory
@@ -624,6 +624,83 @@ def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
     assert ["started again" in t["why"] for t in records[0]["trouble"]] == [True]
 
 
+class Lost:
+    """Mischief: the first answers of a kind, as many as told, never come."""
+
+    def __init__(self, kind, times, node=101):
+        self.kind, self.left, self.node = kind, times, node
+
+    def __call__(self, node, order, reply):
+        about = order.content["fedbraid"]
+        kind = "leave" if "leave" in about else about.get("ask", "train")
+        if (node, kind) == (self.node, self.kind) and self.left:
+            self.left -= 1
+            return None
+        return reply
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(server, "SOON", 0.05)
+
+
+@pytest.mark.quick
+def test_who_does_not_say_its_name_is_asked_again(user, tmp_path, impatient):
+    read = []
+    user = {**user, "apps": counting(user, read)}
+    grid = in_process(user, tmp_path, 1, Lost("hello", 3, node=100))
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=1)", deadline=LONG)
+    assert [r["clients"] for r in result.history] == [[0]] * 2
+    assert [kind for *_, kind in grid.orders][:4] == ["query"] * 4
+    assert read == [0]  # for all that it was asked
+    assert "trouble" not in result.history[0]
+
+
+def counting(user, read):
+    """The user's apps, whose nodes note that they read their data."""
+
+    def load(node_config):
+        read.append(node_config["share"])
+        return user["load"](node_config)
+
+    return fb.deploy.apps(user["model"], "cross_entropy", load, user["test"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("schedule", ["rounds(3, clients=2)", "buffered(steps=4, buffer=1, concurrency=2)"])
+def test_an_answer_that_lies_on_its_node_is_brought_forth(schedule, user, tmp_path, impatient):
+    """As on Flower's own SuperNode after an order of a run that ended: each answer waits for the next question."""
+    lying = []
+
+    def late(node, order, reply):
+        if node != 101:
+            return reply
+        if lying:
+            message, answer = lying.pop()
+            grid.replies[message] = answer
+        lying.append((order.metadata.message_id, reply))
+        return None
+
+    grid = in_process(user, tmp_path, 2, late)
+    result = driven(user, grid, tmp_path / "run", schedule=schedule, deadline=LONG, minimum=2)
+    assert {c for r in result.history for c in r["clients"]} == {0, 1}
+    assert not any("trouble" in r for r in result.history)
+
+
+@pytest.mark.quick
+def test_who_is_to_leave_is_asked_for_its_share_again(user, tmp_path, impatient):
+    class Leave:
+        def step(self, record, run):
+            if record["step"] == 1:
+                leaving.name(run.folder, "n1")
+
+    grid = in_process(user, tmp_path, 3, Lost("leave", 1))
+    said = {"algorithm": "scaffold()", "schedule": "rounds(200, clients=2)", "deadline": LONG, "minimum": 2}
+    records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
+    assert [r["left"] for r in records if "left" in r] == [[1]]
+    assert not any("left_share" in r for r in records)  # it came
+
+
 # Who is who -----------------------------------------------------------------------------------------------
 
 
@@ -805,6 +882,58 @@ def test_a_task_that_its_supernode_gave_up_does_not_block_the_next(monkeypatch):
     assert doing._pulled(None, None) == ("input", None)
 
 
+class Connection:
+    """A worker's line to its SuperNode, and what it said there."""
+
+    def __init__(self):
+        self.said = []
+
+    def close(self):
+        pass
+
+    def SendTaskHeartbeat(self, request):
+        pass
+
+    def PushTaskOutput(self, request):
+        self.said.append((request.sub_status, request.details))
+
+
+def at_work(monkeypatch, pull, push=None):
+    """A worker that gets its order by `pull()` and leaves its answer by `push()`: it, and its line."""
+    line, doing = Connection(), worker.Worker("nowhere", b"")
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: pull())
+    monkeypatch.setattr(run_clientapp, "push_message", lambda link, reply, context: push())
+    monkeypatch.setattr(doing, "_connected", lambda token: contextlib.closing(line))
+    monkeypatch.setattr(doing, "_loaded", lambda run, fab: lambda message, context: "reply")
+    return doing, line
+
+
+@pytest.mark.quick
+def test_a_worker_outlives_an_answer_that_was_not_taken(monkeypatch, capsys):
+    """As when the run has ended, and its SuperNode throws the answer away while it comes."""
+
+    def refused():
+        raise ObjectPushError("id", 1, "session")
+
+    doing, line = at_work(monkeypatch, lambda: (None, None, None, None), refused)
+    assert doing._do("token", None) is None
+    assert "an answer was not taken" in capsys.readouterr().err
+    assert [status for status, _ in line.said] == ["failed"]
+
+
+@pytest.mark.quick
+def test_a_task_that_was_overtaken_is_ended(monkeypatch):
+    """Or its SuperNode would, a minute later, answer it in place of the order that it has then."""
+    over = threading.Event()
+    doing, line = at_work(monkeypatch, lambda: over.wait(LONG))
+    monkeypatch.setattr(doing, "_next", lambda main: "newer")
+    try:
+        assert doing._do("token", None) == "newer"
+    finally:
+        over.set()
+    assert [status for status, _ in line.said] == ["failed"]
+
+
 def loads(flower, i):
     place = flower.scratch / "nodes" / f"loads-{i}"
     return len(place.read_text().splitlines()) if place.exists() else 0
@@ -860,7 +989,7 @@ def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_
         with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
             fleet.misbehave(2, "hold", "hold", "hold")
             fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
-            for left, victim in ((2, "flower-supernode"), (1, "fedbraid.deploy.worker")):
+            for left, victim in ((2, "fedbraid.deploy.supernode"), (1, "fedbraid.deploy.worker")):
                 wait_until(
                     lambda left=left: lines_left(fleet) == left
                 )  # its app is in the middle of an order

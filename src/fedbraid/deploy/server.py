@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
 T = TypeVar("T")
-HELLO, LEAVE = "hello", "leave"
+HELLO, LEAVE, NUDGE = "hello", "leave", "nudge"
 MOST_LOSS = 1e30  # of a mean in single precision nothing is left beyond
 FORGOT = "it no longer had what it remembered and began anew; what the server has of it stays as it was"
+SOON = 10.0  # seconds, before which nobody is asked again
 SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
 Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
 
@@ -129,7 +130,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        return self.id not in (HELLO, LEAVE)
+        return self.id not in (HELLO, LEAVE, NUDGE)
 
     @property
     def errand(self) -> Any:
@@ -187,6 +188,7 @@ class Fleet:
         )
         self.algorithm, self.work, self.layout = setup.algorithm, setup.work, setup.task.layout
         self.names = list(self.algorithm.downloads)
+        self.life = secrets.token_hex(8)  # of this server
         self.id = ""  # the run's own name, which nodes file their memory under
         self.run: Run | None = None
         self.roster, self.bound = Roster(), Bound(settings.norm_factor)
@@ -196,6 +198,8 @@ class Fleet:
         self.online: dict[int, str] = {}  # node -> the fingerprint of its key
         self.woke: dict[int, str] = {}  # node -> when it last connected
         self.resting = Resting()  # clients whose orders, and nodes whose introductions failed
+        first = min(max(settings.deadline / 10, SOON), 6 * SOON)
+        self.patience = Resting(first, max(settings.deadline, first))  # with nodes that were asked something
         self.spare: list[Arrival] = []  # uploads that came while a step was closing, for the next
         self.orders: dict[int, tuple[int, bytes]] = {}  # the newest version by what its reader holds
         self.parting: dict[str, float] = {}  # who is to leave, since when
@@ -434,9 +438,24 @@ class Fleet:
         if seconds is not None and not self.state.t and not self.asked:
             return  # the nodes are waited for, which has no end
         now = time.monotonic()
-        silent = [(now - j.since, self._who(j)) for j in self.flying.values()]
-        told = ", ".join(f"{who} was asked {age:.0f} s ago" for age, who in sorted(silent, reverse=True)[:10])
+        silent = [(now - j.since, self._who(j), times) for j, times in self._open()]
+        told = ", ".join(
+            f"{who} was asked {age:.0f} s ago" + (f", {times} times so far" if times > 1 else "")
+            for age, who, times in sorted(silent, reverse=True)[:10]
+        )
         self.wait.now(name, seconds, told or f"{len(self._idle())} clients are idle, none is asked")
+
+    def _open(self) -> list[tuple[Job, int]]:
+        """What is to be answered, by the first time that it was asked, and how often it was."""
+        found: dict[Any, list[Job]] = {}
+        for job in self._mattering(self.flying.values()):
+            found.setdefault((job.trains, job.errand), []).append(job)
+        return [(jobs[0], len(jobs)) for jobs in found.values()]
+
+    def _mattering(self, jobs: Iterable[Job]) -> list[Job]:
+        """Without those whose answer changes nothing: nudges, and questions to nodes that have said their name since."""
+        known = self.roster.nodes
+        return [j for j in jobs if j.id != NUDGE and not (j.id == HELLO and j.node in known)]
 
     def _who(self, job: Job) -> str:
         return (
@@ -459,13 +478,27 @@ class Fleet:
         self.online = {i: fingerprint(n.public_key) for i, n in nodes.items()}
         self._forget_restarted({i: n.last_activated_at for i, n in nodes.items()})
         self._part()
-        known = {j.node for j in self.flying.values() if j.id == HELLO}
-        known |= {node for node in self.online if (HELLO, node) in self.resting}
-        known |= {m.node for m in self.roster.members.values() if m.node is not None}
-        strangers = sorted(self.online.keys() - known)
-        self._send([(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id}) for node in strangers])
+        strangers = self.online.keys() - self.roster.nodes
+        asked = {node for node in strangers if (HELLO, node) in self.resting or node in self.patience}
+        self._query(HELLO, strangers - asked, server=self.life)
+        self._query(NUDGE, self._silent() - strangers)
         self._watch()
         self._status("running")
+
+    def _query(self, what: str, nodes: Iterable[int], **content: Any) -> None:
+        letters = [
+            (Job(what, node, -1, -1), MessageType.QUERY, {"run": self.id, "ask": what, **content})
+            for node in sorted(nodes)
+        ]
+        self._send(letters)
+
+    def _silent(self) -> set[int]:
+        """Nodes that have had a question for longer than is our patience, which grows each time.
+
+        Whatever the next question is, it brings forth an answer that lies on its node, as it may on one of Flower's own.
+        """
+        asked = {j.node for j in self._mattering(self.flying.values())}
+        return {node for node in asked & self.online.keys() if node not in self.patience}
 
     def _watch(self) -> None:
         """Note who came and who went, for the next record."""
@@ -478,6 +511,8 @@ class Fleet:
         """A node that was started again knows nothing of the orders that it had; they will be given anew."""
         again = {i for i, at in woke.items() if self.woke.get(i, at) != at}
         self.woke |= woke
+        for node in again:
+            self.patience.succeeded(node)
         for message, job in list(self.flying.items()):
             if job.node in again:
                 del self.flying[message]
@@ -508,7 +543,7 @@ class Fleet:
 
     def _may_ask(self, member: Member) -> bool:
         asked = any(j.id == LEAVE and j.client == member.client for j in self.flying.values())
-        return not asked and (LEAVE, member.node) not in self.resting
+        return not (asked and member.node in self.patience) and (LEAVE, member.node) not in self.resting
 
     def _shares(self) -> dict[str, int]:
         """What a client that goes for good sends back, by name and width: nothing where the server holds it all."""
@@ -580,6 +615,7 @@ class Fleet:
         for (job, _, _), sent in zip_longest(letters, taken):
             if sent:
                 self.flying[sent] = job
+                self.patience.failed(job.node)
             else:
                 self._note(job.node, job.client, "the SuperLink did not take its order")
                 self.resting.failed(job.errand)
@@ -607,6 +643,9 @@ class Fleet:
             job = self.flying.pop(asked, None)
             if job is None:
                 self.late += 1
+                continue
+            self.patience.succeeded(job.node)
+            if not self._mattering([job]):
                 continue
             try:
                 if isinstance(message, WireError):
@@ -692,7 +731,7 @@ class Fleet:
                 "client": -1, "name": f"node {j.node}, of which no name is known", "node": str(j.node), "here": True,
                 "asked": round(now - j.since, 1),
             }
-            for j in self.flying.values() if j.id == HELLO and j.node in self.online
+            for j, _ in self._open() if j.id == HELLO and j.node in self.online
         ]  # fmt: skip
         nodes = [
             {

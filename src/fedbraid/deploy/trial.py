@@ -103,7 +103,7 @@ class Flower:
             words = ["--insecure"] if self.keys is None else self._trusting(self.keys)
         if key is not None:
             words = [*words, "--auth-supernode-private-key", str(key)]
-        self.start(name, "flower-supernode", [*arguments, *words])
+        self._popen(name, [sys.executable, *worker.SUPERNODE, *arguments, *words], 0)
         self._popen(f"{name}.worker", worker.command(f"127.0.0.1:{port}", secret), self.processes[name].pid)
 
     @staticmethod

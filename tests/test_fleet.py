@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
 import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +47,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, gate, keys, leaving, link, server, worker
+from fedbraid.deploy import check, doctor, gate, keys, leaving, link, mailbox, server, worker
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.mailbox import Mailbox
 from fedbraid.deploy.node import Memory
@@ -440,6 +443,21 @@ def test_a_superlink_that_is_overwhelmed_is_tried_again(user, tmp_path):
     why = [t["why"] for t in result.history[0]["trouble"]]
     assert sum("did not take orders: ObjectPushError" in w for w in why) == 1
     assert sum("did not take its order" in w for w in why) == 2
+
+
+@pytest.mark.quick
+def test_a_superlink_that_is_silent_is_waited_for_by_name_and_until_the_deadline(
+    user, tmp_path, monkeypatch, caplog
+):
+    """Flower's own client would try for ever."""
+    monkeypatch.setattr(mailbox, "PATIENCE", 0.1)
+    grid = HttpGrid(f"127.0.0.1:{free_port()}", insecure=True, token="t")
+    grid.nodes = {1: {}}
+    with caplog.at_level("INFO", "flwr"), pytest.raises(httpx.ConnectError):
+        driven(user, grid, tmp_path / "run", deadline=1.0)
+    assert "waiting for the SuperLink, which does not answer" in caplog.text
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["wait"]["for"]) == ("failed", "the SuperLink, which does not answer")
 
 
 class Office:
@@ -1067,6 +1085,58 @@ def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path
     nobody = findings(secrets, free_port(), free_port())
     assert not nobody["SuperLink, for nodes"].good
     assert not nobody["SuperLink, for the operator"].good
+
+
+@contextlib.contextmanager
+def listening(secrets, body):
+    """Something that has the server's own certificate, and answers everything with this."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(secrets / "server.crt", secrets / "server.key")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        served.socket = context.wrap_socket(served.socket, server_side=True)
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        try:
+            yield served.server_port
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("body", [b"<html></html>", b"[1, 2]", b"{}", b"\xff" * 100])
+def test_what_is_no_superlink_is_said_to_be_none(body, secrets):
+    with listening(secrets, body) as port, Operator(secrets, f"127.0.0.1:{port}") as operator:
+        found = findings(secrets, port, port)
+        assert not all(one.good for one in found.values())
+        if body != b"{}":
+            assert "is no SuperLink" in found["SuperLink, for the operator"].found
+        with pytest.raises(EngineError, match="is no SuperLink"):
+            operator.nodes()
+        with pytest.raises(EngineError, match="is no SuperLink"):
+            doctor.status(secrets, f"127.0.0.1:{port}")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("token", [b"\xff\xfe", "é".encode(), b"a\nb", b"a\0"])
+def test_a_damaged_token_says_what_to_do(token, secrets, tmp_path):
+    shutil.copytree(secrets, tmp_path / "keys")
+    (tmp_path / "keys" / "operator.token").write_bytes(token)
+    for look in (doctor.status, partial(check.look, nodes="127.0.0.1:1")):
+        with pytest.raises(ConfigError, match=r"operator.token is damaged .* copy it again"):
+            look(tmp_path / "keys", control="127.0.0.1:1")
 
 
 def test_doctor_shows_the_server_apps_own_error(flower, fleet, secrets):

@@ -435,6 +435,10 @@ class Fleet:
         return False
 
     def _wait(self, name: str, seconds: float | None) -> None:
+        if self.lost:
+            left = self.lost + self.settings.deadline - time.monotonic()
+            self.wait.now("the SuperLink, which does not answer", left)
+            return
         if seconds is not None and not self.state.t and not self.asked:
             return  # the nodes are waited for, which has no end
         now = time.monotonic()
@@ -473,6 +477,7 @@ class Fleet:
         self.met = time.monotonic()
         found = self._tried("say who is there", lambda: [*self.grid.get_nodes()], None)
         if found is None:
+            self._status("running")
             return
         nodes = {n.node_id: n for n in found}
         self.online = {i: fingerprint(n.public_key) for i, n in nodes.items()}

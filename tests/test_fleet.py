@@ -713,7 +713,7 @@ def test_who_is_to_leave_is_asked_for_its_share_again(user, tmp_path, impatient)
                 leaving.name(run.folder, "n1")
 
     grid = in_process(user, tmp_path, 3, Lost("leave", 1))
-    said = {"algorithm": "scaffold()", "schedule": "rounds(200, clients=2)", "deadline": LONG, "minimum": 2}
+    said = {"algorithm": "scaffold()", "schedule": "rounds(60, clients=2)", "deadline": LONG, "minimum": 2}
     records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
     assert [r["left"] for r in records if "left" in r] == [[1]]
     assert not any("left_share" in r for r in records)  # it came

@@ -345,7 +345,9 @@ def test_numpy_numbers_are_numbers(task, tmp_path):
 def test_effective_steps_are_exact_to_float32(rho):
     """In float32 all through, two steps at ρ = 0.99 would be off by 1 in 10⁴, and every estimate that is divided by them."""
     for K in (1, 2, 7, 40):
-        moved = sum((1 - rho ** (K - k)) / (1 - rho) for k in range(K))  # each gradient's share, all its echoes
+        moved = sum(
+            (1 - rho ** (K - k)) / (1 - rho) for k in range(K)
+        )  # each gradient's share, all its echoes
         a = fb.Work(momentum=rho).effective(torch.tensor([[float(K)]]))
         assert a.dtype == torch.float32
         assert abs(a.item() / moved - 1) < 1e-7

@@ -57,6 +57,7 @@ HELLO, LEAVE, NUDGE = "hello", "leave", "nudge"
 MOST_LOSS = 1e30  # of a mean in single precision nothing is left beyond
 FORGOT = "it no longer had what it remembered and began anew; what the server has of it stays as it was"
 SOON = 10.0  # seconds, before which nobody is asked again
+FEW = 4  # nodes that are asked again at once
 SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
 Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
 
@@ -208,7 +209,7 @@ class Fleet:
         self.late = 0
         self.lost = 0.0  # since when the SuperLink has not answered
         self.begun = time.monotonic()
-        self.met = 0.0
+        self.met = self.repeated = 0.0  # when nodes were looked for, and when some were asked again
         self.here: set[int] = set()  # clients whose nodes are connected
         self.moves: list[tuple[str, int, float]] = []  # ("came" or "went", client, when) since the last step
 
@@ -484,9 +485,10 @@ class Fleet:
         self._forget_restarted({i: n.last_activated_at for i, n in nodes.items()})
         self._part()
         strangers = self.online.keys() - self.roster.nodes
-        asked = {node for node in strangers if (HELLO, node) in self.resting or node in self.patience}
-        self._query(HELLO, strangers - asked, server=self.life)
-        self._query(NUDGE, self._silent() - strangers)
+        new = {n for n in strangers if n not in self.patience.of and (HELLO, n) not in self.resting}
+        late = self._overdue(strangers)
+        self._query(HELLO, new | (late & strangers), server=self.life)
+        self._query(NUDGE, late - strangers)
         self._watch()
         self._status("running")
 
@@ -497,13 +499,21 @@ class Fleet:
         ]
         self._send(letters)
 
-    def _silent(self) -> set[int]:
+    def _overdue(self, strangers: set[int]) -> set[int]:
         """Nodes that have had a question for longer than is our patience, which grows each time.
 
-        Whatever the next question is, it brings forth an answer that lies on its node, as it may on one of Flower's own.
+        A few at once: where many are late, their SuperLink is busy. Whatever the next question is, it brings forth an
+        answer that lies on its node, as it may on one of Flower's own.
         """
-        asked = {j.node for j in self._mattering(self.flying.values())}
-        return {node for node in asked & self.online.keys() if node not in self.patience}
+        if self.met - self.repeated < SOON:
+            return set()
+        asked = {j.node for j in self._mattering(self.flying.values())} | (
+            strangers & self.patience.of.keys()
+        )
+        late = sorted(n for n in asked & self.online.keys() if n not in self.patience)
+        if late:
+            self.repeated = self.met
+        return set(late[:FEW])
 
     def _watch(self) -> None:
         """Note who came and who went, for the next record."""

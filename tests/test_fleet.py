@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
 import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +47,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.supernode.runtime import run_clientapp
 
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, gate, keys, link, worker
+from fedbraid.deploy import check, doctor, gate, keys, leaving, link, mailbox, server, worker
 from fedbraid.deploy.bound import Bound
 from fedbraid.deploy.mailbox import Mailbox
 from fedbraid.deploy.node import Memory
@@ -442,6 +445,21 @@ def test_a_superlink_that_is_overwhelmed_is_tried_again(user, tmp_path):
     assert sum("did not take its order" in w for w in why) == 2
 
 
+@pytest.mark.quick
+def test_a_superlink_that_is_silent_is_waited_for_by_name_and_until_the_deadline(
+    user, tmp_path, monkeypatch, caplog
+):
+    """Flower's own client would try for ever."""
+    monkeypatch.setattr(mailbox, "PATIENCE", 0.1)
+    grid = HttpGrid(f"127.0.0.1:{free_port()}", insecure=True, token="t")
+    grid.nodes = {1: {}}
+    with caplog.at_level("INFO", "flwr"), pytest.raises(httpx.ConnectError):
+        driven(user, grid, tmp_path / "run", deadline=1.0)
+    assert "waiting for the SuperLink, which does not answer" in caplog.text
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["wait"]["for"]) == ("failed", "the SuperLink, which does not answer")
+
+
 class Office:
     """A SuperLink's side of the mail: replies by the order that they answer, with the parts that are here so far."""
 
@@ -622,6 +640,83 @@ def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
     records = result.history
     assert [sorted(r["clients"]) for r in records] == [[0, 1, 2]] * 2
     assert ["started again" in t["why"] for t in records[0]["trouble"]] == [True]
+
+
+class Lost:
+    """Mischief: the first answers of a kind, as many as told, never come."""
+
+    def __init__(self, kind, times, node=101):
+        self.kind, self.left, self.node = kind, times, node
+
+    def __call__(self, node, order, reply):
+        about = order.content["fedbraid"]
+        kind = "leave" if "leave" in about else about.get("ask", "train")
+        if (node, kind) == (self.node, self.kind) and self.left:
+            self.left -= 1
+            return None
+        return reply
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(server, "SOON", 0.05)
+
+
+@pytest.mark.quick
+def test_who_does_not_say_its_name_is_asked_again(user, tmp_path, impatient):
+    read = []
+    user = {**user, "apps": counting(user, read)}
+    grid = in_process(user, tmp_path, 1, Lost("hello", 3, node=100))
+    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=1)", deadline=LONG)
+    assert [r["clients"] for r in result.history] == [[0]] * 2
+    assert [kind for *_, kind in grid.orders][:4] == ["query"] * 4
+    assert read == [0]  # for all that it was asked
+    assert "trouble" not in result.history[0]
+
+
+def counting(user, read):
+    """The user's apps, whose nodes note that they read their data."""
+
+    def load(node_config):
+        read.append(node_config["share"])
+        return user["load"](node_config)
+
+    return fb.deploy.apps(user["model"], "cross_entropy", load, user["test"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("schedule", ["rounds(3, clients=2)", "buffered(steps=4, buffer=1, concurrency=2)"])
+def test_an_answer_that_lies_on_its_node_is_brought_forth(schedule, user, tmp_path, impatient):
+    """As on Flower's own SuperNode after an order of a run that ended: each answer waits for the next question."""
+    lying = []
+
+    def late(node, order, reply):
+        if node != 101:
+            return reply
+        if lying:
+            message, answer = lying.pop()
+            grid.replies[message] = answer
+        lying.append((order.metadata.message_id, reply))
+        return None
+
+    grid = in_process(user, tmp_path, 2, late)
+    result = driven(user, grid, tmp_path / "run", schedule=schedule, deadline=LONG, minimum=2)
+    assert {c for r in result.history for c in r["clients"]} == {0, 1}
+    assert not any("trouble" in r for r in result.history)
+
+
+@pytest.mark.quick
+def test_who_is_to_leave_is_asked_for_its_share_again(user, tmp_path, impatient):
+    class Leave:
+        def step(self, record, run):
+            if record["step"] == 1:
+                leaving.name(run.folder, "n1")
+
+    grid = in_process(user, tmp_path, 3, Lost("leave", 1))
+    said = {"algorithm": "scaffold()", "schedule": "rounds(60, clients=2)", "deadline": LONG, "minimum": 2}
+    records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
+    assert [r["left"] for r in records if "left" in r] == [[1]]
+    assert not any("left_share" in r for r in records)  # it came
 
 
 # Who is who -----------------------------------------------------------------------------------------------
@@ -805,6 +900,58 @@ def test_a_task_that_its_supernode_gave_up_does_not_block_the_next(monkeypatch):
     assert doing._pulled(None, None) == ("input", None)
 
 
+class Connection:
+    """A worker's line to its SuperNode, and what it said there."""
+
+    def __init__(self):
+        self.said = []
+
+    def close(self):
+        pass
+
+    def SendTaskHeartbeat(self, request):
+        pass
+
+    def PushTaskOutput(self, request):
+        self.said.append((request.sub_status, request.details))
+
+
+def at_work(monkeypatch, pull, push=None):
+    """A worker that gets its order by `pull()` and leaves its answer by `push()`: it, and its line."""
+    line, doing = Connection(), worker.Worker("nowhere", b"")
+    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: pull())
+    monkeypatch.setattr(run_clientapp, "push_message", lambda link, reply, context: push())
+    monkeypatch.setattr(doing, "_connected", lambda token: contextlib.closing(line))
+    monkeypatch.setattr(doing, "_loaded", lambda run, fab: lambda message, context: "reply")
+    return doing, line
+
+
+@pytest.mark.quick
+def test_a_worker_outlives_an_answer_that_was_not_taken(monkeypatch, capsys):
+    """As when the run has ended, and its SuperNode throws the answer away while it comes."""
+
+    def refused():
+        raise ObjectPushError("id", 1, "session")
+
+    doing, line = at_work(monkeypatch, lambda: (None, None, None, None), refused)
+    assert doing._do("token", None) is None
+    assert "an answer was not taken" in capsys.readouterr().err
+    assert [status for status, _ in line.said] == ["failed"]
+
+
+@pytest.mark.quick
+def test_a_task_that_was_overtaken_is_ended(monkeypatch):
+    """Or its SuperNode would, a minute later, answer it in place of the order that it has then."""
+    over = threading.Event()
+    doing, line = at_work(monkeypatch, lambda: over.wait(LONG))
+    monkeypatch.setattr(doing, "_next", lambda main: "newer")
+    try:
+        assert doing._do("token", None) == "newer"
+    finally:
+        over.set()
+    assert [status for status, _ in line.said] == ["failed"]
+
+
 def loads(flower, i):
     place = flower.scratch / "nodes" / f"loads-{i}"
     return len(place.read_text().splitlines()) if place.exists() else 0
@@ -860,7 +1007,7 @@ def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_
         with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
             fleet.misbehave(2, "hold", "hold", "hold")
             fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
-            for left, victim in ((2, "flower-supernode"), (1, "fedbraid.deploy.worker")):
+            for left, victim in ((2, "fedbraid.deploy.supernode"), (1, "fedbraid.deploy.worker")):
                 wait_until(
                     lambda left=left: lines_left(fleet) == left
                 )  # its app is in the middle of an order
@@ -938,6 +1085,58 @@ def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path
     nobody = findings(secrets, free_port(), free_port())
     assert not nobody["SuperLink, for nodes"].good
     assert not nobody["SuperLink, for the operator"].good
+
+
+@contextlib.contextmanager
+def listening(secrets, body):
+    """Something that has the server's own certificate, and answers everything with this."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(secrets / "server.crt", secrets / "server.key")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        served.socket = context.wrap_socket(served.socket, server_side=True)
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        try:
+            yield served.server_port
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("body", [b"<html></html>", b"[1, 2]", b"{}", b"\xff" * 100])
+def test_what_is_no_superlink_is_said_to_be_none(body, secrets):
+    with listening(secrets, body) as port, Operator(secrets, f"127.0.0.1:{port}") as operator:
+        found = findings(secrets, port, port)
+        assert not all(one.good for one in found.values())
+        if body != b"{}":
+            assert "is no SuperLink" in found["SuperLink, for the operator"].found
+        with pytest.raises(EngineError, match="is no SuperLink"):
+            operator.nodes()
+        with pytest.raises(EngineError, match="is no SuperLink"):
+            doctor.status(secrets, f"127.0.0.1:{port}")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("token", [b"\xff\xfe", "é".encode(), b"a\nb", b"a\0"])
+def test_a_damaged_token_says_what_to_do(token, secrets, tmp_path):
+    shutil.copytree(secrets, tmp_path / "keys")
+    (tmp_path / "keys" / "operator.token").write_bytes(token)
+    for look in (doctor.status, partial(check.look, nodes="127.0.0.1:1")):
+        with pytest.raises(ConfigError, match=r"operator.token is damaged .* copy it again"):
+            look(tmp_path / "keys", control="127.0.0.1:1")
 
 
 def test_doctor_shows_the_server_apps_own_error(flower, fleet, secrets):

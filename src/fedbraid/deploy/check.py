@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbraid.deploy.keys import signed
+from fedbraid.deploy.operator import read_token
 from fedbraid.errors import ConfigError, MissingExtra
 
 PROTOBUF = {"content-type": "application/protobuf", "accept": "application/protobuf"}
@@ -39,7 +40,7 @@ def look(folder: Path, nodes: str, control: str) -> list[Trial]:
     except ImportError as error:
         raise MissingExtra("deployment", "flower") from error
     try:
-        token = (folder / "operator.token").read_text().strip()
+        token = read_token(folder)
         context = _context(folder)
     except OSError as error:
         raise ConfigError(

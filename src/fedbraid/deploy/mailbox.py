@@ -24,6 +24,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from fedbraid.errors import WireError
 
 WORKERS = 4  # requests at once
+PATIENCE = 30.0  # seconds that one request may be tried for; Flower would try for ever
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Mailbox:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        if isinstance(grid, HttpGrid):
+            grid._retry_invoker.max_time = PATIENCE
         self.letters: dict[str, Letter] = {}  # by the message that each answers, as the SuperLink says
 
     def pull(self, ids: Sequence[str]) -> list[tuple[str, Message | WireError]]:

@@ -48,7 +48,9 @@ def client_app(project: Project) -> ClientApp:
         if "leave" in (order := _config(message)):
             place = _place(context, order["run"])
             return _answer(part(project, order, project.settings(context.run_config), place), message)
-        samples = seat.sit(context.node_config)
+        if order.get("ask") == "nudge":
+            return _answer({}, message)
+        samples = seat.meet(order.get("server"), context.node_config)
         memory = Memory.read(_place(context, _config(message)["run"]))
         about = {"name": _name(context), "samples": samples, "held": memory.held, "client": _claim(context)}
         return _answer(about, message)
@@ -72,16 +74,24 @@ class Seat:
 
     project: Project
     place: dict[str, Any] = field(default_factory=dict)  # the configuration of the node whose data this is
+    server: str | None = None  # that it was read for
     own: Task | None = None
     known: tuple[Settings, int] | None = None  # what the gradient was made for
     made: tuple[Setup, Gradient] | None = None
 
-    def sit(self, node_config: Mapping[str, Any]) -> int:
-        """Read the data, as whenever a node introduces itself: how many samples there are."""
+    def meet(self, server: str | None, node_config: Mapping[str, Any]) -> int:
+        """Read the data for a server that is not known yet; one that asks twice gets the same answer."""
+        if self.own is None or server is None or (server, dict(node_config)) != (self.server, self.place):
+            self.sit(node_config)
+            self.server = server
+        assert self.own is not None
+        return int(self.own.sizes[0])
+
+    def sit(self, node_config: Mapping[str, Any]) -> None:
+        """Read the data."""
         self.own, self.known = None, None  # whatever happens now
         self.own = self.project.parts.own(node_config)
         self.place = dict(node_config)
-        return int(self.own.sizes[0])
 
     def ready(
         self, settings: Settings, node_config: Mapping[str, Any], client: int

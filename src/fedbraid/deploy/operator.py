@@ -16,8 +16,6 @@ from fedbraid.deploy.keys import fingerprint
 from fedbraid.deploy.sign import sign
 from fedbraid.errors import ConfigError, EngineError, MissingExtra
 
-PATIENCE = 30.0  # seconds that the SuperLink may take to answer
-
 
 @dataclass(frozen=True)
 class Node:
@@ -43,7 +41,7 @@ class Operator:
     def __init__(self, folder: Path, address: str = "127.0.0.1:8001", token: str | None = None) -> None:
         self.folder, self.address = folder, address
         try:
-            self.token = (folder / "operator.token").read_text().strip() if token is None else token
+            self.token = read_token(folder) if token is None else token
             self.ca = (folder / "ca.crt").read_bytes()
         except OSError as error:
             raise ConfigError(
@@ -95,6 +93,8 @@ class Operator:
         with self._calling("take a signed app") as client:
             headers = {"fedbraid-signature": json.dumps(signatures)}
             stored = self._post(client, SIGNED_APP, bundle, headers).json()
+            if not isinstance(stored, dict) or not {"hash", "app"} <= stored.keys():
+                raise ValueError(f"it says {str(stored)[:100]}")
         asked = StartRunRequest(
             fab=Fab(hash_str=stored["hash"]),
             app_spec=stored["app"],
@@ -109,7 +109,9 @@ class Operator:
     def about(self) -> dict[str, Any]:
         """Versions and time where the SuperLink runs."""
         with self._calling("say what it is") as client:
-            found: dict[str, Any] = self._post(client, ABOUT, b"", {}).json()
+            found = self._post(client, ABOUT, b"", {}).json()
+            if not isinstance(found, dict):
+                raise ValueError(f"it says {str(found)[:100]}")
         return found
 
     def _post(self, client: Any, path: str, body: bytes, headers: Mapping[str, str]) -> Any:
@@ -167,6 +169,10 @@ class Operator:
             raise EngineError(
                 f"the SuperLink at {self.address} did not {what}: {error}; is it running, and is the tunnel to it open?"
             ) from error
+        except ValueError as error:  # of bytes that are no message of Flower's
+            raise EngineError(
+                f"what listens at {self.address} is no SuperLink, or of another version: asked to {what}, {error}"
+            ) from error
 
     def _connected(self) -> Any:
         if self._client is None:
@@ -185,6 +191,20 @@ class Operator:
     def __exit__(self, *_: object) -> None:
         if self._client is not None:
             self._client.close()
+
+
+def read_token(folder: Path) -> str:
+    """The operator's own."""
+    path = folder / "operator.token"
+    try:
+        token = path.read_text("ascii").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); copy it again from where the keys were made"
+        ) from error
+    if not token.isprintable():
+        raise ConfigError(f"{path} is damaged ({token[:20]!r}…); copy it again from where the keys were made")
+    return token
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ class Roster:
     def _whose(self, client: int) -> str:
         return f"is {self.members[client].name!r}" if client in self.members else "is far beyond all others"
 
+    @property
+    def nodes(self) -> set[int]:
+        """Where they are, or were last."""
+        return {m.node for m in self.members.values() if m.node is not None}
+
     def at(self, online: Iterable[int]) -> dict[int, Member]:
         """Members by the node they are at, for the nodes that are connected."""
         here = set(online)

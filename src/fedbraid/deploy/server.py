@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,9 +53,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")  # whose lines reach `flwr log` and the SuperLink
 
 T = TypeVar("T")
-HELLO, LEAVE = "hello", "leave"
+HELLO, LEAVE, NUDGE = "hello", "leave", "nudge"
 MOST_LOSS = 1e30  # of a mean in single precision nothing is left beyond
 FORGOT = "it no longer had what it remembered and began anew; what the server has of it stays as it was"
+SOON = 10.0  # seconds, before which nobody is asked again
+FEW = 4  # nodes that are asked again at once
 SHOWN = 1000  # nodes in the status file, and comings and goings in a step's record
 Letter = tuple["Job", str, dict[str, Any]]  # what is to be answered, the message's type and content
 
@@ -129,7 +131,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        return self.id not in (HELLO, LEAVE)
+        return self.id not in (HELLO, LEAVE, NUDGE)
 
     @property
     def errand(self) -> Any:
@@ -187,6 +189,7 @@ class Fleet:
         )
         self.algorithm, self.work, self.layout = setup.algorithm, setup.work, setup.task.layout
         self.names = list(self.algorithm.downloads)
+        self.life = secrets.token_hex(8)  # of this server
         self.id = ""  # the run's own name, which nodes file their memory under
         self.run: Run | None = None
         self.roster, self.bound = Roster(), Bound(settings.norm_factor)
@@ -196,6 +199,8 @@ class Fleet:
         self.online: dict[int, str] = {}  # node -> the fingerprint of its key
         self.woke: dict[int, str] = {}  # node -> when it last connected
         self.resting = Resting()  # clients whose orders, and nodes whose introductions failed
+        first = min(max(settings.deadline / 10, SOON), 6 * SOON)
+        self.patience = Resting(first, max(settings.deadline, first))  # with nodes that were asked something
         self.spare: list[Arrival] = []  # uploads that came while a step was closing, for the next
         self.orders: dict[int, tuple[int, bytes]] = {}  # the newest version by what its reader holds
         self.parting: dict[str, float] = {}  # who is to leave, since when
@@ -204,7 +209,7 @@ class Fleet:
         self.late = 0
         self.lost = 0.0  # since when the SuperLink has not answered
         self.begun = time.monotonic()
-        self.met = 0.0
+        self.met = self.repeated = 0.0  # when nodes were looked for, and when some were asked again
         self.here: set[int] = set()  # clients whose nodes are connected
         self.moves: list[tuple[str, int, float]] = []  # ("came" or "went", client, when) since the last step
 
@@ -431,12 +436,31 @@ class Fleet:
         return False
 
     def _wait(self, name: str, seconds: float | None) -> None:
+        if self.lost:
+            left = self.lost + self.settings.deadline - time.monotonic()
+            self.wait.now("the SuperLink, which does not answer", left)
+            return
         if seconds is not None and not self.state.t and not self.asked:
             return  # the nodes are waited for, which has no end
         now = time.monotonic()
-        silent = [(now - j.since, self._who(j)) for j in self.flying.values()]
-        told = ", ".join(f"{who} was asked {age:.0f} s ago" for age, who in sorted(silent, reverse=True)[:10])
+        silent = [(now - j.since, self._who(j), times) for j, times in self._open()]
+        told = ", ".join(
+            f"{who} was asked {age:.0f} s ago" + (f", {times} times so far" if times > 1 else "")
+            for age, who, times in sorted(silent, reverse=True)[:10]
+        )
         self.wait.now(name, seconds, told or f"{len(self._idle())} clients are idle, none is asked")
+
+    def _open(self) -> list[tuple[Job, int]]:
+        """What is to be answered, by the first time that it was asked, and how often it was."""
+        found: dict[Any, list[Job]] = {}
+        for job in self._mattering(self.flying.values()):
+            found.setdefault((job.trains, job.errand), []).append(job)
+        return [(jobs[0], len(jobs)) for jobs in found.values()]
+
+    def _mattering(self, jobs: Iterable[Job]) -> list[Job]:
+        """Without those whose answer changes nothing: nudges, and questions to nodes that have said their name since."""
+        known = self.roster.nodes
+        return [j for j in jobs if j.id != NUDGE and not (j.id == HELLO and j.node in known)]
 
     def _who(self, job: Job) -> str:
         return (
@@ -454,18 +478,42 @@ class Fleet:
         self.met = time.monotonic()
         found = self._tried("say who is there", lambda: [*self.grid.get_nodes()], None)
         if found is None:
+            self._status("running")
             return
         nodes = {n.node_id: n for n in found}
         self.online = {i: fingerprint(n.public_key) for i, n in nodes.items()}
         self._forget_restarted({i: n.last_activated_at for i, n in nodes.items()})
         self._part()
-        known = {j.node for j in self.flying.values() if j.id == HELLO}
-        known |= {node for node in self.online if (HELLO, node) in self.resting}
-        known |= {m.node for m in self.roster.members.values() if m.node is not None}
-        strangers = sorted(self.online.keys() - known)
-        self._send([(Job(HELLO, node, -1, -1), MessageType.QUERY, {"run": self.id}) for node in strangers])
+        strangers = self.online.keys() - self.roster.nodes
+        new = {n for n in strangers if n not in self.patience.of and (HELLO, n) not in self.resting}
+        late = self._overdue(strangers)
+        self._query(HELLO, new | (late & strangers), server=self.life)
+        self._query(NUDGE, late - strangers)
         self._watch()
         self._status("running")
+
+    def _query(self, what: str, nodes: Iterable[int], **content: Any) -> None:
+        letters = [
+            (Job(what, node, -1, -1), MessageType.QUERY, {"run": self.id, "ask": what, **content})
+            for node in sorted(nodes)
+        ]
+        self._send(letters)
+
+    def _overdue(self, strangers: set[int]) -> set[int]:
+        """Nodes that have had a question for longer than is our patience, which grows each time.
+
+        A few at once: where many are late, their SuperLink is busy. Whatever the next question is, it brings forth an
+        answer that lies on its node, as it may on one of Flower's own.
+        """
+        if self.met - self.repeated < SOON:
+            return set()
+        asked = {j.node for j in self._mattering(self.flying.values())} | (
+            strangers & self.patience.of.keys()
+        )
+        late = sorted(n for n in asked & self.online.keys() if n not in self.patience)
+        if late:
+            self.repeated = self.met
+        return set(late[:FEW])
 
     def _watch(self) -> None:
         """Note who came and who went, for the next record."""
@@ -478,6 +526,8 @@ class Fleet:
         """A node that was started again knows nothing of the orders that it had; they will be given anew."""
         again = {i for i, at in woke.items() if self.woke.get(i, at) != at}
         self.woke |= woke
+        for node in again:
+            self.patience.succeeded(node)
         for message, job in list(self.flying.items()):
             if job.node in again:
                 del self.flying[message]
@@ -508,7 +558,7 @@ class Fleet:
 
     def _may_ask(self, member: Member) -> bool:
         asked = any(j.id == LEAVE and j.client == member.client for j in self.flying.values())
-        return not asked and (LEAVE, member.node) not in self.resting
+        return not (asked and member.node in self.patience) and (LEAVE, member.node) not in self.resting
 
     def _shares(self) -> dict[str, int]:
         """What a client that goes for good sends back, by name and width: nothing where the server holds it all."""
@@ -580,6 +630,7 @@ class Fleet:
         for (job, _, _), sent in zip_longest(letters, taken):
             if sent:
                 self.flying[sent] = job
+                self.patience.failed(job.node)
             else:
                 self._note(job.node, job.client, "the SuperLink did not take its order")
                 self.resting.failed(job.errand)
@@ -607,6 +658,9 @@ class Fleet:
             job = self.flying.pop(asked, None)
             if job is None:
                 self.late += 1
+                continue
+            self.patience.succeeded(job.node)
+            if not self._mattering([job]):
                 continue
             try:
                 if isinstance(message, WireError):
@@ -692,7 +746,7 @@ class Fleet:
                 "client": -1, "name": f"node {j.node}, of which no name is known", "node": str(j.node), "here": True,
                 "asked": round(now - j.since, 1),
             }
-            for j in self.flying.values() if j.id == HELLO and j.node in self.online
+            for j, _ in self._open() if j.id == HELLO and j.node in self.online
         ]  # fmt: skip
         nodes = [
             {

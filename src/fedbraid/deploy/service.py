@@ -105,10 +105,8 @@ class Service:
         node += ["--auth-supernode-private-key", str(self.key), "--trusted-entities", str(self.trusted)]
         node += ["--isolation", "process", "--host", "127.0.0.1", "--port", at.rpartition(":")[2]]
         node += ["--superexec-auth-secret-file", str(secret)]
-        supernode = _tool("flower-supernode")
-        assert supernode is not None
         return {
-            "flower-supernode": self._popen([supernode, *node]),
+            "flower-supernode": self._popen([sys.executable, *worker.SUPERNODE, *node]),
             "the worker": self._popen(worker.command(at, secret)),
         }
 

@@ -92,7 +92,11 @@ class Flower:
     def node(
         self, name: str, config: dict[str, Any], key: Path | None = None, words: Sequence[str] = ()
     ) -> None:
-        """Start a SuperNode with this node configuration, and the worker that does its tasks."""
+        """Start a SuperNode with this node configuration, and the worker that does its tasks; again, if it died."""
+        for old in (name, f"{name}.worker"):
+            if (process := self.processes.pop(old, None)) is not None:
+                process.kill()
+                process.wait()
         given = " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())
         port, secret = free_port(), worker.new_secret(self.scratch / f"{name}.secret")
         arguments = [
@@ -103,7 +107,7 @@ class Flower:
             words = ["--insecure"] if self.keys is None else self._trusting(self.keys)
         if key is not None:
             words = [*words, "--auth-supernode-private-key", str(key)]
-        self.start(name, "flower-supernode", [*arguments, *words])
+        self._popen(name, [sys.executable, *worker.SUPERNODE, *arguments, *words], 0)
         self._popen(f"{name}.worker", worker.command(f"127.0.0.1:{port}", secret), self.processes[name].pid)
 
     @staticmethod

@@ -25,6 +25,7 @@ from fedbraid.deploy.notes import say
 TOKEN = "FEDBRAID_TASK"  # in the environment of a fresh process: the task that it begins with
 POLL = 0.2  # seconds between two looks for a task
 AS_MODULE = ("-P", "-m", "fedbraid.deploy.worker")
+SUPERNODE = ("-P", "-m", "fedbraid.deploy.supernode")  # whose tasks it does
 PATIENCE = 60.0  # seconds that a SuperNode may be silent
 MORTAL = """\
 import ctypes, os, sys
@@ -104,12 +105,16 @@ class Worker:
         from flwr.app import Message
         from flwr.app.error import Error
         from flwr.common.constant import ErrorCode, SubStatus
+        from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
         from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
         failed = ""
         with self._connected(token) as link, _beating(link):
             got, newer = self._pulled(link, main)
             if got is None:
+                push_task_output(
+                    link, None, SubStatus.FAILED, "it could not be taken"
+                )  # so that nobody waits
                 return newer
             message, context, run, fab = got
             try:
@@ -121,8 +126,9 @@ class Worker:
             try:
                 push_message(link, reply, context)
                 push_task_output(link, context, SubStatus.FAILED if failed else SubStatus.COMPLETED, failed)
-            except httpx.HTTPStatusError as error:
+            except (httpx.HTTPStatusError, ObjectPushError) as error:
                 say(f"an answer was not taken: {error}")
+                push_task_output(link, None, SubStatus.FAILED, str(error))
         if failed:
             afresh("an order failed")
         return None

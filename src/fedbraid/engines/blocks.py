@@ -138,13 +138,14 @@ def _slice(rows: Tensor) -> slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
 
 
-def give_back_large_blocks(size: int = 2**22) -> None:
-    """Tell glibc to return freed blocks of this size to the system, and to keep what is smaller in one place for all
-    threads: otherwise each keeps a few of both for itself. What following the model left goes back at once.
+def keep_what_is_freed(most: int = 2**26) -> None:
+    """Tell glibc to keep up to so many freed bytes, in one place for all threads, for the next block: handed back to the
+    system, every vector of a wide model would be made of fresh pages at every visit. What following the model left goes.
     """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-3, size)  # M_MMAP_THRESHOLD
         libc.mallopt(-8, 1)  # M_ARENA_MAX
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that glibc takes
+        libc.mallopt(-1, most)  # M_TRIM_THRESHOLD
         libc.malloc_trim(0)
 
 
@@ -157,7 +158,7 @@ class Hands:
         for _ in range(self.count):
             self._free.put(grad.alone())
         self._pool = ThreadPoolExecutor(self.count, "fedbraid")
-        give_back_large_blocks()
+        keep_what_is_freed()
 
     def map(self, work: Callable[[Native, P], R], parts: Iterable[P]) -> Iterator[R]:
         """The results in the order of the parts, at most one part a thread ahead of who takes them."""

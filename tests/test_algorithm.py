@@ -274,3 +274,34 @@ def test_neutral_parts_are_fedavg(blobs):
         for a in (fb.Algorithm(), fb.fedavg())
     ]
     assert torch.equal(*xs)
+
+
+def test_a_rule_that_holds_on_to_y_finds_it_as_it_was():
+    """The update takes y's place in memory only where nobody else has it."""
+    found = []
+
+    class Holds(fb.Rule):
+        def start(self, loc):
+            return {"held": loc.x.expand(len(loc.K), -1)}
+
+        def step(self, g, y, s, loc):
+            return g, {"held": y}
+
+        def remember(self, received, s, loc):
+            found.append((s["held"].clone(), loc.x - received["delta"]))
+            return {}
+
+    draw = np.random.default_rng(0)
+    data = [(draw.normal(size=(4, 3)).astype(np.float32), draw.integers(0, 2, 4)) for _ in range(3)]
+    task = fb.Task.from_arrays(torch.nn.Linear(3, 2), data)
+    fb.simulate(
+        task,
+        fb.Algorithm(rule=Holds()),
+        fb.Work(lr=0.1, batch=None),
+        fb.rounds(1),
+        engine="in_process(backend='vmap')",
+    )
+    trained = [pair for pair in found if pair[0].shape[1] == task.layout.size]  # without the rehearsal
+    assert trained
+    for held, y in trained:
+        assert torch.allclose(held, y, atol=1e-6)

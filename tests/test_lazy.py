@@ -102,6 +102,51 @@ def test_reading_ahead_is_what_reading_is():
     store.stop()
 
 
+def test_the_next_round_is_read_while_this_one_trains_and_who_left_is_let_go():
+    store = task(noisy, lazy=True).inputs.store
+    plain = store.table(np.array([5]), 5, 9)
+    store.ahead(np.array([3]), 4, 9, np.array([5, 6]))
+    store.table(np.array([3]), 4, 9)
+    assert set(store._readers.coming) == {(5, 5, 9), (6, 5, 9)}
+    store.ahead(np.array([5, 2]), 5, 9)  # 6 has left
+    assert set(store._readers.coming) == {(5, 5, 9), (2, 5, 9)}
+    assert torch.equal(store.table(np.array([5]), 5, 9)[0], plain[0])
+    store.stop()
+
+
+def test_a_client_who_leaves_is_not_waited_for():
+    class Leaves:
+        def step(self, record, run):
+            if run.state.t == 2:
+                run.leave(0)
+
+    whole = [
+        fb.simulate(
+            task(noisy, lazy=True),
+            fb.fedavg(),
+            WORK,
+            fb.rounds(6, clients=4),
+            engine=LOOP,
+            callbacks=[Leaves()],
+        )
+        for _ in range(2)
+    ]
+    assert all(0 not in record["clients"] for record in whole[0].history[2:])
+    assert torch.equal(whole[0].x, whole[1].x)
+
+
+def test_a_step_that_cannot_be_had_fails_in_its_turn(tmp_path):
+    """Looking one step ahead must not end a run before the step that was possible."""
+    when = fb.clock.availability({client: [[0, 3.5]] for client in range(7)})
+    schedule = fb.rounds(9, clients=2, durations=fb.clock.constant(1), availability=when)
+    for late in (False, True):
+        made = task(noisy if late else None, lazy=late)
+        with pytest.raises(fb.FedbraidError):
+            fb.simulate(made, fb.fedavg(), WORK, schedule, engine=LOOP, out=tmp_path / str(late))
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().count("\n") for name in ("False", "True")]
+    assert lines[0] == lines[1] > 0
+
+
 @pytest.mark.parametrize("draw", [lambda x: x + random.random(), lambda x: x + torch.rand(1).numpy(), noisy])
 def test_random_transforms_are_never_frozen(draw):
     with pytest.raises(DataError, match=r"client 0 draws random numbers .* lazy=True"):

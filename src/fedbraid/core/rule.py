@@ -347,9 +347,17 @@ def local(fn: LocalLoop) -> Rule:
 
 
 def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-    """All that a block uploads, by the order of its declaration."""
-    made = rule.finish(y, s, loc)
-    return {d.name: loc.x - y if d.update and d.name not in made else made[d.name] for d in rule.uploads()}
+    """All that a block uploads, by the order of its declaration; the update in y's own place, where nobody holds that."""
+    made, up = rule.finish(y, s, loc), rule.uploads()
+    mine = [d.name for d in up if d.update and d.name not in made]
+    held = y._is_view() or any(_same(v, y) for v in (*made.values(), *s.values()))
+    place = None if held or len(mine) > 1 else y
+    return {d.name: torch.sub(loc.x, y, out=place) if d.name in mine else made[d.name] for d in up}
+
+
+def _same(v: Tensor, y: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return v.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def _merge(parts: list[Vectors], verb: str) -> Vectors:

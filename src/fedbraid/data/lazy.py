@@ -11,7 +11,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -207,10 +207,17 @@ class Store:
 
     # Reading ahead --------------------------------------------------------------------------------
 
-    def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
-        """Begin to read what will be asked for, in this order."""
+    def ahead(
+        self, clients: NDArray[np.int64], version: int, seed: int, after: NDArray[np.int64] | None = None
+    ) -> None:
+        """Begin to read what will be asked for, in this order, and after it what will be at the next version."""
         if readers := self._start():
-            self._next.extend((int(c), version, seed) for c in clients)
+            now = [(c, version, seed) for c in clients.tolist()]
+            for key in readers.coming.keys() - set(now):  # of who was foreseen, and then left
+                with suppress(FedbraidError):
+                    readers.take(key)
+            later = [] if after is None else [(c, version + 1, seed) for c in after.tolist()]
+            self._next = deque(key for key in now + later if key not in readers.coming)
             self._top_up(readers, WINDOW)
 
     def _start(self) -> _Readers | None:

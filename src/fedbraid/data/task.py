@@ -313,10 +313,17 @@ class Task:
             return self
         return cast("Task", Seen(self, clients, self.inputs.store.table(clients, version, seed)))
 
-    def ahead(self, clients: NDArray[np.int64], version: int, seed: int) -> None:
-        """Who will be visited next, for lazy data to be read ahead."""
+    def ahead(
+        self, clients: NDArray[np.int64], version: int, seed: int, after: NDArray[np.int64] | None = None
+    ) -> None:
+        """Who will be visited next, and after them at the next version, for lazy data to be read ahead."""
         if isinstance(self.inputs, Column):
-            self.inputs.store.ahead(clients, version, seed)
+            self.inputs.store.ahead(clients, version, seed, after)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether samples are read when their client is visited."""
+        return isinstance(self.inputs, Column)
 
     def close(self) -> None:
         """Stop what reads ahead."""

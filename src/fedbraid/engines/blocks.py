@@ -68,7 +68,7 @@ class InProcess:
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
-        self.setup.task.ahead(orders.clients, orders.version, self.setup.seed)
+        self.setup.task.ahead(orders.clients, orders.version, self.setup.seed, orders.after)
         hands = self.hands.count if self.hands else 1
         ends = np.cumsum([0, *shares(len(orders.clients), hands, self.size)])
         parts = (orders.part(slice(lo, hi)) for lo, hi in pairwise(ends))

@@ -58,6 +58,7 @@ class Orders:
     clients: NDArray[np.int64]
     down: Vectors
     recall: Callable[[NDArray[np.int64]], Vectors]
+    after: NDArray[np.int64] | None = None  # who will train from the version after, where that is known
 
     def part(self, some: slice) -> Order:
         """What some of them are told."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedbraid.core.rule import Vectors
 from fedbraid.engines.client import Orders
+from fedbraid.errors import FedbraidError
 from fedbraid.run.state import State
 from fedbraid.schedule import Tick
 
@@ -66,6 +67,9 @@ class Jobs:
         self.stateful = algorithm.stateful(layout) or bool(setup.task.own(setup.seed))
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
+        self.after: NDArray[np.int64] | None = (
+            None  # the next step's clients, where data must be read for them
+        )
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -77,7 +81,11 @@ class Jobs:
     def ticks(self, run: Run) -> Iterator[Tick]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
         seen = () if run.seen is None else (run.seen,)  # for schedules that choose by it
-        for tick in run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), *seen):
+        ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), *seen)
+        for tick, after in (
+            _foreseen(ticks) if self.task.lazy and run.seen is None else ((t, None) for t in ticks)
+        ):
+            self.after = after.clients if after is not None and after.together else None
             if tick.step >= run.state.t:
                 tick = tick.without(run.state.gone)
             self._opens(tick)
@@ -112,7 +120,7 @@ class Jobs:
             return
         if not self.ahead:
             for version, clients in _runs(tick):
-                for reply in self.engine.train(orders(state, version, clients)):
+                for reply in self.engine.train(orders(state, version, clients, self.after)):
                     yield reply, np.full(len(reply.clients), version)
             return
         block: list[Reply] = []
@@ -140,6 +148,21 @@ class Jobs:
         return self.ready[version][client]
 
 
+def _foreseen(ticks: Iterator[Tick]) -> Iterator[tuple[Tick, Tick | None]]:
+    """Each tick with the one after it; what is wrong with that one is said when its turn comes."""
+    tick = next(ticks, None)
+    while tick is not None:
+        after, wrong = None, None
+        try:
+            after = next(ticks, None)
+        except FedbraidError as error:
+            wrong = error
+        yield tick, after
+        if wrong is not None:
+            raise wrong
+        tick = after
+
+
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
     if tick.together:
@@ -158,8 +181,10 @@ def _join(parts: list[Reply]) -> Reply:
     return parts[0] if len(parts) == 1 else type(parts[0]).join(parts)
 
 
-def orders(state: State, version: int, clients: NDArray[np.int64]) -> Orders:
+def orders(
+    state: State, version: int, clients: NDArray[np.int64], after: NDArray[np.int64] | None = None
+) -> Orders:
     def recall(some: NDArray[np.int64]) -> Vectors:
         return {k: v.to(state.x.device) for k, v in state.clients.get(some).items()}
 
-    return Orders(version, clients, state.sent[version].vectors, recall)
+    return Orders(version, clients, state.sent[version].vectors, recall, after)

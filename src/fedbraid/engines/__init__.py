@@ -74,7 +74,7 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
 
     seconds = auto.expected_seconds(task, work, cohort * steps)
     if seconds < auto.WORTH:
-        return in_process(backend=auto.guess(task))
+        return in_process()
     chosen = auto.best(task, work, cohort, seconds)
     fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
     return auto.Watched(fastest, chosen, task)

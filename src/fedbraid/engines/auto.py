@@ -63,9 +63,10 @@ def expected_seconds(task: Task, work: Work, visits: int) -> float:
     return float(visits * int(step_counts(n, work)[0]) * step)
 
 
-def guess(task: Task) -> str:
-    """The backend of a small job."""
-    return "vmap" if Vmap.suits(task) else "loop"
+def guess(task: Task, seconds: float) -> str:
+    """The backend that is not measured: for so few seconds on a CPU, what vmap must import first takes longer."""
+    small = seconds < WORTH and task.device.type == "cpu"
+    return "vmap" if not small and Vmap.suits(task) else "loop"
 
 
 def compiling(task: Task) -> float:

@@ -217,11 +217,12 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         return _private(setup, own, backend, threads, precision)
     if backend == "auto":
         seconds = expected_seconds(task, setup.work, setup.visits)
-        found = faster(task, setup.work, seconds / hands(setup.cohort)) if precision is None else None
+        large = seconds >= WORTH and precision is None
+        found = faster(task, setup.work, seconds / hands(setup.cohort)) if large else None
         native = _native(task, threads, required=False) if found == "native" else None
         if native is not None:
             return native
-        backend = "vmap" if found == "vmap" else guess(task)
+        backend = "vmap" if found == "vmap" else guess(task, seconds)
     if backend == "native":
         return _native(task, threads)
     if backend == "vmap":

@@ -138,7 +138,7 @@ def _slice(rows: Tensor) -> slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
 
 
-def keep_what_is_freed(most: int = 2**26) -> None:
+def keep_what_is_freed(most: int = 2**25) -> None:
     """Tell glibc to keep up to so many freed bytes, in one place for all threads, for the next block: handed back to the
     system, every vector of a wide model would be made of fresh pages at every visit. What following the model left goes.
     """

@@ -49,9 +49,7 @@ class Crew:
     job: Job
     count: int | None = None
     hands: dict[Connection, Any] = field(default_factory=dict, repr=False)  # pipe -> process
-    due: Counter[Connection] = field(
-        default_factory=Counter, repr=False
-    )  # what was posted and not answered yet
+    due: Counter[Connection] = field(default_factory=Counter, repr=False)  # posted and not answered yet
 
     def __post_init__(self) -> None:
         self.count = len(os.sched_getaffinity(0)) if self.count is None else self.count

@@ -138,14 +138,14 @@ def _slice(rows: Tensor) -> slice:
     return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0)
 
 
-def keep_what_is_freed(most: int = 2**25) -> None:
-    """Tell glibc to keep up to so many freed bytes, in one place for all threads, for the next block: handed back to the
+def keep_what_is_freed() -> None:
+    """Tell glibc to keep up to 32 MiB of freed bytes, in one place for all threads, for the next block: handed back to the
     system, every vector of a wide model would be made of fresh pages at every visit. What following the model left goes.
     """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-8, 1)  # M_ARENA_MAX
         libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that glibc takes
-        libc.mallopt(-1, most)  # M_TRIM_THRESHOLD
+        libc.mallopt(-1, 2**25)  # M_TRIM_THRESHOLD
         libc.malloc_trim(0)
 
 

@@ -67,9 +67,7 @@ class Jobs:
         self.stateful = algorithm.stateful(layout) or bool(setup.task.own(setup.seed))
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
-        self.after: NDArray[np.int64] | None = (
-            None  # the next step's clients, where data must be read for them
-        )
+        self.after: NDArray[np.int64] | None = None  # the next step's clients, where data is read ahead
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -82,9 +80,8 @@ class Jobs:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
         seen = () if run.seen is None else (run.seen,)  # for schedules that choose by it
         ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), *seen)
-        for tick, after in (
-            _foreseen(ticks) if self.task.lazy and run.seen is None else ((t, None) for t in ticks)
-        ):
+        foresees = self.task.lazy and run.seen is None
+        for tick, after in _foreseen(ticks) if foresees else ((tick, None) for tick in ticks):
             self.after = after.clients if after is not None and after.together else None
             if tick.step >= run.state.t:
                 tick = tick.without(run.state.gone)

@@ -36,9 +36,8 @@ class Tally:
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
         sent = next(iter(up.vectors.values()))
         moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
-        columns = torch.cat(
-            [up.p(self.kind), up.lr, up.K, up.a, reply.loss[:, None], moved], 1
-        )  # float64 as lr is
+        # in float64, which lr has
+        columns = torch.cat([up.p(self.kind), up.lr, up.K, up.a, reply.loss[:, None], moved], 1)
         self.sums = dict(zip(self.sums, _plus([*self.sums.values()], columns.cpu().numpy()), strict=True))
         if not math.isfinite(self.sums["drift"]):
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))

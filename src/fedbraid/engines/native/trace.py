@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Graph:
     inputs: int  # how many of the values are given
     tokens: list[int | None]  # how many different numbers each may be, where it is of numbers of things
 
-    @property
+    @cached_property
     def mixes(self) -> bool:
         """Whether a sample's output depends on the other samples of its batch."""
         return any(op.mixes for op in self.ops)

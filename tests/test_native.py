@@ -29,7 +29,7 @@ from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
 from fedbraid.engines.gradients import Loop
-from fedbraid.engines.native import Native, NativeUnavailable, build, ops
+from fedbraid.engines.native import Native, NativeUnavailable, build, codegen, ops
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.normals import normals
 from fedbraid.engines.native.swap import swapper
@@ -50,11 +50,12 @@ def _cache(tmp_path_factory):
         yield
 
 
-def make_task(model, shape, loss="cross_entropy", outputs=3, tokens=0, **options) -> Task:
+def make_task(model, shape, loss="cross_entropy", outputs=3, tokens=0, places=None, **options) -> Task:
     torch.manual_seed(1)
     x = torch.randint(tokens, (ROWS, *shape)) if tokens else torch.randn(ROWS, *shape)
     classes = {"cross_entropy": outputs, "logistic": 2}.get(loss)
-    y = torch.randint(classes, (ROWS,)) if classes else torch.randn(ROWS, outputs)
+    places = places or (() if classes else (outputs,))
+    y = torch.randint(classes, (ROWS, *places)) if classes else torch.randn(ROWS, *places)
     return Task.from_table(model, x, y, torch.arange(ROWS), [0, 30, ROWS], loss=loss, **options)
 
 
@@ -117,23 +118,31 @@ def random_model(seed: int) -> tuple[nn.Module, tuple[int, ...]]:
         layers.append(layer)
         now = layer(now)
 
-    activations = [nn.ReLU, nn.Tanh, nn.Sigmoid, lambda: nn.LeakyReLU(draw.choice([0.01, 0.3])), nn.Identity]
+    activations = [
+        nn.ReLU, nn.Tanh, nn.Sigmoid, lambda: nn.LeakyReLU(draw.choice([0.01, 0.3])), nn.Identity, nn.ELU, nn.Mish, nn.Softplus,
+    ]  # fmt: skip
     for _ in range(draw.randint(1, 3)):
         kernel = tuple(min(draw.randint(1, 5), n) for n in now.shape[2:])
         border = tuple(draw.randint(0, min(2, k)) for k in kernel)
         stride = (draw.choice([1, 1, 2]), draw.choice([1, 1, 2]))
-        append(
-            nn.Conv2d(
-                now.shape[1], draw.choice([2, 4, 6, 8]), kernel, stride, border, bias=draw.random() < 0.7
-            )
+        apart = tuple(
+            draw.choice([1, 2]) if s == 1 and 2 * (k - 1) < n + 2 * p else 1
+            for s, k, n, p in zip(stride, kernel, now.shape[2:], border)
         )
+        width, biased = draw.choice([2, 4, 6, 8]), draw.random() < 0.7
+        if draw.random() < 0.2:
+            append(nn.ConvTranspose2d(now.shape[1], width, kernel, stride, bias=biased))
+        else:
+            append(nn.Conv2d(now.shape[1], width, kernel, stride, border, apart, bias=biased))
         if draw.random() < 0.4:
             append(nn.GroupNorm(2, now.shape[1]))
         first, second = draw.choice(activations)(), draw.choice(activations)()
         append(first)
         if min(now.shape[2:]) >= 4:
             k = draw.choice([2, 3])
-            pool = draw.choice([nn.MaxPool2d, nn.AvgPool2d])
+            pool = draw.choice(
+                [nn.MaxPool2d, lambda *a, **o: nn.MaxPool2d(*a, **o, ceil_mode=True), nn.AvgPool2d]
+            )
             append(pool(k, stride=draw.choice([None, 1, 2]), padding=draw.choice([0, 0, 1])))
             append(second)
     append(nn.Flatten())
@@ -283,12 +292,12 @@ class Chain(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent net over the embedded text, read in one of the usual ways."""
 
-    def __init__(self, kind, read, **options) -> None:
+    def __init__(self, kind, read, hidden=6, **options) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.embed, self.net, self.read = nn.Embedding(7, 5), kind(5, 6, **options), read
+        self.embed, self.net, self.read = nn.Embedding(7, 5), kind(5, hidden, **options), read
         sides = 2 if options.get("bidirectional") else 1
-        self.head = nn.Linear(6 * sides, 3)
+        self.head = nn.Linear(hidden * sides, 3)
 
     def forward(self, x):
         x = self.embed(x)
@@ -323,6 +332,20 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return self.by * x
+
+
+class Wide(nn.Module):
+    """Linear maps of rows, wide enough for samples to be taken as rows, with a way around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.inner, self.last = nn.Linear(6, 64), nn.Linear(64, 80, bias=False), nn.Linear(80, 64)
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head((x + self.last(self.inner(x).tanh())).mean(1))
 
 
 class Positions(nn.Module):
@@ -404,8 +427,165 @@ def halves(x):
     return a[:, 0] * b[:, 1]
 
 
+class GPT(nn.Module):
+    """Causal attention as it is written by hand, or by PyTorch's function; weights are functions' arguments."""
+
+    def __init__(self, how, last=True, p=0.0) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.how, self.last, self.p = how, last, p
+        self.words, self.places, self.qkv = nn.Embedding(7, 8), nn.Embedding(6, 8), nn.Linear(8, 24)
+        self.proj, self.head = nn.Parameter(0.5 * torch.randn(8, 8)), nn.Linear(8, 3)
+        self.register_buffer("seen", torch.tril(torch.ones(6, 6)).view(1, 1, 6, 6), persistent=False)
+
+    def forward(self, text):
+        b, t = text.size()
+        x = self.words(text) + self.places(torch.arange(t))
+        q, k, v = self.qkv(x).split(8, dim=2)
+        q, k, v = (a.view(b, t, 2, 4).transpose(1, 2) for a in (q, k, v))
+        if self.how == "by hand":
+            scores = (q @ k.transpose(-2, -1)) * (1.0 / k.size(-1) ** 0.5)
+            y = F.softmax(scores.masked_fill(self.seen[:, :, :t, :t] == 0, float("-inf")), dim=-1) @ v
+        elif self.how == "causal":
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True
+            )
+        elif self.how == "masked":
+            y = F.scaled_dot_product_attention(q, k, v, self.seen[0, 0, :t, :t] > 0, scale=0.3)
+        elif self.how == "padded":
+            y = F.scaled_dot_product_attention(q, k, v, (text != 2)[:, None, None, :])
+        else:
+            scores = torch.einsum("bhtd,bhsd->bhts", q, k) + self.seen.sin()
+            y = torch.einsum("bhts,bhsd->bhtd", scores.softmax(-1), v)
+        x = x + y.transpose(1, 2).contiguous().view(b, t, 8) @ self.proj
+        out = self.head(x)
+        return out[:, -1] if self.last else out.transpose(1, 2)
+
+
+class Tokens(nn.Module):
+    """A class token and learned queries: parameters that become values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.patch, self.token = nn.Conv2d(2, 6, 2, 2), nn.Parameter(torch.randn(1, 1, 6))
+        self.scale, self.queries = nn.Parameter(torch.rand(6)), nn.Parameter(torch.randn(1, 2, 6))
+        self.ask, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(12, 3)
+        self.warmth = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = x + self.scale * x.tanh()
+        seen, _ = self.ask(self.queries.expand(x.size(0), -1, -1), x, x, need_weights=False)
+        return self.head(seen.flatten(1)) * self.warmth - 1 / (2 + self.warmth * seen[:, 0, :3].tanh())
+
+
+class Decodes(nn.Module):
+    """A transformer that looks at another text."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 3)
+        one = nn.TransformerDecoderLayer(6, 2, 7, 0.0, batch_first=True, **options)
+        self.decoder = nn.TransformerDecoder(one, 2)
+
+    def forward(self, text):
+        x = self.embed(text)
+        later = torch.ones(3, 3).triu(1).bool()
+        return self.head(
+            self.decoder(x[:, :3], x[:, 3:], tgt_mask=later, memory_key_padding_mask=text[:, 3:] == 2).mean(1)
+        )
+
+
+class Own(nn.Module):
+    """Layers whose weights are the model's own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.words, self.kernel = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(6, 4, 2))
+        self.gain, self.bias, self.slope = (nn.Parameter(torch.rand(6)) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(3, 6))
+
+    def forward(self, x):
+        x = F.conv1d(F.embedding(x, self.words).transpose(1, 2), self.kernel, self.bias, padding=1)
+        x = F.prelu(F.group_norm(x, 2, self.gain, self.bias), self.slope).mean(2)
+        x = F.rms_norm(F.layer_norm(x, (6,), self.gain, self.bias), (6,), self.bias)
+        return F.linear(x, self.weight) - x.tanh() @ self.weight.t()
+
+
+class Columns(nn.Module):
+    """Tables for columns of the input, of which each may be larger than another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.tables = nn.ModuleList(nn.Embedding(n, 3) for n in (7, 9, 8))
+        self.bag = nn.EmbeddingBag(7, 3, mode="sum")
+
+    def forward(self, x):
+        return torch.stack([t(x[:, i]) for i, t in enumerate(self.tables)], 1).amax(1) + self.bag(x[:, 1:])
+
+
+class Pairs(nn.Module):
+    """A map of pairs of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.pairs = nn.Linear(6, 4), nn.Bilinear(4, 6, 3)
+
+    def forward(self, x):
+        return self.pairs(self.first(x).tanh(), x)
+
+
+def normalised(x):
+    """What people write by hand."""
+    x = F.normalize(x, dim=-1) + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (
+        (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5)
+        + x.var(1, False, True)
+    ).sum(1)
+
+
+def chosen(x):
+    """Masks of computed values."""
+    y = torch.where(x > 0.1, x * x, -x) + torch.maximum(x, 2 * x.sin()) + torch.min(x, x.cos())
+    far = torch.where(torch.tensor([[True, False, True]]), y, 0.5)
+    return far + y.masked_fill(x <= -0.2, 0.3) + torch.where(y >= 1, 2.0, y) * (x != 0).float()
+
+
+class Bends(nn.Module):
+    """The sum of layers, each times a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([
+            nn.ELU(0.7), nn.SELU(), nn.CELU(1.3), nn.Softplus(1.5), nn.LogSigmoid(), nn.Mish(), nn.Softsign(),
+            nn.Tanhshrink(), nn.Hardsigmoid(), nn.Hardtanh(-0.5, 2.0), nn.Hardshrink(0.4), nn.Softshrink(0.3),
+            nn.Threshold(0.2, -0.1),
+        ])  # fmt: skip
+
+    def forward(self, x):
+        return of_each(self.layers)(x)
+
+
+FUNCTIONS = (
+    torch.exp, torch.expm1, lambda x: torch.log(1 + x * x), lambda x: x.abs().log1p(), lambda x: (x.square() + 0.1).sqrt(),
+    lambda x: torch.rsqrt(x**2 + 0.5), lambda x: torch.reciprocal(2 + x.sin()), torch.erf, lambda x: x.cos() ** 3,
+    lambda x: (1.1 + x.tanh()).pow(1.7), lambda x: -x.abs(),
+)  # fmt: skip
+
+
+def of_each(functions):
+    return lambda x: sum((k % 3 - 1.4) * f(x) for k, f in enumerate(functions))
+
+
 OPERATIONS = {
     "linear of rows": (lambda: Chain(lambda: nn.Linear(6, 5), nn.Tanh, *to_three(20)), (4, 6), 0),
+    "linear of wide rows": (Wide, (3, 6), 0),
     "embedding": (lambda: Chain(lambda: nn.Embedding(7, 9, padding_idx=2), *to_three(45)), (5,), 7),
     "gru": (lambda: Recurrent(nn.GRU, lambda out, h: out[:, -1], batch_first=True, num_layers=2), (9,), 7),
     "gru, both ways": (
@@ -417,6 +597,9 @@ OPERATIONS = {
         (4,), 7,
     ),
     "rnn": (lambda: Recurrent(nn.RNN, lambda out, h: out.sum(0)), (5,), 7),
+    "gru, wide": (lambda: Recurrent(nn.GRU, lambda out, h: out.mean(1), 64, batch_first=True, num_layers=2), (3,), 7),
+    "lstm, wide, both ways": (lambda: Recurrent(nn.LSTM, lambda out, h: out[-1] * out[0], 64, bidirectional=True), (3,), 7),
+    "rnn, wide, no bias": (lambda: Recurrent(nn.RNN, lambda out, h: out[1], 80, bias=False, num_layers=2), (2,), 7),
     "one step": (lambda: Recurrent(nn.GRU, lambda out, h: out[0], num_layers=2), (1,), 7),
     "slice": (lambda: Chain(lambda: nn.Linear(6, 5), end=lambda x: x[:, 1:, ::2].flatten(1)[:, :3]), (4, 6), 0),
     "permute": (
@@ -502,6 +685,89 @@ OPERATIONS = {
     "encoder": (lambda: Encodes(norm_first=True, activation="gelu", dropout=0.0), (5,), 7),
     "encoder with a mask": (lambda: Encodes(causal=True, dropout=0.0), (5,), 7),
     "encoder with padding": (lambda: Encodes(padding=True, dropout=0.0), (5,), 7),
+    "curves": (lambda: Chain(lambda: Scale(3), lambda: nn.Linear(6, 3), Bends), (6,), 0),
+    "functions": (lambda: Chain(lambda: nn.Linear(6, 3), end=of_each(FUNCTIONS)), (6,), 0),
+    "prelu and glu": (
+        lambda: Chain(lambda: nn.Conv1d(2, 4, 2), lambda: nn.PReLU(4), nn.PReLU, lambda: nn.GLU(1), *to_three(6)), (2, 4), 0,
+    ),
+    "softmax along another dimension": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (x.softmax(1) * x + F.log_softmax(x, 1)).sum(1)), (4, 6), 0,
+    ),
+    "largest": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: x.max(dim=1)[0] + torch.min(x, 1).values * x.amax((1, 2)).unsqueeze(1)),
+        (4, 6), 0,
+    ),
+    "largest of a window": (
+        lambda: Chain(lambda: nn.Conv2d(2, 3, 3, padding=1), lambda: nn.AdaptiveMaxPool2d((2, 1)), *to_three(6)), (2, 4, 4), 0,
+    ),
+    "stacked, taken apart": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: torch.stack(x.unbind(1), -1).mT[:, 1] * x.select(1, 2)
+                      + x.narrow(1, 1, 2)[:, None].sum(2)[:, -1]),
+        (4, 6), 0,
+    ),
+    "normalised by hand": (lambda: Chain(lambda: nn.Linear(6, 3), end=normalised), (4, 6), 0),
+    "masks of what was computed": (lambda: Chain(lambda: nn.Linear(6, 3), end=chosen), (6,), 0),
+    "constants": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: ((torch.arange(3) - x) / torch.tensor([2.0, 3.0, 5.0])
+                      - torch.ones(4, 1) * x + 2.0 / (3 + torch.ones(4, 3) * x.tanh())).sum(1)),
+        (4, 6), 0,
+    ),
+    "products": (
+        lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: (torch.ones(2, 4, 4).tril().to(x) @ (x @ x.transpose(1, 2) @ x)[:, None])
+                      .sum((1, 2)) + torch.bmm(x.mT, torch.matmul(x.new_ones(4, 4).tril(), x)).sum(1)),
+        (4, 6), 0,
+    ),
+    "attention by hand": (lambda: GPT("by hand"), (6,), 7),
+    "attention by einsum": (lambda: GPT("einsum"), (6,), 7),
+    "causal attention": (lambda: GPT("causal"), (6,), 7),
+    "masked attention": (lambda: GPT("masked"), (6,), 7),
+    "attention to what is there": (lambda: GPT("padded"), (6,), 7),
+    "tokens of its own": (Tokens, (2, 4, 6), 0),
+    "decoder": (Decodes, (5,), 7),
+    "decoder with norms first": (lambda: Decodes(norm_first=True, activation="gelu"), (5,), 7),
+    "weights of its own": (Own, (5,), 7),
+    "tables for columns": (Columns, (3,), 7),
+    "upsampling": (
+        lambda: Chain(lambda: nn.Conv2d(2, 3, 2), lambda: nn.Upsample(scale_factor=(2, 3)), nn.Tanh, *to_three(3 * 36)), (2, 3, 4), 0,
+    ),
+    "dilation": (
+        lambda: Chain(lambda: nn.Conv2d(2, 4, 3, padding=(2, 3), dilation=(2, 3)), nn.Tanh,
+                      lambda: nn.Conv2d(4, 4, (2, 3), dilation=(3, 1), groups=2), *to_three(48)),
+        (2, 6, 6), 0,
+    ),
+    "dilation of a row": (
+        lambda: Chain(lambda: nn.Conv1d(2, 4, 3, padding="same", dilation=3), lambda: nn.MaxPool1d(2, ceil_mode=True), *to_three(20)),
+        (2, 9), 0,
+    ),
+    "transposed convolution": (
+        lambda: Chain(lambda: nn.Conv2d(2, 5, 2), lambda: nn.ConvTranspose2d(5, 3, 3, 2, 1, output_padding=1), nn.Tanh,
+                      lambda: nn.ConvTranspose2d(3, 2, (2, 3), bias=False), *to_three(2 * 9 * 8)),
+        (2, 5, 4), 0,
+    ),
+    "transposed convolution by tiles": (
+        lambda: Chain(lambda: nn.ConvTranspose2d(8, 9, 3), nn.Tanh, lambda: nn.ConvTranspose2d(9, 8, 3, padding=1), *to_three(512)),
+        (8, 6, 6), 0,
+    ),
+    "transposed convolution of a row": (
+        lambda: Chain(lambda: nn.ConvTranspose1d(2, 3, 4, 2, padding=1), *to_three(30)), (2, 5), 0,
+    ),
+    "windows that reach out": (
+        lambda: Chain(lambda: nn.Conv2d(2, 3, 2), lambda: nn.MaxPool2d(3, 2, ceil_mode=True), nn.Tanh,
+                      lambda: nn.MaxPool2d(2, padding=1, ceil_mode=True), *to_three(12)),
+        (2, 7, 8), 0,
+    ),
+    "uneven windows": (
+        lambda: Chain(lambda: nn.Conv2d(2, 3, 2), lambda: nn.AdaptiveAvgPool2d((3, 7)), *to_three(63)), (2, 6, 5), 0,
+    ),
+    "borders": (
+        lambda: Chain(lambda: nn.ZeroPad2d((1, 0, 2, 1)), lambda: nn.Conv2d(2, 8, 2), lambda: nn.PixelShuffle(2), nn.Tanh,
+                      end=lambda x: F.pad(x, (-1, 2, 1, -2)).mean(3)[:, 1, :3]),
+        (2, 4, 3), 0,
+    ),
+    "bilinear": (Pairs, (6,), 0),
+    "all last states": (
+        lambda: Recurrent(nn.LSTM, lambda out, hc: hc[0].permute(1, 0, 2).flatten(1), bidirectional=True), (4,), 7,
+    ),
     "frozen": (frozen_part, (6,), 0),
     "tied": (tied, (5,), 7),
 }  # fmt: skip
@@ -531,6 +797,39 @@ def assert_same_bits(task, grad) -> None:
     assert torch.equal(one(y[2:], batch.client(2))[0], both[2:])
 
 
+@pytest.mark.parametrize(
+    ("model", "loss", "shape", "places", "tokens"),
+    [
+        (lambda: GPT("causal", last=False), "cross_entropy", (6,), (6,), 7),
+        (lambda: nn.Conv2d(2, 3, 3, padding=1), "cross_entropy", (2, 4, 5), (4, 5), 0),
+        (lambda: nn.Linear(6, 5), "logistic", (6,), (5,), 0),
+        (lambda: Chain(lambda: nn.Linear(6, 1), end=lambda x: x.squeeze(-1)), "mse", (4, 6), (4,), 0),
+    ],
+    ids=["words", "pixels", "labels", "numbers"],
+)
+def test_targets_of_more_than_one_number(model, loss, shape, places, tokens):
+    """A class for each word or pixel, several labels or numbers."""
+    task = make_task(model, shape, loss, tokens=tokens, places=places)
+    assert Native.supports(task) is None
+    grad = Native(task, threads=2, flags=QUICK)
+    assert_equals_autograd(task, grad, 2, 13)
+    assert_same_bits(task, grad)
+    losses, classes = grad.evaluate(task.initial(0), task.inputs, task.targets)
+    want, said = Loop(task).evaluate(task.initial(0), task.inputs, task.targets)
+    torch.testing.assert_close(losses, want)
+    assert classes is said is None
+
+
+def test_a_column_beyond_its_table_is_refused():
+    task = make_task(Columns, (3,), tokens=7)
+    grad, x = Native(task, flags=QUICK), torch.full((2, 3), 6)
+    x[1, 2] = 7
+    with pytest.raises(DataError, match="an input is 7, but the model looks up 0 to 6 only"):
+        grad.evaluate(task.initial(0), x, task.targets[:2])
+    x[1, 2] = 6
+    grad.evaluate(task.initial(0), x, task.targets[:2])
+
+
 def test_values_that_nobody_reads_again_leave_their_room():
     def workspace(layers: int) -> int:
         task = make_task(lambda: Chain(*[lambda: Scale(2)] * layers, *to_three(24)), (4, 6))
@@ -538,6 +837,19 @@ def test_values_that_nobody_reads_again_leave_their_room():
         return int(source.partition("workspace = ")[2].partition(";")[0])
 
     assert workspace(30) < 2 * workspace(3)
+
+
+def test_pieces_make_the_same_library(monkeypatch):
+    """A source of several pieces is compiled at the same time, to the bits that it has in one."""
+    task = make_task(fb.models.lenet5, (1, 28, 28))
+    batch, y = make_batch(task, 2, 5), task.vector(0).repeat(2, 1)
+    found = []
+    for pieces in (4, 1):
+        monkeypatch.setattr(codegen, "_PIECES", pieces)
+        grad = Native(task)
+        assert f"#define PARTS {pieces}\n" in grad.source
+        found.append(torch.cat([part.flatten() for part in grad(y, batch)]))
+    assert torch.equal(*found)
 
 
 def with_statistics() -> nn.Module:
@@ -607,6 +919,38 @@ def test_inputs_of_several_tensors(by_name):
         grad.evaluate(y[0], {**parts} if by_name else (*inputs,), task.targets)
 
 
+class Heads(nn.Module):
+    """Attention of several heads by hand or by PyTorch's function."""
+
+    def __init__(self, width: int, heads: int, by_hand: bool) -> None:
+        super().__init__()
+        self.heads, self.by_hand, self.qkv = heads, by_hand, nn.Linear(width, 3 * width, bias=by_hand)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.by_hand:
+            y = (q @ k.mT * 0.3).softmax(dim=-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(b, t, c)
+
+
+class Gate(nn.Module):
+    """Each place by how much it is wanted, along time or along the features, and a scale."""
+
+    def __init__(self, width: int, time: bool) -> None:
+        super().__init__()
+        self.score, self.scale, self.dim = (
+            nn.Linear(width, width),
+            nn.Parameter(torch.rand(width)),
+            1 if time else 2,
+        )
+
+    def forward(self, x):
+        return x * self.score(x).softmax(self.dim) * self.scale - x.amax(self.dim, keepdim=True) / 3
+
+
 class Blocks(nn.Module):
     """Layers of sequences in an order drawn from a seed, some with a way around them."""
 
@@ -619,7 +963,7 @@ class Blocks(nn.Module):
         self.around = []
         made = []
         for _ in range(draw.randint(1, 3)):
-            kind = draw.choice(["gru", "lstm", "encoder", "think", "conv", "norm"])
+            kind = draw.choice(["gru", "lstm", "encoder", "think", "conv", "norm", "heads", "gate"])
             both = draw.random() < 0.5
             options = {"batch_first": True, "bidirectional": both, "num_layers": draw.randint(1, 2)}
             inner = width // 2 if both else width
@@ -645,6 +989,10 @@ class Blocks(nn.Module):
                     nn.Sequential(
                         nn.Linear(width, 5), draw.choice([nn.GELU, nn.SiLU, nn.Tanh])(), nn.Linear(5, width)
                     )
+                )
+            elif kind in ("heads", "gate"):
+                made.append(
+                    Heads(width, draw.choice([1, 2, 4]), both) if kind == "heads" else Gate(width, both)
                 )
             elif kind == "conv":
                 made.append(nn.Conv1d(width, width, 3, padding=1, groups=draw.choice([1, 2, width])))
@@ -709,6 +1057,7 @@ DROPPING = {
         lambda: Recurrent(nn.GRU, lambda out, h: out[:, -1], batch_first=True, num_layers=2, dropout=0.5), (4,), 7,
     ),
     "encoder": (lambda: Encodes(dropout=0.3), (5,), 7),
+    "attention by PyTorch's function": (lambda: GPT("causal", p=0.3), (6,), 7),
 }  # fmt: skip
 
 
@@ -750,7 +1099,8 @@ def autograd_with_zeros(task, y, batch, i, noise, monkeypatch):
         return x * kept(noise, len(x), next(layers).output, x.shape[1], p)[:, :, None, None]
 
     def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        later = torch.full((q.shape[-2], k.shape[-2]), -torch.inf if is_causal else 0.0).triu(1)
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + later).softmax(-1)
         return dropout(weights, dropout_p) @ v
 
     with monkeypatch.context() as patch:
@@ -1011,10 +1361,48 @@ def pooled_and_tiles() -> nn.Module:
     )  # fmt: skip
 
 
+class Products(nn.Module):
+    """Products, masks and parameters as values, in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.gate, self.asked = (
+            GPT("by hand", last=False),
+            Gate(3, True),
+            nn.Parameter(torch.rand(1, 2, 3)),
+        )
+        self.own, self.attention = (
+            nn.Parameter(torch.rand(3, 5)),
+            nn.MultiheadAttention(3, 1, batch_first=True),
+        )
+
+    def forward(self, text):
+        x = self.gate(self.heads(text).mT)
+        x, _ = self.attention(self.asked.expand(text.size(0), -1, -1), x, x)
+        x = torch.einsum("btc,bsc->bts", x, x) @ x + chosen(x.mean(1, keepdim=True)[:, 0]).unsqueeze(1)
+        return torch.max(x, 1)[0] + (x @ self.own).sum(1)[:, :3]
+
+
+def odd_images() -> nn.Module:
+    return Chain(
+        lambda: nn.ZeroPad2d((1, 2, 0, 1)), lambda: nn.Conv2d(2, 4, 3, padding=2, dilation=2), nn.Mish,
+        lambda: nn.MaxPool2d(3, 2, ceil_mode=True), lambda: nn.ConvTranspose2d(4, 8, 3, 2, 1, output_padding=1),
+        lambda: nn.PixelShuffle(2), lambda: nn.AdaptiveAvgPool2d((3, 5)), lambda: nn.Upsample(scale_factor=2), *to_three(2 * 60),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "tokens"),
     [
         (Residual, (2, 12, 12), 0),
+        (Products, (6,), 7),
+        (Wide, (17, 6), 0),
+        (
+            lambda: Recurrent(nn.GRU, lambda out, h: out[0] + out[-1], 64, num_layers=2, bidirectional=True),
+            (3,),
+            7,
+        ),
+        (odd_images, (2, 7, 6), 0),
         (Everything, (5,), 7),
         (tiles_and_statistics, (9, 7, 7), 0),
         (pooled_and_tiles, (2, 11, 15), 0),
@@ -1166,16 +1554,16 @@ class Branching(nn.Module):
 
 class Scaled(Branching):
     def forward(self, x):
-        return self.fc(x) @ torch.eye(3)
+        return self.fc(x).cumsum(1)
 
 
 @pytest.mark.parametrize(
     ("model", "options", "why"),
     [
-        (lambda: nn.Sequential(nn.Linear(6, 3), nn.Softplus()), {}, "Softplus at '1'"),
+        (lambda: nn.Sequential(nn.Linear(6, 3), nn.RReLU()), {}, "RReLU at '1'"),
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False)), {}, "running statistics"),
         (Branching, {}, "cannot be traced"),
-        (Scaled, {}, "matmul"),
+        (Scaled, {}, "cumsum"),
         (lambda: nn.Linear(6, 3), {"loss": lambda out, y: out.square().mean(1)}, "custom function"),
     ],
 )  # fmt: skip
@@ -1189,9 +1577,11 @@ def test_what_is_not_supported_is_said(model, options, why):
 @pytest.mark.parametrize(
     ("layer", "why"),
     [
-        (nn.Conv2d(2, 4, 3, dilation=2), "dilation"),
-        (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
-        (nn.AdaptiveAvgPool2d(4), "uneven"),
+        (nn.Conv2d(2, 4, 3, stride=2, dilation=2), "dilation and a stride"),
+        (nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), "a padding other than zeros"),
+        (nn.AvgPool2d(2, ceil_mode=True), "ceil_mode"),
+        (nn.AdaptiveMaxPool2d(4), "uneven"),
+        (nn.Upsample(scale_factor=1.5), "a whole number of times"),
     ],
 )
 def test_what_a_layer_cannot_do_is_said(layer, why):
@@ -1208,6 +1598,21 @@ def test_hook_that_tracing_cannot_see_is_noticed():
 
     with pytest.raises(NativeUnavailable, match="gives losses"):
         Native(make_task(hooked, (7,)), flags=QUICK)
+
+
+def test_gradient_that_a_hook_bends_is_noticed():
+    """At every start, until a library has given autograd's once."""
+
+    def bent(by: float = 1.0) -> nn.Module:
+        model = nn.Linear(7, 4)
+        model.weight.register_hook(lambda g: by * g)
+        return nn.Sequential(model, nn.Tanh(), nn.Linear(4, 3))
+
+    for _ in range(2):
+        with pytest.raises(NativeUnavailable, match="gradient is not autograd's"):
+            Native(make_task(lambda: bent(0.5), (7,)), flags=QUICK)
+    grad = Native(make_task(bent, (7,)), flags=QUICK)
+    assert build.proven(grad.source, QUICK)
 
 
 @pytest.mark.parametrize(("memory", "much"), [("fp16", 2000.0), ("int8", 1e38), ("int4", 1e38)])

@@ -16,17 +16,6 @@ from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
 from fedbraid.run.checkpoint import Folder, Record
 
-SOURCES = (
-    "codegen.py",
-    "layers.py",
-    "ops.py",
-    "trace.py",
-    "kernels.hpp",
-    "images.hpp",
-    "runtime.hpp",
-    "sequence.hpp",
-)
-
 
 class Described(Protocol):
     """Whatever computes a run's numbers, and says how."""
@@ -54,7 +43,8 @@ def describe(engine: Described) -> Record:
 def _native(engine: Described) -> Record:
     source: Any = getattr(getattr(engine, "grad", None), "source", None)
     if source is None:  # the workers have it
-        source = "".join(files("fedbraid.engines.native").joinpath(name).read_text() for name in SOURCES)
+        all_files = sorted(files("fedbraid.engines.native").iterdir(), key=lambda f: f.name)
+        source = "".join(f.read_text() for f in all_files if f.name.endswith((".py", ".hpp")))
     command = compiler()
     return {
         "kernels": hashlib.blake2b(source.encode(), digest_size=8).hexdigest(),

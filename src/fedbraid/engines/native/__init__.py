@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import os
 import sys
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,12 +28,24 @@ from fedbraid.data.task import LOSSES, Task
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.engines.gradients import Torch
 from fedbraid.engines.native import normals, swap
-from fedbraid.engines.native.build import FLAGS, NativeUnavailable, built, compiler, lanes, library
+from fedbraid.engines.native.build import (
+    FLAGS,
+    NativeUnavailable,
+    build_beside,
+    built,
+    compiler,
+    lanes,
+    library,
+    prove,
+    proven,
+)
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
 from fedbraid.errors import DataError, EngineError
 
 __all__ = ["Native", "NativeUnavailable"]
+
+R = TypeVar("R")
 
 swap.hang_in()
 normals.hang_in()
@@ -62,6 +77,15 @@ class Native:
         return None
 
     @classmethod
+    def prepare(cls, task: Task) -> bool:
+        """Have the code of this task compiled beside whatever runs; whether there can be any."""
+        try:
+            build_beside(generate(_graph(task), str(task.loss), lanes(), ROOM))
+        except (Unsupported, NativeUnavailable):
+            return False
+        return True
+
+    @classmethod
     def ready(cls, task: Task) -> bool:
         """Whether this task can run natively without compiling first."""
         try:
@@ -79,6 +103,7 @@ class Native:
         self.examples = examples
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.size, self.classifies = task.whole.size, task.loss != "mse"
+        self.guesses = self.classifies and task.like[1].ndim == 1
         self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.whole.buffers
         self.task, self.fillers = task, [_filler(leaf) for leaf in tree.leaves(task.like[0])]
         self._compile(ROOM)
@@ -163,7 +188,7 @@ class Native:
             return self._plain.evaluate(x, inputs, targets)
         inputs, targets = _rows(whole), self._targets(targets)
         losses = torch.empty(len(inputs))
-        best = torch.empty(len(inputs), dtype=torch.int64) if self.classifies else None
+        best = torch.empty(len(inputs), dtype=torch.int64) if self.guesses else None
         _raise(
             self._evaluate(
                 x.data_ptr(), self.graph.constants.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
@@ -190,16 +215,12 @@ class Native:
 
     def _look_at(self, inputs: Tree) -> None:
         """Refuse numbers that name no row of the model's table."""
-        if not self.graph.tokens or inputs is self._looked_at:
+        if inputs is self._looked_at:
             return
-        for leaf, count in zip(tree.leaves(inputs), self.graph.tokens):
+        for leaf, limit in zip(tree.leaves(inputs), self.graph.limits):
             leaf = leaf.values if isinstance(leaf, Padded) else leaf
-            if count is None or not leaf.numel():
-                continue
-            low, high = (int(n) for n in leaf.aminmax())
-            if low < 0 or high >= count:
-                bad = low if low < 0 else high
-                raise DataError(f"an input is {bad}, but the model looks up 0 to {count - 1} only")
+            if limit is not None and leaf.numel():
+                _refuse_beyond(leaf, limit)
         self._looked_at = inputs
 
     def _check(self, task: Task) -> None:
@@ -209,11 +230,41 @@ class Native:
         module = task.module().eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
-        got, _ = self.evaluate(task.whole.flatten(module), x, y)
+        got, _ = _aside(self.evaluate, task.whole.flatten(module), x, y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
             )
+        if self.examples is None and not task.stochastic and not proven(self.source, self.flags):
+            self._prove(task)
+
+    def _prove(self, task: Task) -> None:
+        """Refuse to train by a gradient that is not autograd's; a library that stood this is not asked again."""
+        count = TRIED if self.graph.mixes else 4
+        batch, y = Batch(task.inputs, task.targets, task.rows[None, :count]), task.vector(0)
+        if self.graph.mixes and len(task.rows) < count:
+            return  # statistics of a few samples say nothing
+        module, (x, t) = task.whole.load(task.module(), y).train(), batch.alone()
+        task.per_example(task.run(module, x), t, x).mean().backward()  # type: ignore[no-untyped-call]
+        named = dict(module.named_parameters())
+        slots = [named[slot.name] for slot in task.whole if not slot.buffer]
+        want = torch.cat(
+            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in slots]
+        )
+        got, _ = _aside(self, y[None].clone(), batch)
+        off = float(torch.linalg.vector_norm(got[0, : len(want)] - want))
+        self._buffer = torch.empty(0, self.size)
+        if off > 0.01 * float(torch.linalg.vector_norm(want)) + 1e-6:
+            raise NativeUnavailable(
+                f"the compiled model's gradient is not autograd's: it is {off:.2g} away from it"
+            )
+        prove(self.source, self.flags)
+
+
+def _aside(work: Callable[..., R], *args: Any) -> R:
+    """What a function gives on a thread whose workspace goes with it: others may do the work later."""
+    with ThreadPoolExecutor(1) as once:
+        return once.submit(work, *args).result()
 
 
 _FAULTS: dict[int, EngineError | DataError] = {
@@ -239,6 +290,21 @@ def use_large_pages(table: Tensor, page: int = 2**21, collapse: int = 25) -> Non
             madvise(ctypes.c_void_p(start + k * page), ctypes.c_size_t(page), collapse)
 
     threading.Thread(target=ask, args=(table,), daemon=True).start()
+
+
+def _refuse_beyond(leaf: Tensor, limit: Tensor) -> None:
+    count = int(limit.min())
+    if (
+        leaf.shape[1:] == limit.shape and limit.numel() > 1 and int(limit.max()) > count
+    ):  # tables of its columns
+        beyond = ((leaf < 0) | (leaf >= limit)).nonzero()
+        bad = None if not len(beyond) else int(leaf[tuple(beyond[0])])
+        count = count if bad is None else int(limit[tuple(beyond[0][1:])])
+    else:
+        low, high = (int(n) for n in leaf.aminmax())
+        bad = low if low < 0 else high if high >= count else None
+    if bad is not None:
+        raise DataError(f"an input is {bad}, but the model looks up 0 to {count - 1} only")
 
 
 def _raise(status: int) -> None:
@@ -304,18 +370,21 @@ def _followed(task: Task) -> Graph:
     if (tail := task.whole.buffers) is not None and tail.stop < task.whole.size:
         raise Unsupported("personal parts stand behind the running statistics")
     graph = trace(task.module(), task.whole, tree.numbers(tree.take(inputs, slice(1))))
-    outputs, wanted = graph.shapes[graph.output][0], targets[0].numel()
-    if task.loss == "mse" and wanted != outputs:
-        raise Unsupported(f"the model has {outputs} outputs for {wanted} targets")
-    if task.loss != "mse" and targets.ndim != 1:
-        raise Unsupported("a sample has more than one label")
+    wanted = tuple(targets.shape[1:])
+    fits = len(graph.result) > 0 and graph.result[1:] == wanted
+    if task.loss != "cross_entropy":
+        fits = math.prod(graph.result) == math.prod(wanted)
+    if not fits:
+        raise Unsupported(f"the model's outputs have shape {graph.result} for targets of {wanted}")
+    if task.loss != "mse" and targets.is_floating_point() and not bool((targets == targets.long()).all()):
+        raise Unsupported("the targets are not numbers of classes")
     padded = any(isinstance(leaf, Padded) for leaf in tree.leaves(given))
     if padded and (graph.mixes or not _blind_to_padding(task, given, inputs)):
         raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
     return graph
 
 
-TRIED = 16  # samples of as many lengths as there are,
+TRIED = 16  # samples, of as many lengths as there are,
 MODELS = 2  # by so many models of random weights
 
 

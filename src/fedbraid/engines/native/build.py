@@ -6,11 +6,14 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -42,9 +45,10 @@ def compiler() -> list[str] | None:
 
 
 def lanes() -> int:
-    """Samples to a vector: 16 with AVX-512, but 8 on AMD, where it was as fast and pads less."""
+    """Samples to a vector: 16 with AVX-512, but 8 on AMD before Zen 5, whose units are half as wide."""
     model, instructions = cpu_model()
-    return 16 if "avx512f" in instructions.split() and "AMD" not in model else 8
+    halves = "AMD" in model and int(_processor().get("cpu family", 0)) < _ZEN_5
+    return 16 if "avx512f" in instructions.split() and not halves else 8
 
 
 @lru_cache(maxsize=8)
@@ -59,15 +63,25 @@ def version(command: tuple[str, ...]) -> str:
     return done.stdout.partition("\n")[0]
 
 
+_ZEN_5 = 26  # AMD's number of the family
+
+
 @lru_cache(maxsize=1)
-def cpu_model() -> tuple[str, str]:
-    """The processor's name and its instruction sets, which a library built for it depends on."""
+def _processor() -> dict[str, str]:
+    """What Linux says of the first core, nothing elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor() or platform.machine(), ""
+        return {}
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    facts = {name.strip(): value.strip() for name, _, value in pairs}
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def cpu_model() -> tuple[str, str]:
+    """The processor's name and its instruction sets, which a library built for it depends on."""
+    facts = _processor()
+    if not facts:
+        return platform.processor() or platform.machine(), ""
     return facts.get("model name", platform.machine()), facts.get("flags", facts.get("Features", ""))
 
 
@@ -97,6 +111,17 @@ def built(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
     return command is not None and _ours(_path(command, flags, source))
 
 
+def proven(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
+    """Whether what the library of this source computes has been compared with autograd."""
+    command = compiler()
+    return command is not None and _ours(_path(command, flags, source).with_suffix(".right"))
+
+
+def prove(source: str, flags: tuple[str, ...] = FLAGS) -> None:
+    if (command := compiler()) is not None:
+        _path(command, flags, source).with_suffix(".right").touch(mode=0o600)
+
+
 def _path(command: list[str], flags: tuple[str, ...], source: str) -> Path:
     parts = (source, *flags, *command, version(tuple(command)), *cpu_model())
     key = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
@@ -118,6 +143,39 @@ def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
         raise NativeUnavailable(f"the compiled library does not load: {error}") from error
 
 
+def build_beside(source: str, flags: tuple[str, ...] = FLAGS) -> None:
+    """Compile a source for later runs: at the lowest priority, in a process that nobody waits for."""
+    command, nice = compiler(), shutil.which("nice")
+    if command is None or nice is None or _ours(path := _path(command, flags, source)):
+        return
+    folder = path.with_suffix(".build")
+    try:
+        if folder.exists() and time.time() - folder.stat().st_mtime > ABANDONED:
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+        cpp, so = folder / "model.cpp", folder / "model.so"
+        cpp.write_text(source, encoding="utf-8")
+        words = [nice, "-n", str(NICE), *command, *flags, str(cpp), "-o", str(so)]
+        subprocess.run(
+            ["sh", "-c", _BESIDE, "sh", str(so), str(path), str(folder), *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            process_group=0, check=False, timeout=30,
+        )  # fmt: skip
+    except (
+        OSError,
+        subprocess.SubprocessError,
+    ):  # somebody is at it, or it cannot be had: later runs will see
+        return
+
+
+NICE = 19  # what a compiler that nobody waits for is to the others
+ABANDONED = 600  # seconds after which whoever began to compile is taken for dead
+_BESIDE = """
+so=$1 path=$2 folder=$3; shift 3
+{ "$@" && chmod 700 "$so" && mv -f "$so" "$path"; rm -rf "$folder"; } &
+"""
+
+
 def _ours(path: Path) -> bool:
     """Whether the library is there, this user's, and writable by nobody else."""
     try:
@@ -128,22 +186,34 @@ def _ours(path: Path) -> bool:
 
 
 def _compile(command: list[str], flags: tuple[str, ...], source: str, path: Path) -> None:
+    """A source that says so is compiled in pieces, at the same time."""
+    found = re.search(r"^#define PARTS (\d+)$", source, re.MULTILINE)
+    parts = int(found[1]) if found else 1
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         cpp, so = Path(folder, "model.cpp"), Path(folder, "model.so")
         cpp.write_text(source, encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [*command, *flags, str(cpp), "-o", str(so)],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
-        if done.returncode or not so.exists():
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            said = lines[0].strip() if lines else "it said nothing"
-            raise NativeUnavailable(f"{command[0]} failed with exit code {done.returncode}: {said}")
+        pieces = [str(cpp)]
+        if parts > 1:
+            alone = [*command, *(flag for flag in flags if flag != "-shared"), "-c", str(cpp)]
+            pieces = [str(Path(folder, f"{k}.o")) for k in range(parts)]
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as hands:
+                each = [hands.submit(_run, [*alone, f"-DPART={k}", "-o", o]) for k, o in enumerate(pieces)]
+            for piece in each:
+                piece.result()
+        _run([*command, *flags, *pieces, "-o", str(so)])
+        if not so.exists():
+            raise NativeUnavailable(f"{command[0]} made no library")
         so.chmod(0o700)
         os.replace(so, path)
+
+
+def _run(words: list[str]) -> None:
+    """Have a compiler do this, or say what it said."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailable(f"the compiler {words[0]} does not run: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        said = lines[0].strip() if lines else "it said nothing"
+        raise NativeUnavailable(f"{words[0]} failed with exit code {done.returncode}: {said}")

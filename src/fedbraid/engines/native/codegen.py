@@ -12,10 +12,10 @@ from fedbraid.engines.native.trace import Graph, Unsupported
 
 _CHUNK = 64  # samples that go through the layers together,
 _ROOM = 3 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
-_MODELS = 4  # or than so many models
+_MODELS = 2  # or than so many models
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
-_KERNELS = ("kernels.hpp", "images.hpp", "sequence.hpp")
+_KERNELS = ("kernels.hpp", "images.hpp", "curves.hpp", "rows.hpp", "recurrent.hpp", "sequence.hpp")
 
 
 def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = False) -> str:
@@ -32,7 +32,18 @@ def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = F
     writer = _Writer(graph, loss, lanes, blocks, examples)
     while blocks > 1 and not graph.mixes and writer.workspace * lanes * 4 > room:
         writer = _Writer(graph, loss, lanes, blocks := blocks // 2, examples)
-    return "\n".join([f"#define LANES {lanes}", *kernels, writer.model(), *runtime])
+    model, parts = writer.model()
+    head = f"#define LANES {lanes}\n#define PARTS {parts}"
+    return "\n".join([head, _ONE_PIECE, *kernels, model, *runtime, "#endif"])
+
+
+# Pieces are compiled at the same time: -DPART=k is the k-th of them, and the first has what the library exports.
+_ONE_PIECE = """#ifndef PART
+#define PART -1
+#endif
+#define HIDDEN __attribute__((visibility("hidden")))"""
+_WORTH_A_PIECE, _PIECES = 10, 4  # work that makes a compiler worth starting once more, and at most so often
+_RUNTIME = 8  # the work that the exports are
 
 
 @dataclass
@@ -81,12 +92,17 @@ class _Writer:
         return _Buffer(size * self.blocks, first, 2 * len(self.graph.ops) if self.examples else last)
 
     def _moving(self) -> set[int]:
-        """The values that depend on a trained parameter, and so need a gradient."""
+        """The values that depend on a trained parameter and move the output, and so need a gradient."""
         moving: set[int] = set()
         for op in self.graph.ops:
-            if any(w is not None and w.trained for w in op.weights) or moving.intersection(op.inputs):
+            trained = any(w is not None and w.trained for w in op.weights)
+            if op.moves and (trained or moving.intersection(op.inputs)):
                 moving.add(op.output)
-        return moving
+        seen = {self.graph.output}
+        for op in reversed(self.graph.ops):
+            if op.moves and op.output in seen:
+                seen.update(op.inputs)
+        return moving & seen
 
     def _way_back(self, v: int) -> list[int]:
         """When the operations that read a value take it back, those that then read it again."""
@@ -121,37 +137,67 @@ class _Writer:
             "output_gradient": self.gradients[out].offset,
         }
 
-    def model(self) -> str:
-        ops, out = self.graph.ops, self.graph.output
+    def _loss(self) -> str:
+        classes, places = self.graph.result[0] if self.graph.result else 1, math.prod(self.graph.result[1:])
+        sizes = f"{classes}, {places}" if self.loss == "cross_entropy" else f"{classes * places}"
+        return f"{_LOSSES[self.loss]}<{sizes}>"
+
+    def model(self) -> tuple[str, int]:
+        """The model's source, and in how many pieces it is."""
+        ops = self.graph.ops
         types = [f"typedef {op.type()} L{t};" for t, op in enumerate(ops)]
-        back = [line for t in reversed(range(len(ops))) for line in self._backward(t, ops[t])]
+        there = {t: [op.forward(f"L{t}", _At(self, t))] for t, op in enumerate(ops)}
+        back = {t: list(self._backward(t, ops[t])) for t in reversed(range(len(ops)))}
+        part, parts = self._shared_out(there, back)
         zero = "if (!add) std::memset(g, 0, sizeof(float) * parameters), add = true;"
         zeros = [] if self.graph.once else [zero]
         return "\n".join([
             *types,
             *(line for t, op in enumerate(ops) for line in self._agreements(t, op)),
+            *(_function("forward", _THERE, t, there[t], part["forward", t]) for t in there),
+            *(_function("backward", _BACK, t, back[t], part["backward", t]) for t in back if back[t]),
+            "#if PART <= 0",
             "struct Model {",
-            f"    typedef {_LOSSES[self.loss]}<{self.sizes[out]}> Loss;",
+            f"    typedef {self._loss()} Loss;",
             *(f"    static constexpr int64_t {name} = {value};" for name, value in self._constants().items()),
             "",
             "    // p: what is trained, q: what is not; key: of each sample's random numbers, none to evaluate.",
-            "    static void forward(const float* p, const float* q, V* v, const float* const* rows,",
-            "                        const uint64_t* key, int nb, int samples) {",
+            f"    static void forward({_THERE}) {{",
             *([] if self.by_rows else map(self._gather, range(self.graph.inputs))),
-            *(f"        {op.forward(f'L{t}', _At(self, t))}" for t, op in enumerate(ops)),
+            *(f"        forward_{t}({_names(_THERE)});" for t in there),
             "    }",
             "",
-            "    static void backward(const float* p, const float* q, float* g, V* v, const float* const* rows,",
-            "                         const uint64_t* key, int nb, int samples, bool add) {",
-            *(f"        {line}" for line in zeros + back),
+            f"    static void backward({_BACK}) {{",
+            *(f"        {line}" for line in zeros),
+            *(f"        backward_{t}({_names(_BACK)});" for t in back if back[t]),
             "    }",
             *(self._examples(zeros) if self.examples else []),
             "};",
-        ])  # fmt: skip
+        ]), parts  # fmt: skip
+
+    def _shared_out(
+        self, there: dict[int, list[str]], back: dict[int, list[str]]
+    ) -> tuple[dict[tuple[str, int], int], int]:
+        """Which piece has each function, those of one type together, and how many there are."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for way, calls in (("forward", there), ("backward", back)):
+            for t in calls:
+                alike.setdefault((way, self.graph.ops[t].type()), []).append(t)
+        work = {
+            (way, kind): (4 if self.graph.ops[some[0]].weights else 1) * (1 if way == "forward" else 2)
+            for (way, kind), some in alike.items()
+        }
+        load = [0] * max(1, min(_PIECES, sum(work.values()) // _WORTH_A_PIECE))
+        load[0] += _RUNTIME
+        part = {}
+        for key in sorted(work, key=lambda k: -work[k]):
+            least = load.index(min(load))
+            load[least] += work[key]
+            part.update({(key[0], t): least for t in alike[key]})
+        return part, len(load)
 
     def _examples(self, zeros: list[str]) -> Iterator[str]:
         """The way back in two: to the inputs, with the norms of all samples' gradients, then to the weights, scaled."""
-        given = "const float* const* rows, const uint64_t* key, int nb, int samples"
         ops = [(t, op) for t, op in reversed([*enumerate(self.graph.ops)]) if op.output in self.moving]
         self.written.clear()
         places = [w for _, op in ops for w in op.weights if w is not None and w.trained]
@@ -159,7 +205,7 @@ class _Writer:
             raise Unsupported(
                 "a layer is used twice, or mixes samples, so that norms of their gradients do not add up"
             )
-        yield f"    static void squares(const float* p, const float* q, V* v, {given}, V* squares) {{"
+        yield f"    static void squares(const float* p, const float* q, V* v, {_GIVEN}, V* squares) {{"
         yield "        float* g = nullptr; bool add = false; (void)g, (void)add;"
         for t, op in ops:
             at = _At(self, t, back=True, only="inputs")
@@ -172,7 +218,7 @@ class _Writer:
             yield from (f"        {line}" for line in calls)
         yield "    }"
         yield (
-            f"    static void scaled(const float* p, const float* q, float* g, V* v, {given}, const V* by, bool add) {{"
+            f"    static void scaled(const float* p, const float* q, float* g, V* v, {_GIVEN}, const V* by, bool add) {{"
         )
         yield from (f"        {line}" for line in zeros)
         for t, op in ops:
@@ -195,6 +241,22 @@ class _Writer:
     def _agreements(self, t: int, op: Op) -> Iterator[str]:
         for same in op.agreements(f"L{t}", _At(self, t)):
             yield f'static_assert({same}, "room for layer {t}");'
+
+
+_GIVEN = "const float* const* rows, const uint64_t* key, int nb, int samples"
+_THERE = f"const float* p, const float* q, V* v, {_GIVEN}"
+_BACK = f"const float* p, const float* q, float* g, V* v, {_GIVEN}, bool add"
+
+
+def _names(parameters: str) -> str:
+    return ", ".join(each.split()[-1] for each in parameters.split(","))
+
+
+def _function(name: str, parameters: str, t: int, lines: list[str], part: int) -> str:
+    """One operation's calls, there or back, in one of the pieces."""
+    head = f"HIDDEN void {name}_{t}({parameters})"
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"#if PART < 0 || PART == {part}\n{head} {{\n{body}\n}}\n#else\n{head};\n#endif"
 
 
 class _At:

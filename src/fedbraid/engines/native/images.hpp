@@ -3,8 +3,9 @@
 // Correlation -----------------------------------------------------------------------------------------------
 
 // out[o][y][x] = base[o] + sum over (i, ky, kx) of in[i][y SY + ky][x SX + kx] w[i][ky][kx][o], w packed by
-// tiles of o. Only the rows first, first + GAP, ... before `last` of `in` are read: the others are zero.
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX, int GAP = 1>
+// tiles of o. Only the rows first, first + GAP, ... before `last` of `in` are read: the others are zero. Places of the
+// kernel lie DY and DX apart; where DY is not 1, GAP is.
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX, int GAP = 1, int DY = 1, int DX = 1>
 struct Correlate {
     static constexpr Tile tile = best_tile(O, OX, 1, 4);
     static constexpr int taps = I * KY * KX;
@@ -27,11 +28,11 @@ struct Correlate {
             UNROLL for (int x = 0; x < M; x++) acc[o][x] = base ? splat(base[o]) : V{};
         for (int i = 0; i < I; i++)
             for (int ky = k0; ky < k1; ky += GAP) {
-                const V* row = in + (i * H + ky) * W;
+                const V* row = in + (i * H + ky * DY) * W;
                 const float* at = w + (i * KY + ky) * KX * N;
                 UNROLL for (int kx = 0; kx < KX; kx++) {
                     V v[M];
-                    UNROLL for (int x = 0; x < M; x++) v[x] = row[x * SX + kx];
+                    UNROLL for (int x = 0; x < M; x++) v[x] = row[x * SX + kx * DX];
                     UNROLL for (int o = 0; o < N; o++) {
                         V c = splat(at[kx * N + o]);
                         UNROLL for (int x = 0; x < M; x++) acc[o][x] += v[x] * c;
@@ -49,8 +50,8 @@ struct Correlate {
     static void rows(const V* in, const float* w, const float* base, V* out, int first, int last) {
         constexpr int whole = OX / tile.m * tile.m;
         for (int y = 0; y < OY; y++) {
-            int start = first - y * SY, k1 = last - y * SY < KY ? last - y * SY : KY;
-            int k0 = start > 0 ? start : (GAP - -start % GAP) % GAP;
+            int start = first - y * SY, end = (last - y * SY + DY - 1) / DY, k1 = end < KY ? end : KY;
+            int k0 = start > 0 ? (start + DY - 1) / DY : (GAP - -start % GAP) % GAP;
             const V* from = in + y * SY * W;
             V* to = out + y * OX;
             for (int x = 0; x < whole; x += tile.m)
@@ -385,23 +386,25 @@ struct Winograd {
 
 // Conv2d ----------------------------------------------------------------------------------------------------
 
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX>
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY = 1, int DX = 1>
 struct Conv {
-    static constexpr int HP = H + 2 * PY, WP = W + 2 * PX;
-    static constexpr int OY = (HP - KY) / SY + 1, OX = (WP - KX) / SX + 1;
-    static constexpr int HB = H + KY - 1, WB = W + KX - 1;  // dy, spread out and bordered for the way back
+    static_assert((DY == 1 || SY == 1) && (DX == 1 || SX == 1), "a kernel with gaps and a stride");
+    static constexpr int HP = H + 2 * PY, WP = W + 2 * PX, FY = DY * (KY - 1), FX = DX * (KX - 1);
+    static constexpr int OY = (HP - FY - 1) / SY + 1, OX = (WP - FX - 1) / SX + 1;
+    static constexpr int HB = H + FY, WB = W + FX;  // dy, spread out and bordered for the way back
     static constexpr bool padded = PY || PX;
     static constexpr int in_size = I * H * W, out_size = O * OY * OX;
     static constexpr int weights = O * I * KY * KX;
-    typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX> Forward;
-    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W, SY> Backward;
+    typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX, 1, DY, DX> Forward;
+    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W, SY, DY, DX> Backward;
+    static constexpr bool dense = DY == 1 && DX == 1;
     // Whether tiles pay: not for few channels, nor where many of a tile's outputs fall outside the image; and which.
     static constexpr int places(int T) {
         int there = across(OY, T) * across(OX, T), back = across(H, T) * across(W, T);
         return (T + 2) * (T + 2) * (2 * there + back);
     }
     static constexpr int T = I * O <= WIDE_TILES && 10 * places(4) < 9 * places(2) ? 4 : 2;
-    static constexpr bool tiled = KY == 3 && KX == 3 && SY == 1 && SX == 1 && PY <= 2 && PX <= 2 && I >= 8 && O >= 8 &&
+    static constexpr bool tiled = dense && KY == 3 && KX == 3 && SY == 1 && SX == 1 && PY <= 2 && PX <= 2 && I >= 8 && O >= 8 &&
                                   9 * (2 * OY * OX + H * W) * 2 >= 3 * places(T);
     typedef Winograd<I, H, W, O, PY, PX, T> Tiles;
     typedef Winograd<O, OY, OX, I, 2 - PY, 2 - PX, T> TilesBack;
@@ -419,12 +422,13 @@ struct Conv {
                 std::memcpy((void*)(to + (i * HP + y + PY) * WP + PX), x + (i * H + y) * W, sizeof(V) * W);
     }
 
+    template <bool ADD = false>
     OP void forward(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
         if constexpr (tiled) {
             Tiles::weights(w, I * 9, 9, false, (float*)scratch);
-            Tiles::template run<false>(x, (float*)scratch, b, y, scratch + packed, nb);
+            Tiles::template run<ADD>(x, (float*)scratch, b, y, scratch + packed, nb);
         } else {
-            forward_bordered(x, w, b, y, room, scratch, nb);
+            forward_bordered<ADD>(x, w, b, y, room, scratch, nb);
         }
     }
 
@@ -434,11 +438,12 @@ struct Conv {
         return padded ? room : x;
     }
 
+    template <bool ADD>
     static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
         Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
         for (int n = 0; n < nb; n++) {
             const V* from = bordered(x + n * in_size, room + n * kept);
-            Forward::template run<false>(from, (float*)scratch, b, y + n * out_size, first_row, last_row);
+            Forward::template run<ADD>(from, (float*)scratch, b, y + n * out_size, first_row, last_row);
         }
     }
 
@@ -448,7 +453,7 @@ struct Conv {
         if constexpr (tiled) {
             TilesBack::weights(w, 9, I * 9, true, (float*)scratch);
             TilesBack::template run<ADD>(dy, (float*)scratch, nullptr, dx, scratch + packed, nb);
-        } else if constexpr (SY == 1 && SX == 1 && Rows::pays) {
+        } else if constexpr (dense && SY == 1 && SX == 1 && Rows::pays) {
             for (int n = 0; n < nb; n++) Rows::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
         } else {
             backward_bordered<ADD>(dy, w, dx, scratch, nb);
@@ -457,7 +462,7 @@ struct Conv {
 
     template <bool ADD>
     static void backward_bordered(const V* dy, const float* w, V* dx, V* scratch, int nb) {
-        constexpr int top = KY - 1 - PY, left = KX - 1 - PX;
+        constexpr int top = FY - PY, left = FX - PX;
         V* wide = scratch + packed;
         Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
         std::memset((void*)wide, 0, sizeof(V) * spread);
@@ -484,11 +489,11 @@ struct Conv {
     template <int N, int M>
     INLINE void along(V (&acc)[N][M][KX], const V* x, const V* dy, int ky) {
         for (int y = 0; y < OY; y++) {
-            const V *row = x + (y * SY + ky) * WP, *d = dy + y * OX;
+            const V *row = x + (y * SY + ky * DY) * WP, *d = dy + y * OX;
             for (int c = 0; c < OX; c++) {
                 V v[M][KX];
                 UNROLL for (int i = 0; i < M; i++)
-                    UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
+                    UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k * DX];
                 UNROLL for (int o = 0; o < N; o++) {
                     V g = d[o * OY * OX + c];
                     UNROLL for (int i = 0; i < M; i++)
@@ -547,13 +552,42 @@ struct Conv {
     }
 };
 
+// A convolution the other way round: C goes from what this gives to what this gets, and shares its weights.
+template <class C, int O>
+struct Transposed {
+    static constexpr int plane = C::in_size / O;
+
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* scratch, int nb) {
+        C::template backward_input<false>(x, w, y, scratch, nb);
+        for (int k = 0; b && k < O * nb; k++)
+            for (int i = 0; i < plane; i++) y[k * plane + i] += b[k % O];
+    }
+
+    template <bool ADD>
+    OP void backward(const V* x, const float* w, const V* dy, V* dx, float* dw, float* db, V* room, V* scratch, int nb,
+                     bool add) {
+        if (dx) C::template forward<ADD>(dy, w, nullptr, dx, room, scratch, nb);
+        for (int n = 0; !dx && C::kept && n < nb; n++) C::bordered(dy + n * C::in_size, room + n * C::kept);
+        if (dw) C::backward_weight(dy, x, dw, nullptr, room, scratch, nb, add);
+        for (int o = 0; db && o < O; o++) {
+            V s = {};
+            for (int n = 0; n < nb; n++) {
+                const V* from = dy + n * C::in_size + o * plane;
+                s += sum(plane, [=](int k) { return from[k]; });
+            }
+            put(db + o, total(s), add);
+        }
+    }
+};
+
 // Pooling ---------------------------------------------------------------------------------------------------
 
-template <int C, int H, int W, int KY, int KX, int SY, int SX, int PY, int PX>
+// EY and EX: how far the last windows may reach beyond the border.
+template <int C, int H, int W, int KY, int KX, int SY, int SX, int PY, int PX, int EY = 0, int EX = 0>
 struct Pool {
-    static constexpr int OY = (H + 2 * PY - KY) / SY + 1, OX = (W + 2 * PX - KX) / SX + 1;
+    static constexpr int OY = (H + 2 * PY + EY - KY) / SY + 1, OX = (W + 2 * PX + EX - KX) / SX + 1;
     static constexpr int in_size = C * H * W, out_size = C * OY * OX;
-    static constexpr bool apart = SY == KY && SX == KX && !PY && !PX;  // windows neither overlap nor leave the image
+    static constexpr bool apart = SY == KY && SX == KX && !PY && !PX && !EY && !EX;  // windows neither overlap nor leave the image
     static constexpr bool covers = apart && OY * KY == H && OX * KX == W;
 
     // f(offset of the input) for each place of the window at (y, x), in PyTorch's order.
@@ -620,6 +654,63 @@ struct Pool {
         planes(nb, [=](int plane, int at, int oy, int ox) {
             V g = dy[at] * share<DIVISOR>(oy, ox);
             window(oy, ox, [&](int k) { dx[plane + k] = !ADD && apart ? g : dx[plane + k] + g; });
+        });
+    }
+};
+
+// The mean of windows that cut an image as evenly as can be, where they overlap.
+template <int C, int H, int W, int OY, int OX>
+struct Adaptive {
+    static constexpr int in_size = C * H * W;
+
+    // f(offset of the plane, of the output, window) for each output.
+    template <class F>
+    INLINE void each(int nb, F f) {
+        for (int64_t c = 0; c < nb * C; c++)
+            for (int y = 0; y < OY; y++)
+                for (int x = 0; x < OX; x++)
+                    f(c * (H * W), (c * OY + y) * OX + x, y * H / OY, ((y + 1) * H + OY - 1) / OY, x * W / OX,
+                      ((x + 1) * W + OX - 1) / OX);
+    }
+    OP void forward(const V* in, V* out, int nb) {
+        each(nb, [=](int64_t plane, int64_t at, int top, int bottom, int left, int right) {
+            V s = {};
+            for (int y = top; y < bottom; y++)
+                for (int x = left; x < right; x++) s += in[plane + y * W + x];
+            out[at] = s * (1.f / ((bottom - top) * (right - left)));
+        });
+    }
+    template <bool ADD>
+    OP void backward(const V* dy, V* dx, int nb) {
+        if (!ADD) std::memset((void*)dx, 0, sizeof(V) * in_size * nb);
+        each(nb, [=](int64_t plane, int64_t at, int top, int bottom, int left, int right) {
+            V g = dy[at] * (1.f / ((bottom - top) * (right - left)));
+            for (int y = top; y < bottom; y++)
+                for (int x = left; x < right; x++) dx[plane + y * W + x] += g;
+        });
+    }
+};
+
+// Zeros around an image, or less of it where a border is negative: [C][H][W] to [C][OY][OX].
+template <int C, int H, int W, int TOP, int LEFT, int OY, int OX>
+struct Border {
+    template <class F>
+    INLINE void rows(int nb, F f) {
+        constexpr int first = LEFT > 0 ? LEFT : 0, last = LEFT + W < OX ? LEFT + W : OX;
+        for (int64_t c = 0; c < nb * C; c++)
+            for (int y = 0; y < H; y++)
+                if (y + TOP >= 0 && y + TOP < OY)
+                    f((c * H + y) * W + first - LEFT, (c * OY + y + TOP) * OX + first, last - first);
+    }
+    OP void forward(const V* x, V* y, int nb) {
+        std::memset((void*)y, 0, sizeof(V) * C * OY * OX * nb);
+        rows(nb, [=](int64_t from, int64_t to, int n) { std::memcpy((void*)(y + to), x + from, sizeof(V) * n); });
+    }
+    template <bool ADD>
+    OP void backward(const V* dy, V* dx, int nb) {
+        if (!ADD) std::memset((void*)dx, 0, sizeof(V) * C * H * W * nb);
+        rows(nb, [=](int64_t from, int64_t to, int n) {
+            for (int k = 0; k < n; k++) dx[from + k] += dy[to + k];
         });
     }
 };

@@ -308,10 +308,14 @@ struct Linear {
             weight_block<O % tile.n, M>(x, dy + whole, samples, dw + whole * I, tail, add);
     }
 
+    // Where the rows of block n start: the blocks from `full` on have only so many samples, and the next block writes over
+    // what the scatter of one writes beyond them.
+    INLINE int start(int n, int full, int used) { return n < full ? n * LANES : full * LANES + (n - full) * used; }
+
     // x: pointers to the samples' rows, each readable to IR numbers, or to I where I is IR.
     OP void weight_rows(const float* const* x, const V* dy, float* dw, float* dyt, int nb, int samples, bool add,
-                        int64_t step = O) {
-        for (int n = 0; n < nb; n++) scatter<O>(dy + n * step, dyt + n * LANES * OR);
+                        int64_t step = O, int full = 1 << 30, int used = LANES) {
+        for (int n = 0; n < nb; n++) scatter<O>(dy + n * step, dyt + start(n, full, used) * OR);
         constexpr int vectors = IR / LANES, whole = vectors / tile.m * tile.m, rest = vectors % tile.m;
         const float* at[samples];
         for (int s = 0; s < samples; s++) at[s] = x[s];
@@ -331,23 +335,26 @@ struct Linear {
     }
 
     OP void weight(const V* x, const V* dy, float* dw, V* scratch, int nb, int samples, bool add, int64_t step_x = I,
-                   int64_t step_y = O) {
+                   int64_t step_y = O, int full = 1 << 30, int used = LANES) {
         float *xt = (float*)scratch, *dyt = xt + nb * LANES * IR;
         const float* rows[nb * LANES];
-        for (int n = 0; n < nb; n++) {
-            scatter<I>(x + n * step_x, xt + n * LANES * IR);
-            for (int l = 0; l < LANES; l++) rows[n * LANES + l] = xt + (n * LANES + l) * IR;
-        }
-        weight_rows(rows, dy, dw, dyt, nb, samples, add, step_y);
+        for (int n = 0; n < nb; n++) scatter<I>(x + n * step_x, xt + start(n, full, used) * IR);
+        for (int s = 0; s < nb * LANES; s++) rows[s] = xt + s * IR;
+        weight_rows(rows, dy, dw, dyt, nb, samples, add, step_y, full, used);
     }
 
     // The same for many blocks, added to dw piece by piece, so that what is turned stays in the cache.
     static void weight_pieces(const V* x, const V* dy, float* dw, V* scratch, int nb, int64_t step_x = I,
-                              int64_t step_y = O) {
+                              int64_t step_y = O, int full = 1 << 30, int used = LANES) {
         for (int at = 0; at < nb; at += PIECE) {
-            int n = nb - at < PIECE ? nb - at : PIECE;
-            weight(x + at * step_x, dy + at * step_y, dw, scratch, n, n * LANES, true, step_x, step_y);
+            int n = nb - at < PIECE ? nb - at : PIECE, first = full - at < 0 ? 0 : full - at;
+            weight(x + at * step_x, dy + at * step_y, dw, scratch, n, start(n, first, used), true, step_x, step_y, first, used);
         }
+    }
+
+    // For `each` rows of every sample: empty places of the last samples' blocks are left out.
+    static void weight_sequence(const V* x, const V* dy, float* dw, V* scratch, int nb, int each, int samples) {
+        weight_pieces(x, dy, dw, scratch, nb * each, I, O, samples / LANES * each, samples % LANES);
     }
 };
 
@@ -537,59 +544,77 @@ struct Add {
 
 // Losses: one number per sample into `loss`; its gradient times `share` into dz -----------------------------
 
-template <int O>
+// Classes of T places, [O][T]; the mean over them.
+template <int O, int T>
 struct CrossEntropy {
     typedef int64_t Target;
-    static constexpr int targets = 1;
+    static constexpr int targets = T;
 
-    static bool valid(const Target* t) { return *t >= 0 && *t < O; }
+    static bool valid(const Target* t) {
+        for (int s = 0; s < T; s++)
+            if (t[s] < 0 || t[s] >= O) return false;
+        return true;
+    }
 
-    // `dz` may be null. `best` takes the first largest output.
+    // `dz` may be null. `best` takes the first largest output of the last place.
     OP void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t* best) {
+        for (int l = 0; l < LANES; l++) loss[l] = 0;
+        for (int s = 0; s < T; s++) place(z + s, t, s, share * (1.f / T), loss, dz ? dz + s : dz, best);
+        for (int l = 0; l < LANES; l++) loss[l] *= 1.f / T;
+    }
+
+    INLINE void place(const V* z, const Target* const* t, int s, V share, float* loss, V* dz, int64_t* best) {
         V top = z[0];
         VI at = {};
         for (int o = 1; o < O; o++) {
-            VI more = z[o] > top;
-            top = pick(more, z[o], top);
+            VI more = z[o * T] > top;
+            top = pick(more, z[o * T], top);
             at = (more & o) | (~more & at);
         }
         V sum = {};
         for (int o = 0; o < O; o++) {
-            V e = exp(z[o] - top);
+            V e = exp(z[o * T] - top);
             sum += e;
-            if (dz) dz[o] = e;
+            if (dz) dz[o * T] = e;
         }
         V each = log(sum) + top;
         for (int l = 0; l < LANES; l++) {
-            loss[l] = each[l] - ((const float*)(z + *t[l]))[l];
+            loss[l] += each[l] - ((const float*)(z + t[l][s] * T))[l];
             if (best) best[l] = at[l];
         }
         if (!dz) return;
         V scale = share / sum;
-        for (int o = 0; o < O; o++) dz[o] *= scale;
-        for (int l = 0; l < LANES; l++) ((float*)(dz + *t[l]))[l] -= share[l];
+        for (int o = 0; o < O; o++) dz[o * T] *= scale;
+        for (int l = 0; l < LANES; l++) ((float*)(dz + t[l][s] * T))[l] -= share[l];
     }
 };
 
+// One output for each label says how likely it is.
 template <int O>
 struct Logistic {
-    static_assert(O == 1, "one output says how likely class 1 is");
     typedef int64_t Target;
-    static constexpr int targets = 1;
+    static constexpr int targets = O;
 
-    static bool valid(const Target* t) { return *t == 0 || *t == 1; }
+    static bool valid(const Target* t) {
+        for (int o = 0; o < O; o++)
+            if (t[o] != 0 && t[o] != 1) return false;
+        return true;
+    }
 
     OP void run(const V* z, const Target* const* t, V share, float* loss, V* dz, int64_t* best) {
-        V one;
-        for (int l = 0; l < LANES; l++) one[l] = float(*t[l]);
-        V away = z[0] - 2.f * one * z[0];  // positive where the sign is wrong
-        V size = pick(away > V{}, away, -away), e = exp(-size);
-        V each = (size + away) * 0.5f + log(1.f + e);
+        V all = {};
+        for (int o = 0; o < O; o++) {
+            V one;
+            for (int l = 0; l < LANES; l++) one[l] = float(t[l][o]);
+            V away = z[o] - 2.f * one * z[o];  // positive where the sign is wrong
+            V size = pick(away > V{}, away, -away), e = exp(-size);
+            all += (size + away) * 0.5f + log(1.f + e);
+            if (dz) dz[o] = share * (1.f / O) * (pick(z[o] > V{}, V{} + 1.f, e) / (1.f + e) - one);
+        }
         for (int l = 0; l < LANES; l++) {
-            loss[l] = each[l];
+            loss[l] = all[l] * (1.f / O);
             if (best) best[l] = z[0][l] > 0;
         }
-        if (dz) dz[0] = share * (pick(z[0] > V{}, V{} + 1.f, e) / (1.f + e) - one);
     }
 };
 

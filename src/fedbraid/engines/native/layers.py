@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 from torch.nn import functional as F
 
-from fedbraid.engines.native import ops
-from fedbraid.engines.native.ops import Shape
+from fedbraid.engines.native import ops, products, values
+from fedbraid.engines.native.products import attend, dropout, operand, times
 from fedbraid.engines.native.trace import Builder, Constant, Several, Unsupported, Value
-
-
-@dataclass(frozen=True)
-class Call:
-    """One node of the trace: who is called, with what, and what it gave for a batch."""
-
-    builder: Builder
-    node: fx.Node
-    result: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def where(self) -> str:
-        return str(self.node.target)[2:] if self.node.op == "call_module" else self.node.name
-
-    @property
-    def shape(self) -> Shape:
-        return self.builder.shape(self.node)
+from fedbraid.engines.native.values import (
+    Call,
+    Handle,
+    affine,
+    bent,
+    between,
+    bits,
+    concat,
+    curve,
+    dimension,
+    mean_over,
+    moved_to,
+    name,
+    part,
+    refuse_shared,
+    repeated,
+    reshape,
+    same_for_all,
+    total,
+)
 
 
 def apply(call: Call) -> Any:
@@ -45,7 +46,7 @@ def apply(call: Call) -> Any:
         handle = METHODS.get(str(target)) if node.op == "call_method" else FUNCTIONS.get(target)
         done = None if handle is None else handle(call)
     if done is None:
-        raise Unsupported(f"the operation {_name(target)!r} at {node.name!r} is not supported")
+        raise Unsupported(f"the operation {name(target)!r} at {node.name!r} is not supported")
     return done
 
 
@@ -55,20 +56,13 @@ def layer(call: Call, module: nn.Module, x: Value | None = None) -> Any:
     if make is None:
         raise Unsupported(f"the layer {type(module).__name__} at {call.where!r} is not supported")
     if getattr(module, "inplace", False):
-        _refuse_shared(call)
+        refuse_shared(call)
     x = call.args[0] if x is None and call.args else x
+    if isinstance(x, Constant) and isinstance(module, nn.MultiheadAttention):
+        x = operand(call, call.source, x)
     if not isinstance(x, Value):
         raise Unsupported(f"the layer {call.where!r} gets something other than one tensor of the samples")
     return make(call, module, x)
-
-
-def _name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-def _refuse_shared(call: Call) -> None:
-    if len(_source(call).users) > 1:
-        raise Unsupported(f"{call.where!r} changes in place what something else reads")
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -104,32 +98,97 @@ def _both(value: Any, flat: bool, alone: int = 1) -> tuple[int, int]:
 
 
 def _conv(call: Call, layer: nn.Conv2d | nn.Conv1d, x: Value) -> Value:
-    flat = isinstance(layer, nn.Conv1d)
+    flat = len(layer.kernel_size) == 1
     channels, height, width = _image(call, x)
-    if any(d != 1 for d in layer.dilation) or layer.padding_mode != "zeros":
-        raise Unsupported(f"the convolution {call.where!r} has dilation or a padding other than zeros")
+    if layer.padding_mode != "zeros":
+        raise Unsupported(f"the convolution {call.where!r} has a padding other than zeros")
     padding: Any = layer.padding
+    apart = _both(layer.dilation, flat)
     if isinstance(padding, str):
         if padding == "same" and any(k % 2 == 0 for k in layer.kernel_size):
             raise Unsupported(f"the convolution {call.where!r} pads unevenly")
-        padding = tuple(k // 2 if padding == "same" else 0 for k in layer.kernel_size)
+        padding = tuple(
+            d * (k // 2) if padding == "same" else 0
+            for k, d in zip(layer.kernel_size, apart[-1:] if flat else apart)
+        )
     kernel, stride, border = (
         _both(layer.kernel_size, flat),
         _both(layer.stride, flat),
         _both(padding, flat, 0),
     )
-    out = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip((height, width), kernel, stride, border)]
+    if any(d > 1 and s > 1 for d, s in zip(apart, stride)):
+        raise Unsupported(f"the convolution {call.where!r} has dilation and a stride")
+    out = list(call.shape[1:])
     return call.builder.emit(
-        ops.Conv, (x,), (layer.out_channels, *out[1:]) if flat else (layer.out_channels, *out),
+        ops.Conv, (x,), (layer.out_channels, *out),
         (layer.weight, layer.bias), i=channels // layer.groups, h=height, w=width, o=layer.out_channels // layer.groups,
-        kernel=kernel, stride=stride, padding=border, groups=layer.groups,
+        kernel=kernel, stride=stride, padding=border, groups=layer.groups, dilation=apart,
     )  # fmt: skip
+
+
+def _transposed(call: Call, layer: nn.ConvTranspose1d | nn.ConvTranspose2d, x: Value) -> Value:
+    flat, channels = isinstance(layer, nn.ConvTranspose1d), _image(call, x)[0]
+    if layer.groups > 1 or any(d != 1 for d in layer.dilation):
+        raise Unsupported(f"the convolution {call.where!r} has groups or dilation")
+    rows, columns = (1, call.shape[1]) if flat else call.shape[1:]
+    back = ops.Conv(
+        inputs=(), output=-1, i=layer.out_channels, h=rows, w=columns, o=channels, kernel=_both(layer.kernel_size, flat),
+        stride=_both(layer.stride, flat), padding=_both(layer.padding, flat, 0),
+    )  # fmt: skip
+    return call.builder.emit(ops.Transposed, (x,), call.shape, (layer.weight, layer.bias), conv=back)
+
+
+def _border(call: Call, sides: Any, x: Value) -> Value:
+    """Zeros before and after the last dimensions, the last one first."""
+    whole = [*sides, *[0] * 4][: max(4, len(sides))]
+    if len(whole) > 4 or len(x.shape) < (2 if any(whole[2:]) else 1):
+        raise Unsupported(f"the padding {call.where!r} is of more than rows and columns")
+    columns, rows = call.shape[-1], call.shape[-2] if len(x.shape) > 1 else 1
+    height = x.shape[-2] if len(x.shape) > 1 else 1
+    return call.builder.emit(
+        ops.Border, (x,), call.shape, c=math.prod(x.shape[:-2]), h=height, w=x.shape[-1], first=(whole[2], whole[0]),
+        out=(rows, columns),
+    )  # fmt: skip
+
+
+def _zeros(call: Call, layer: nn.ZeroPad2d, x: Value) -> Value:
+    if layer.value:
+        raise Unsupported(f"the padding {call.where!r} is not of zeros")
+    return _border(call, layer.padding, x)
+
+
+def _pad(call: Call) -> Value | None:
+    x, sides = call.args[0], call.argument(1, "pad")
+    zeros = call.argument(2, "mode", "constant") == "constant" and not call.argument(3, "value")
+    return (
+        _border(call, sides, x)
+        if isinstance(x, Value) and zeros and call.builder.batch(call.node) == 0
+        else None
+    )
+
+
+def _shuffle(call: Call, layer: nn.PixelShuffle, x: Value) -> Value:
+    r, (channels, height, width) = layer.upscale_factor, x.shape
+    parts = Value(x.id, (channels // r**2, r, r, height, width))
+    return Value(moved_to(call.builder, parts, (0, 3, 1, 4, 2)).id, call.shape)
+
+
+def _bilinear(call: Call, layer: nn.Bilinear, x: Value) -> Value | None:
+    """Each output: a map of the second input, and its product with the first."""
+    other, (o, i, j) = call.argument(1, "input2"), layer.weight.shape
+    if not isinstance(other, Value) or len(x.shape) > 1:
+        return None
+    seen = call.builder.emit(ops.Linear, (other,), (o, i), (layer.weight.view(o * i, j), None), i=j, o=o * i)
+    out = Value(times(call.builder, seen, Value(x.id, (i, 1))).id, (o,))
+    return (
+        out if layer.bias is None else call.builder.emit(ops.Shift, (out,), (o,), (layer.bias,), n=o, rows=1)
+    )
 
 
 def _max_pool(call: Call, layer: nn.MaxPool2d | nn.MaxPool1d, x: Value) -> Value:
     flat = isinstance(layer, nn.MaxPool1d)
-    if any(d != 1 for d in _pair(layer.dilation)) or layer.ceil_mode or layer.return_indices:
-        raise Unsupported(f"the pooling {call.where!r} has dilation, ceil_mode or return_indices")
+    if any(d != 1 for d in _pair(layer.dilation)) or layer.return_indices:
+        raise Unsupported(f"the pooling {call.where!r} has dilation or return_indices")
     return _pool(call, ops.MaxPool, x, flat, layer)
 
 
@@ -146,25 +205,45 @@ def _pool(call: Call, kind: type[ops.Pool], x: Value, flat: bool, layer: Any, **
     channels, height, width = _image(call, x)
     kernel, stride = _both(layer.kernel_size, flat), _both(layer.stride or layer.kernel_size, flat)
     border = _both(layer.padding, flat, 0)
-    out = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip((height, width), kernel, stride, border)]
+    sizes = zip((height, width), kernel, stride, border)
+    (rows, below), (columns, right) = (_windows(*size, layer.ceil_mode) for size in sizes)
     return call.builder.emit(
-        kind, (x,), (channels, *out[1:]) if flat else (channels, *out), c=channels, h=height, w=width,
-        kernel=kernel, stride=stride, padding=border, **more,
+        kind, (x,), (channels, columns) if flat else (channels, rows, columns), c=channels, h=height, w=width,
+        kernel=kernel, stride=stride, padding=border, beyond=(below, right), **more,
     )  # fmt: skip
 
 
-def _adaptive_pool(call: Call, layer: nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool1d, x: Value) -> Value:
-    flat = isinstance(layer, nn.AdaptiveAvgPool1d)
+def _windows(n: int, k: int, step: int, border: int, up: bool) -> tuple[int, int]:
+    """How many windows there are, and how far the last reaches beyond the border."""
+    free = n + 2 * border - k
+    last = -(-free // step) if up else free // step
+    if up and last * step >= n + border:  # it would start beyond the image
+        last -= 1
+    return last + 1, max(0, last * step - free)
+
+
+def _adaptive_pool(call: Call, layer: Any, x: Value) -> Value:
+    flat = isinstance(layer, (nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d))
     channels, height, width = _image(call, x)
     size: Any = layer.output_size
     wanted = (1, _one(size)) if flat else size if isinstance(size, tuple) else (size, size)
     rows, columns = wanted[0] or height, wanted[1] or width
-    if height % rows or width % columns:
+    largest = isinstance(layer, (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d))
+    even, shape = (
+        not (height % rows or width % columns),
+        (channels, columns) if flat else (channels, rows, columns),
+    )
+    if (largest and not even) or getattr(layer, "return_indices", False):
         raise Unsupported(f"the pooling {call.where!r} cuts {height}x{width} into uneven windows")
+    if not even:
+        return call.builder.emit(
+            ops.Adaptive, (x,), shape, c=channels, h=height, w=width, out=(rows, columns)
+        )
     kernel = (height // rows, width // columns)
+    kind: type[ops.Pool] = ops.MaxPool if largest else ops.MeanPool
+    more: dict[str, Any] = {} if largest else {"divisor": math.prod(kernel)}
     return call.builder.emit(
-        ops.MeanPool, (x,), (channels, columns) if flat else (channels, rows, columns), c=channels, h=height,
-        w=width, kernel=kernel, stride=kernel, divisor=math.prod(kernel),
+        kind, (x,), shape, c=channels, h=height, w=width, kernel=kernel, stride=kernel, **more,
     )  # fmt: skip
 
 
@@ -203,34 +282,36 @@ def _map(function: str) -> Callable[[Call, nn.Module, Value], Value]:
     return make
 
 
-def _leaky(call: Call, layer: nn.LeakyReLU, x: Value) -> Value:
-    if layer.negative_slope < 0:
-        raise Unsupported(f"the layer {call.where!r} has a negative slope below zero")
-    return _map(f"LeakyRelu<{_bits(layer.negative_slope)}>")(call, layer, x)
+def _curve(function: str | Callable[[Any], str]) -> Callable[[Call, nn.Module, Value], Value]:
+    """A function of each number, by its name in curves.hpp, or what the layer says of it."""
 
-
-def _bits(value: float) -> int:
-    """A float32 as a whole number, for a template."""
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
-
-
-def _curve(function: str) -> Callable[[Call, nn.Module, Value], Value]:
     def make(call: Call, layer: nn.Module, x: Value) -> Value:
-        return call.builder.emit(ops.Curve, (x,), x.shape, function=function, n=math.prod(x.shape))
+        return curve(call, function if isinstance(function, str) else function(layer), x)
 
     return make
 
 
-def _gelu(call: Call, layer: nn.GELU, x: Value) -> Value:
-    return _curve("GeluTanh" if layer.approximate == "tanh" else "Gelu")(call, layer, x)
+def _softplus(call: Call, layer: nn.Softplus, x: Value) -> Value:
+    if layer.threshold < 15:  # beyond it is a line, which is the same to rounding
+        raise Unsupported(f"the layer {call.where!r} becomes a line early")
+    return curve(call, f"Softplus<{bits(layer.beta)}>", x)
+
+
+def _elu(low: float, bend: float, high: float = 1.0) -> str:
+    return f"Elu<{bits(low)}, {bits(bend)}, {bits(high)}>"
+
+
+def _leaky(call: Call, layer: nn.LeakyReLU, x: Value) -> Value:
+    if layer.negative_slope < 0:
+        raise Unsupported(f"the layer {call.where!r} has a negative slope below zero")
+    return _map(f"LeakyRelu<{bits(layer.negative_slope)}>")(call, layer, x)
 
 
 def _softmax(call: Call, layer: nn.Softmax | nn.LogSoftmax, x: Value) -> Value:
-    dim = -1 if layer.dim is None else layer.dim
-    if dim not in (-1, call.result.ndim - 1):
-        raise Unsupported(f"the layer {call.where!r} is along another dimension than the last")
-    log = isinstance(layer, nn.LogSoftmax)
-    return call.builder.emit(ops.Softmax, (x,), x.shape, n=x.shape[-1], rows=math.prod(x.shape[:-1]), log=log)
+    implied = 0 if call.result.ndim == 3 else 1
+    d = dimension(call, implied if layer.dim is None else layer.dim)
+    rows, inner, log = math.prod(x.shape[:d]), math.prod(x.shape[d + 1 :]), isinstance(layer, nn.LogSoftmax)
+    return call.builder.emit(ops.Softmax, (x,), x.shape, n=x.shape[d], rows=rows, inner=inner, log=log)
 
 
 def _layer_norm(call: Call, layer: nn.LayerNorm, x: Value) -> Value:
@@ -250,27 +331,66 @@ def _rms_norm(call: Call, layer: nn.RMSNorm, x: Value) -> Value:
 
 
 def _dropout(call: Call, layer: nn.Dropout, x: Value) -> Value:
-    if not layer.p:
-        return x
-    n = math.prod(x.shape)
-    together = isinstance(layer, (nn.Dropout1d, nn.Dropout2d))  # whole channels
-    return call.builder.emit(
-        ops.Dropout, (x,), x.shape, n=n, each=n // x.shape[0] if together else 1, p=layer.p
+    return dropout(call, layer.p, x, channels=isinstance(layer, (nn.Dropout1d, nn.Dropout2d)))
+
+
+def _reshaped(call: Call, layer: nn.Module, x: Value) -> Value | None:
+    return reshape(call, x)
+
+
+def _glu(call: Call, layer: nn.GLU, x: Value) -> Value:
+    dim = dimension(call, layer.dim)
+    half = x.shape[dim] // 2
+    a, b = (part(call.builder, x, dim, start, half) for start in (0, half))
+    gate = _map("Sigmoid")(call, layer, b)
+    return call.builder.emit(ops.Multiply, (a, gate), a.shape, n=math.prod(a.shape))
+
+
+def _prelu(call: Call, layer: Any, x: Value) -> Value:
+    """max(x, 0) + w min(x, 0), w the same for all channels or one for each."""
+    weight = (
+        layer.weight
+        if isinstance(layer.weight, Constant)
+        else Constant(layer.weight, layer.weight.requires_grad)
     )
+    count, inner = weight.tensor.numel(), math.prod(x.shape[1:])
+    above, below = (between(call, x, *ends) for ends in ((0.0, math.inf), (-math.inf, 0.0)))
+    shape = (count, *[1] * len(x.shape[1:])) if count > 1 else (1,) * len(x.shape)
+    if inner == 1 and count > 1:
+        below = call.builder.emit(ops.Scale, (below,), x.shape, (weight,), n=count, rows=1)
+    else:
+        by = repeated(call.builder, same_for_all(call, weight, shape), x.shape)
+        below = call.builder.emit(ops.Multiply, (below, by), x.shape, n=math.prod(x.shape))
+    return total(call, above, below)
 
 
-def _flatten(call: Call, layer: nn.Flatten, x: Value) -> Value | None:
-    return _reshape(call, x)
+def _upsample(call: Call, layer: nn.Upsample, x: Value) -> Value:
+    """The nearest neighbour, whole times as often."""
+    before, after = x.shape[1:], call.shape[1:]
+    if layer.mode != "nearest" or any(b % a for a, b in zip(before, after)):
+        raise Unsupported(f"the layer {call.where!r} is not of nearest neighbours, a whole number of times")
+    for d, (size, wanted) in enumerate(zip(before, after), 1):
+        outer, inner = math.prod(x.shape[: d + 1]), math.prod(x.shape[d + 1 :])
+        shape = (*x.shape[:d], wanted, *x.shape[d + 1 :])
+        if size < wanted:
+            x = call.builder.emit(ops.Expand, (x,), shape, outer=outer, dim=wanted // size, inner=inner)
+    return x
 
 
-def _embedding(call: Call, layer: nn.Embedding, x: Value) -> Value:
+def _bag(call: Call, layer: nn.EmbeddingBag, x: Value) -> Value:
+    """Rows of a table by number, and their mean or sum."""
+    if layer.mode == "max" or len(call.args) + len(call.kwargs) > 1 or len(x.shape) != 1:
+        raise Unsupported(f"the layer {call.where!r} takes the largest, or has offsets or weights")
+    return mean_over(call, _embedding(call, layer, x), 0, total=layer.mode == "sum")
+
+
+def _embedding(call: Call, layer: nn.Embedding | nn.EmbeddingBag, x: Value) -> Value:
     if layer.max_norm is not None or layer.scale_grad_by_freq:
         raise Unsupported(f"the layer {call.where!r} has max_norm or scale_grad_by_freq")
-    tokens, count = call.builder.tokens, layer.num_embeddings
-    if x.id >= len(tokens):
+    count = layer.num_embeddings
+    if not call.builder.limit(x, count):
         raise Unsupported(f"the layer {call.where!r} looks up what the model computed")
-    tokens[x.id] = min(tokens[x.id] or count, count)
-    skip = -1 if layer.padding_idx is None else layer.padding_idx
+    skip = -1 if layer.padding_idx is None else layer.padding_idx % count
     return call.builder.emit(
         ops.Embedding, (x,), (*x.shape, layer.embedding_dim), (layer.weight,),
         count=count, f=layer.embedding_dim, t=math.prod(x.shape), skip=skip,
@@ -289,6 +409,8 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
         flat = [s for g in given for s in (g if isinstance(g, (tuple, list)) else (g,)) if s is not None]
         if any(not isinstance(s, Constant) or s.tensor.any() for s in flat):
             raise Unsupported(f"the layer {call.where!r} starts from states other than zero")
+    if call.builder.batch(call.source) != (0 if layer.batch_first else 1):
+        raise Unsupported(f"the layer {call.where!r} takes samples for steps: look at batch_first")
     steps, last = x.shape[0], []
     for k in range(layer.num_layers):
         if k and layer.dropout:
@@ -302,78 +424,56 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
                 cell=_CELLS[layer.mode], i=x.shape[1], h=layer.hidden_size, t=steps, reversed=bool(back),
             ))  # fmt: skip
             last.append((sides[-1], 0 if back else steps - 1))
-        x = sides[0] if len(sides) == 1 else _concat(call, sides, 1)
+        x = sides[0] if len(sides) == 1 else concat(call.builder, sides, 1)
     states = _States(call.builder, last)
-    return (x, (states, None)) if layer.mode == "LSTM" else (x, states)
+    return (x, (states, _Cells())) if layer.mode == "LSTM" else (x, states)
 
 
 class _States(Several):
-    """The last states of a recurrent net, taken out of its outputs when somebody asks for one."""
+    """The last states of a recurrent net, taken out of its outputs when somebody asks for them."""
 
     def __init__(self, builder: Builder, last: list[tuple[Value, int]]) -> None:
         self.builder, self.last = builder, last
 
-    def __getitem__(self, index: Any) -> Value:
-        if not isinstance(index, int):
-            raise Unsupported("the last states of a recurrent net are read otherwise than one by one")
+    def __getitem__(self, index: int) -> Value:
         value, step = self.last[index]
-        return _slice(self.builder, value, 0, step, 1, 1, drop=True)
+        return part(self.builder, value, 0, step, 1, drop=True)
+
+    def whole(self) -> Value:
+        values = [part(self.builder, value, 0, step, 1) for value, step in self.last]
+        return concat(self.builder, values, 0)
+
+
+class _Cells(Several):
+    """The last cells of an LSTM, which are not kept apart."""
+
+    def __getitem__(self, index: int) -> Value:
+        raise Unsupported("the model reads the last cell of an LSTM")
 
 
 # Attention --------------------------------------------------------------------------------------------
 
 
 def _attention(call: Call, layer: nn.MultiheadAttention, x: Value) -> Any:
-    """Attention of a sequence to itself; gives (outputs, None)."""
-    query, key, value, *rest = call.args
-    names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
-    options = dict(zip(names, rest)) | {k: v for k, v in call.kwargs.items() if k in names}
-    if not query == key == value:
-        raise Unsupported(f"the attention {call.where!r} is not of a sequence to itself")
-    out = _self_attention(call, layer, x, options.get("attn_mask"), options.get("key_padding_mask"))
-    return (out, None)
-
-
-def _self_attention(call: Call, layer: nn.MultiheadAttention, x: Value, mask: Any, absent: Any) -> Value:
-    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
-        raise Unsupported(f"the attention {call.where!r} has other widths of keys, bias_kv or add_zero_attn")
-    t, e = x.shape
-    joint = call.builder.emit(
-        ops.Linear, (x,), (t, 3 * e), (layer.in_proj_weight, layer.in_proj_bias), i=e, o=3 * e, rows=t
+    """Gives (outputs, None)."""
+    names = (
+        "query",
+        "key",
+        "value",
+        "key_padding_mask",
+        "need_weights",
+        "attn_mask",
+        "average_attn_weights",
+        "is_causal",
     )
-    inputs = (joint,) if absent is None else (joint, _mask_of_keys(call, absent))
-    seen = call.builder.emit(
-        ops.Attention,
-        inputs,
-        (t, e),
-        (_added(call, mask, t),),
-        t=t,
-        e=e,
-        heads=layer.num_heads,
-        p=layer.dropout,
+    given, nodes = call.named(names)
+    query, key, value = (operand(call, nodes[n], given[n]) for n in names[:3])
+    if given["value"] is given["key"]:
+        value = key
+    return (
+        attend(call, layer, query, key, value, given.get("attn_mask"), given.get("key_padding_mask")),
+        None,
     )
-    return _linear(call, layer.out_proj, seen)
-
-
-def _added(call: Call, mask: Any, t: int) -> Tensor | None:
-    """What a mask adds to the scores."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Constant) or mask.trained or mask.tensor.shape != (t, t):
-        raise Unsupported(
-            f"the attention {call.where!r} has a mask that is not one for all samples and heads"
-        )
-    if mask.tensor.dtype != torch.bool:
-        return mask.tensor
-    return torch.zeros(t, t).masked_fill(mask.tensor, -torch.inf)
-
-
-def _mask_of_keys(call: Call, absent: Any) -> Value:
-    if not isinstance(absent, Value) or absent.id not in call.builder.masks:
-        raise Unsupported(
-            f"the attention {call.where!r} has a padding mask other than a comparison of inputs"
-        )
-    return absent
 
 
 def _encoder_layer(call: Call, layer: nn.TransformerEncoderLayer, x: Value) -> Value:
@@ -401,280 +501,149 @@ def _norm(call: Call, module: nn.Module, x: Value) -> Value:
     return out
 
 
-def _encode(call: Call, each: nn.TransformerEncoderLayer, x: Value, mask: Any, absent: Any) -> Value:
+def _think(call: Call, each: Any, last: nn.Dropout) -> Callable[[Value], Value]:
     activation: Any = _ACTIVATIONS.get(each.activation) or each.activation
-
-    def attend(x: Value) -> Value:
-        return _dropout(call, each.dropout1, _self_attention(call, each.self_attn, x, mask, absent))
 
     def think(x: Value) -> Value:
         inner = layer(call, activation, _linear(call, each.linear1, x))
-        return _dropout(call, each.dropout2, _linear(call, each.linear2, _dropout(call, each.dropout, inner)))
+        return _dropout(call, last, _linear(call, each.linear2, _dropout(call, each.dropout, inner)))
 
-    for part, norm in ((attend, each.norm1), (think, each.norm2)):
-        if each.norm_first:
-            x = _sum(call, x, part(_norm(call, norm, x)))
+    return think
+
+
+def _blocks(
+    call: Call, first: bool, x: Value, parts: Iterable[tuple[Callable[[Value], Value], nn.Module]]
+) -> Value:
+    """Each part with a way around it, and its norm before it or after."""
+    for part_of, norm in parts:
+        if first:
+            x = total(call, x, part_of(_norm(call, norm, x)))
         else:
-            x = _norm(call, norm, _sum(call, x, part(x)))
+            x = _norm(call, norm, total(call, x, part_of(x)))
     return x
+
+
+def _encode(call: Call, each: nn.TransformerEncoderLayer, x: Value, mask: Any, absent: Any) -> Value:
+    def look(x: Value) -> Value:
+        return _dropout(call, each.dropout1, attend(call, each.self_attn, x, x, x, mask, absent))
+
+    return _blocks(
+        call, each.norm_first, x, ((look, each.norm1), (_think(call, each, each.dropout2), each.norm2))
+    )
+
+
+_DECODER = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+
+
+def _decoder_layer(call: Call, layer: nn.TransformerDecoderLayer, x: Value) -> Value:
+    return _decode(call, layer, x, *_decoded(call))
+
+
+def _decoder(call: Call, layer: nn.TransformerDecoder, x: Value) -> Value:
+    memory, masks = _decoded(call)
+    for each in layer.layers:
+        if type(each) is not nn.TransformerDecoderLayer:
+            raise Unsupported(f"the layer {call.where!r} has layers of the user's own")
+        x = _decode(call, each, x, memory, masks)
+    return x if layer.norm is None else _norm(call, layer.norm, x)
+
+
+def _decoded(call: Call) -> tuple[Value, dict[str, Any]]:
+    """What a decoder looks at, and its masks."""
+    given, nodes = call.named(("memory", *_DECODER), 1)
+    return operand(call, nodes["memory"], given["memory"]), {name: given.get(name) for name in _DECODER}
+
+
+def _decode(
+    call: Call, each: nn.TransformerDecoderLayer, x: Value, memory: Value, masks: dict[str, Any]
+) -> Value:
+    mine, theirs, my_padding, their_padding = (masks[name] for name in _DECODER)
+
+    def look(x: Value) -> Value:
+        return _dropout(call, each.dropout1, attend(call, each.self_attn, x, x, x, mine, my_padding))
+
+    def ask(x: Value) -> Value:
+        seen = attend(call, each.multihead_attn, x, memory, memory, theirs, their_padding)
+        return _dropout(call, each.dropout2, seen)
+
+    think = _think(call, each, each.dropout3)
+    return _blocks(call, each.norm_first, x, ((look, each.norm1), (ask, each.norm2), (think, each.norm3)))
 
 
 _ACTIVATIONS: dict[Any, nn.Module] = {F.relu: nn.ReLU(), F.gelu: nn.GELU(), F.silu: nn.SiLU()}
 
 
-# Shapes -----------------------------------------------------------------------------------------------
+# Functions that are given their weights ---------------------------------------------------------------
 
 
-def _source(call: Call) -> fx.Node:
-    return next(a for a in call.node.args if isinstance(a, fx.Node))
+def _weighed(make: Callable[[SimpleNamespace], Any], names: str, **defaults: Any) -> Handle:
+    """A function that does what a layer does with the weights it is given."""
 
-
-def _reshape(call: Call, x: Value | None = None) -> Value | None:
-    """The same numbers in the same order."""
-    x = call.args[0] if x is None else x
-    if not isinstance(x, Value) or math.prod(call.shape) != math.prod(x.shape):
-        return None
-    source, before = _source(call), []
-    for node in (source, call.node):
-        full = tuple(call.builder.runs[0][node].shape)
-        before.append([n for n in full[: call.builder.batch(node)] if n > 1])
-    kinds = (call.builder.runs[0][source].dtype, call.result.dtype)
-    if before[0] != before[1] or (
-        kinds[0] != kinds[1]
-        and (kinds[0].is_floating_point or kinds[1] not in (torch.float32, torch.int64, torch.int32))
-    ):
-        return None
-    return Value(x.id, call.shape)
-
-
-def _permute(call: Call) -> Value | None:
-    """Dimensions in another order, found by permuting the numbers of the places of one sample."""
-    x, batch = call.args[0], call.builder.batch(_source(call))
-    assert batch is not None
-    places = torch.arange(math.prod(x.shape)).view(x.shape)
-    function = getattr(torch.Tensor, _name(call.node.target))
-    moved = function(places.unsqueeze(batch), *call.args[1:], **call.kwargs).reshape(call.shape)
-    if torch.equal(moved.reshape(-1), places.reshape(-1)):
-        return Value(x.id, call.shape)
-    if len(x.shape) > 4:
-        return None
-    return call.builder.emit(ops.Permute, (x,), call.shape, sizes=x.shape, order=_order(moved, x.shape))
-
-
-def _order(moved: Tensor, shape: Shape) -> Shape:
-    """Which dimension each dimension of the permuted numbers was."""
-    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    order: list[int] = []
-    for d, size in enumerate(moved.shape):
-        step = int((moved.select(d, 1) - moved.select(d, 0)).reshape(-1)[0]) if size > 1 else None
-        same = [k for k in range(len(shape)) if k not in order and shape[k] == size]
-        order.append(next(k for k in same if step is None or steps[k] == step))
-    return tuple(order)
-
-
-def _slice(builder: Builder, x: Value, dim: int, start: int, count: int, step: int, drop: bool) -> Value:
-    outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
-    shape = (*x.shape[:dim], *([] if drop else [count]), *x.shape[dim + 1 :])
-    return builder.emit(
-        ops.Slice,
-        (x,),
-        shape,
-        outer=outer,
-        dim=x.shape[dim],
-        inner=inner,
-        start=start,
-        count=count,
-        step=step,
-    )
-
-
-def _getitem(call: Call) -> Any:
-    x, index = call.args[0], call.args[1]
-    if isinstance(x, _States):
-        return x[index]
-    batch, dims = call.builder.batch(_source(call)), call.builder.runs[0][_source(call)].ndim
-    wanted = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in wanted:
-        at = wanted.index(Ellipsis)
-        wanted[at : at + 1] = [slice(None)] * (dims - len(wanted) + 1)
-    dim = 0
-    for d, k in enumerate(wanted):
-        if d == batch:
-            if k != slice(None):
-                return None
-            continue
-        if isinstance(k, slice):
-            start, stop, step = k.indices(x.shape[dim])
-            count = len(range(start, stop, step))
-            if count != x.shape[dim]:
-                x = _slice(call.builder, x, dim, start, count, step, drop=False)
-            dim += 1
-        elif isinstance(k, int):
-            x = _slice(call.builder, x, dim, k % x.shape[dim], 1, 1, drop=True)
-        else:
+    def handle(call: Call) -> Any:
+        given = SimpleNamespace(**defaults | dict(zip(names.split(), call.args[1:])) | call.kwargs)
+        x = call.args[0] if call.args else given.input
+        weights = [w for w in (given.weight, given.bias) if w is not None]
+        if not isinstance(x, Value) or not all(isinstance(w, Constant) for w in weights):
             return None
-    return x
+        return make(given)(call, given, x)
+
+    return handle
 
 
-def _split(call: Call) -> tuple[Value, ...] | None:
-    """The parts that chunk and split give."""
-    x, source = call.args[0], _source(call)
-    batch, dims = call.builder.batch(source), call.builder.runs[0][source].ndim
-    dim = call.kwargs.get("dim", call.args[2] if len(call.args) > 2 else 0) % dims
-    if batch is None or dim == batch:
+def _as_linear(given: SimpleNamespace) -> Any:
+    given.out_features, given.in_features = given.weight.tensor.shape
+    return _linear
+
+
+def _as_conv(given: SimpleNamespace) -> Any:
+    given.out_channels, _, *given.kernel_size = given.weight.tensor.shape
+    given.padding_mode = "zeros"
+    return _conv
+
+
+def _as_embedding(given: SimpleNamespace) -> Any:
+    given.num_embeddings, given.embedding_dim = given.weight.tensor.shape
+    return _embedding
+
+
+def _embedded(call: Call) -> Any:
+    """F.embedding(numbers, weight)."""
+    names = "weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+    return _weighed(
+        _as_embedding, names, bias=None, padding_idx=None, max_norm=None, scale_grad_by_freq=False
+    )(call)
+
+
+def _normalised(call: Call) -> Value | None:
+    """F.normalize: each row over its length."""
+    x, p, dim = call.args[0], call.argument(1, "p", 2.0), call.argument(2, "dim", 1)
+    if not isinstance(x, Value) or p != 2 or not isinstance(dim, int):
         return None
-    counts = [part.shape[dim] for part in call.result]
-    starts, at = [sum(counts[:k]) for k in range(len(counts))], dim - (dim > batch)
-    return tuple(_slice(call.builder, x, at, lo, n, 1, drop=False) for lo, n in zip(starts, counts))
-
-
-def _concat(call: Call, values: list[Value], dim: int) -> Value:
-    whole = values[0]
-    for other in values[1:]:
-        outer, rest = math.prod(whole.shape[:dim]), whole.shape[dim + 1 :]
-        a, b = (math.prod(v.shape[dim:]) for v in (whole, other))
-        shape = (*whole.shape[:dim], whole.shape[dim] + other.shape[dim], *rest)
-        whole = call.builder.emit(ops.Concat, (whole, other), shape, outer=outer, a=a, b=b)
-    return whole
-
-
-def _cat(call: Call) -> Value | None:
-    values = call.args[0]
-    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
-    if not all(isinstance(v, Value) for v in values):
-        return None
-    return _concat(call, list(values), _dim(call, dim))
-
-
-def _dim(call: Call, dim: int) -> int:
-    """A dimension as it is for one sample of the first tensor that is given."""
-    node = call.node.all_input_nodes[0]
-    batch = call.builder.batch(node)
-    dim %= call.builder.runs[0][node].ndim
-    if batch is None or dim == batch:
-        raise Unsupported(f"{call.node.name!r} mixes the samples of a batch")
-    return dim - (dim > batch)
-
-
-def _mean(call: Call, total: bool = False) -> Value | None:
-    x = call.args[0]
-    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
-    dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
-    if not isinstance(x, Value) or None in dims or set(call.kwargs) - {"dim", "keepdim"}:
-        return None
-    inner = sorted((_dim(call, d) for d in dims), reverse=True)
-    for d in inner:
-        outer, count, rest = math.prod(x.shape[:d]), x.shape[d], math.prod(x.shape[d + 1 :])
-        scale = 1.0 if total else 1.0 / count
-        x = call.builder.emit(
-            ops.Mean, (x,), x.shape[:d] + x.shape[d + 1 :], outer=outer, dim=count, inner=rest, scale=scale
-        )
-    return Value(x.id, call.shape)
-
-
-# Arithmetic -------------------------------------------------------------------------------------------
-
-
-def _sum(call: Call, a: Value, b: Value) -> Value:
-    return call.builder.emit(ops.Add, (a, b), a.shape, n=math.prod(a.shape))
-
-
-def _add(call: Call, sign: float = 1.0) -> Value | None:
-    """Of two values of one shape, of a value and a number, or of a value and a tensor that all rows share."""
-    if len(call.args) != 2 or call.kwargs:
-        return None
-    if call.node.target in (operator.iadd, "add_"):
-        _refuse_shared(call)
-    x, other = call.args
-    if isinstance(x, Value) and isinstance(other, Value):
-        x, other = _alike(call)
-        return _sum(call, x, other if sign > 0 else _affine(call, other, -1.0))
-    swapped = not isinstance(x, Value)
-    x, other = (other, x) if swapped else (x, other)
-    if isinstance(other, (int, float)) and call.builder.fixed(call.node.args):
-        return _affine(call, x, sign if swapped else 1.0, other if swapped else sign * other)
-    if not isinstance(other, Constant) or sign < 0:
-        return None
-    shape = tuple(other.tensor.shape)
-    while shape and shape[0] == 1:
-        shape = shape[1:]
-    n = math.prod(shape)
-    if call.shape != x.shape or not shape or x.shape[len(x.shape) - len(shape) :] != shape:
-        raise Unsupported(f"the addition at {call.node.name!r} broadcasts")
-    return call.builder.emit(ops.Shift, (x,), x.shape, (other,), n=n, rows=math.prod(x.shape) // n)
-
-
-def _affine(call: Call, x: Value, a: float, b: float = 0.0) -> Value:
-    return call.builder.emit(ops.Affine, (x,), x.shape, n=math.prod(x.shape), a=float(a), b=float(b))
-
-
-def _multiply(call: Call, divide: bool = False) -> Value | None:
-    if len(call.args) != 2 or call.kwargs:
-        return None
-    x, other = call.args
-    if isinstance(x, Value) and isinstance(other, Value):
-        kind = ops.Divide if divide else ops.Multiply
-        return call.builder.emit(kind, _alike(call), call.shape, n=math.prod(call.shape))
-    if not isinstance(x, Value) and not divide:
-        x, other = other, x
-    if not isinstance(other, (int, float)) or not call.builder.fixed(call.node.args):
-        return None
-    return _affine(call, x, 1 / other if divide else other)
-
-
-def _alike(call: Call) -> tuple[Value, Value]:
-    """The two values, each as often as the other wants it."""
-    nodes = [a for a in call.node.args if isinstance(a, fx.Node)]
-    a, b = (_expanded(call, node, value) for node, value in zip(nodes, call.args, strict=True))
-    return a, b
-
-
-def _expanded(call: Call, node: fx.Node, x: Value) -> Value:
-    """A value in the shape of the result, which repeats it along dimensions where it has one place or none."""
-    before, after = call.builder.batch(node), call.builder.batch(call.node)
-    if before is None or after is None:
-        raise Unsupported(f"{call.node.name!r} mixes the samples of a batch")
-    if call.builder.runs[0][node].ndim - before != call.result.ndim - after:
-        raise Unsupported(f"{call.node.name!r} broadcasts samples against something else")
-    shape = (1,) * (len(call.shape) - len(x.shape)) + x.shape
-    for d, wanted in enumerate(call.shape):
-        if shape[d] == wanted:
-            continue
-        outer, inner = math.prod(shape[:d]), math.prod(shape[d + 1 :])
-        shape = (*shape[:d], wanted, *shape[d + 1 :])
-        x = call.builder.emit(ops.Expand, (x,), shape, outer=outer, dim=wanted, inner=inner)
-    return Value(x.id, call.shape)
-
-
-def _expand(call: Call) -> Value | None:
-    x = call.args[0]
-    return _expanded(call, _source(call), x) if isinstance(x, Value) else None
-
-
-def _clamp(call: Call) -> Value | None:
-    """Between two numbers, or above or below one."""
-    given = dict(zip(("min", "max"), call.args[1:])) | call.kwargs
-    if _name(call.node.target) == "clamp_min":
-        given = {"min": given.get("min")}
-    low, high = given.get("min"), given.get("max")
-    ends = (-math.inf if low is None else low, math.inf if high is None else high)
-    if not all(isinstance(end, (int, float)) for end in ends) or not call.builder.fixed(call.node.args):
-        return None
-    return _curve(f"Clamp<{_bits(ends[0])}, {_bits(ends[1])}>")(call, nn.Identity(), call.args[0])
-
-
-def _compare(call: Call) -> Value | None:
-    """A mask of the inputs: where they are, or are not, a certain number; `bool` and `not` are masks too."""
-    x, value = call.args if len(call.args) == 2 else (call.args[0], 0)
-    known = isinstance(x, Value) and (x.id < len(call.builder.tokens) or x.id in call.builder.masks)
-    if not known or not isinstance(value, (int, float)) or call.result.dtype != torch.bool:
-        return None
-    equal = _name(call.node.target) not in ("ne", "bool")
-    mask = call.builder.emit(
-        ops.Compare, (x,), x.shape, n=math.prod(x.shape), value=float(value), equal=equal
+    d = dimension(call, dim)
+    square = curve(call, "WholePower<2>", x)
+    length = between(
+        call,
+        curve(call, "Sqrt", mean_over(call, square, d, total=True)),
+        call.argument(3, "eps", 1e-12),
+        math.inf,
     )
-    call.builder.masks.add(mask.id)
-    return mask
+    full = repeated(call.builder, Value(length.id, (*x.shape[:d], 1, *x.shape[d + 1 :])), x.shape)
+    return call.builder.emit(ops.Divide, (x, full), x.shape, n=math.prod(x.shape))
+
+
+def _variance(call: Call, root: bool = False) -> Value | None:
+    """The mean square about the mean, along one dimension."""
+    x, dim = call.args[0], call.argument(1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(x, Value) or not isinstance(dim, int):
+        return None
+    d = dimension(call, dim)
+    correction = call.kwargs.get("correction", int(call.argument(2, "unbiased", True)))
+    mean = mean_over(call, x, d)
+    full = repeated(call.builder, Value(mean.id, (*x.shape[:d], 1, *x.shape[d + 1 :])), x.shape)
+    off = curve(call, "WholePower<2>", total(call, x, affine(call, full, -1.0)))
+    found = affine(call, mean_over(call, off, d, total=True), 1 / max(x.shape[d] - correction, 1e-9))
+    return Value((curve(call, "Sqrt", found) if root else found).id, call.shape)
 
 
 def _as(make: Callable[..., nn.Module]) -> Callable[[Call], Any]:
@@ -704,14 +673,25 @@ def _of_dim(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Linear: _linear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,
     nn.Conv1d: _conv,
     nn.Conv2d: _conv,
+    nn.ConvTranspose1d: _transposed,
+    nn.ConvTranspose2d: _transposed,
+    nn.ZeroPad1d: _zeros,
+    nn.ZeroPad2d: _zeros,
+    nn.ConstantPad1d: _zeros,
+    nn.ConstantPad2d: _zeros,
+    nn.PixelShuffle: _shuffle,
+    nn.Bilinear: _bilinear,
     nn.MaxPool1d: _max_pool,
     nn.MaxPool2d: _max_pool,
     nn.AvgPool1d: _avg_pool,
     nn.AvgPool2d: _avg_pool,
     nn.AdaptiveAvgPool1d: _adaptive_pool,
     nn.AdaptiveAvgPool2d: _adaptive_pool,
+    nn.AdaptiveMaxPool1d: _adaptive_pool,
+    nn.AdaptiveMaxPool2d: _adaptive_pool,
     nn.GroupNorm: _group_norm,
     nn.BatchNorm1d: _batch_norm,
     nn.BatchNorm2d: _batch_norm,
@@ -722,9 +702,24 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Tanh: _map("Tanh"),
     nn.Sigmoid: _map("Sigmoid"),
     nn.LeakyReLU: _leaky,
-    nn.GELU: _gelu,
+    nn.GELU: _curve(lambda layer: "GeluTanh" if layer.approximate == "tanh" else "Gelu"),
     nn.SiLU: _curve("Silu"),
     nn.Hardswish: _curve("HardSwish"),
+    nn.ELU: _curve(lambda layer: _elu(layer.alpha, 1.0)),
+    nn.CELU: _curve(lambda layer: _elu(layer.alpha, 1 / layer.alpha)),
+    nn.SELU: _curve(_elu(1.0507009873554805 * 1.6732632423543772, 1.0, 1.0507009873554805)),
+    nn.Softplus: _softplus,
+    nn.LogSigmoid: _curve("LogSigmoid"),
+    nn.Mish: _curve("Mish"),
+    nn.Softsign: _curve("Softsign"),
+    nn.Tanhshrink: _curve("Tanhshrink"),
+    nn.Hardsigmoid: _curve("Hardsigmoid"),
+    nn.Hardtanh: _curve(lambda layer: f"Hardtanh<{bits(layer.min_val)}, {bits(layer.max_val)}>"),
+    nn.Hardshrink: _curve(lambda layer: f"Hardshrink<{bits(layer.lambd)}>"),
+    nn.Softshrink: _curve(lambda layer: f"Softshrink<{bits(layer.lambd)}>"),
+    nn.Threshold: _curve(lambda layer: f"Threshold<{bits(layer.threshold)}, {bits(layer.value)}>"),
+    nn.PReLU: _prelu,
+    nn.GLU: _glu,
     nn.Softmax: _softmax,
     nn.LogSoftmax: _softmax,
     nn.LayerNorm: _layer_norm,
@@ -735,74 +730,137 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _encoder_layer,
     nn.TransformerEncoder: _encoder,
+    nn.TransformerDecoderLayer: _decoder_layer,
+    nn.TransformerDecoder: _decoder,
     nn.Identity: lambda call, layer, x: x,
-    nn.Flatten: _flatten,
+    nn.Flatten: _reshaped,
+    nn.Unflatten: _reshaped,
+    nn.Upsample: _upsample,
+    nn.UpsamplingNearest2d: _upsample,
     nn.Embedding: _embedding,
+    nn.EmbeddingBag: _bag,
     nn.GRU: _recurrent,
     nn.LSTM: _recurrent,
     nn.RNN: _recurrent,
 }
 
-_relu_in_place = _as(lambda: nn.ReLU(inplace=True))
-FUNCTIONS: dict[Any, Callable[[Call], Any]] = {
+_AFFINE = {"weight": None, "bias": None, "eps": 1e-5}
+_CONV = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_larger, _smaller = (lambda call, larger=larger: values.extreme(call, larger) for larger in (True, False))
+
+
+def _sum_over(call: Call) -> Value | None:
+    return values.mean(call, total=True)
+
+
+# by the name that functions of torch and methods of tensors share
+BOTH: dict[str, Handle] = {
+    "relu": _as(nn.ReLU),
+    "relu_": _as(lambda: nn.ReLU(inplace=True)),
+    "tanh": _as(nn.Tanh),
+    "sigmoid": _as(nn.Sigmoid),
+    "softmax": _as(_of_dim(nn.Softmax)),
+    "log_softmax": _as(_of_dim(nn.LogSoftmax)),
+    **{of: bent(of.capitalize()) for of in ("exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "abs", "sin", "cos", "erf")},
+    "square": lambda call: curve(call, "WholePower<2>", call.args[0]),
+    "neg": lambda call: affine(call, call.args[0], -1.0),
+    "pow": values.power,
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), values.clamp),
+    "add": values.add,
+    "sub": values.subtract,
+    "mul": values.multiply,
+    "div": values.divided,
+    **dict.fromkeys(("eq", "ne", "lt", "gt", "le", "ge", "logical_not"), values.compare),
+    "masked_fill": values.masked_fill,
+    "matmul": products.matmul,
+    "bmm": products.matmul,
+    **dict.fromkeys(("max", "maximum"), _larger),
+    **dict.fromkeys(("min", "minimum"), _smaller),
+    "amax": values.amax,
+    "amin": lambda call: values.amax(call, smallest=True),
+    "mean": values.mean,
+    "sum": _sum_over,
+    "var": _variance,
+    "std": lambda call: _variance(call, root=True),
+    **dict.fromkeys(("chunk", "split"), values.split),
+    "unbind": values.unbind,
+    "select": values.select,
+    "narrow": values.narrow,
+    **dict.fromkeys(("flatten", "unflatten", "reshape", "squeeze", "unsqueeze"), reshape),
+    **dict.fromkeys(("transpose", "permute", "swapaxes", "movedim"), values.permute),
+}  # fmt: skip
+FUNCTIONS: dict[Any, Handle] = {
+    **{getattr(torch, of): handle for of, handle in BOTH.items() if hasattr(torch, of)},
     F.relu: _as(lambda inplace=False: nn.ReLU(inplace)),
-    torch.relu: _as(nn.ReLU),
-    torch.relu_: _relu_in_place,
     F.tanh: _as(nn.Tanh),
-    torch.tanh: _as(nn.Tanh),
     F.sigmoid: _as(nn.Sigmoid),
-    torch.sigmoid: _as(nn.Sigmoid),
     F.leaky_relu: _as(nn.LeakyReLU),
-    F.max_pool2d: _as(nn.MaxPool2d),
-    torch.max_pool2d: _as(nn.MaxPool2d),
-    F.avg_pool2d: _as(nn.AvgPool2d),
-    F.adaptive_avg_pool2d: _as(nn.AdaptiveAvgPool2d),
-    F.dropout: _as(lambda p=0.5, training=True, inplace=False: nn.Dropout(p if training else 0.0)),
+    F.elu: _as(nn.ELU),
+    F.selu: _as(nn.SELU),
+    F.celu: _as(nn.CELU),
+    F.softplus: _as(nn.Softplus),
+    F.logsigmoid: _as(nn.LogSigmoid),
+    F.mish: _as(nn.Mish),
+    F.softsign: _as(nn.Softsign),
+    F.tanhshrink: _as(nn.Tanhshrink),
+    F.hardtanh: _as(nn.Hardtanh),
+    F.hardsigmoid: _as(nn.Hardsigmoid),
+    F.hardshrink: _as(nn.Hardshrink),
+    F.softshrink: _as(nn.Softshrink),
+    F.threshold: _as(nn.Threshold),
+    F.glu: _as(nn.GLU),
     F.gelu: _as(nn.GELU),
     F.silu: _as(lambda inplace=False: nn.SiLU(inplace)),
     F.relu6: _as(lambda inplace=False: nn.ReLU6(inplace)),
     F.hardswish: _as(lambda inplace=False: nn.Hardswish(inplace)),
+    F.prelu: _weighed(lambda given: _prelu, "weight", bias=None),
+    F.max_pool1d: _as(nn.MaxPool1d),
+    F.max_pool2d: _as(nn.MaxPool2d),
+    torch.max_pool1d: _as(nn.MaxPool1d),
+    torch.max_pool2d: _as(nn.MaxPool2d),
+    F.avg_pool1d: _as(nn.AvgPool1d),
+    F.avg_pool2d: _as(nn.AvgPool2d),
+    F.adaptive_avg_pool1d: _as(nn.AdaptiveAvgPool1d),
+    F.adaptive_avg_pool2d: _as(nn.AdaptiveAvgPool2d),
+    F.adaptive_max_pool1d: _as(nn.AdaptiveMaxPool1d),
+    F.adaptive_max_pool2d: _as(nn.AdaptiveMaxPool2d),
+    F.pad: _pad,
+    F.interpolate: _as(nn.Upsample),
+    F.dropout: _as(lambda p=0.5, training=True, inplace=False: nn.Dropout(p if training else 0.0)),
     F.softmax: _as(_of_dim(nn.Softmax)),
     F.log_softmax: _as(_of_dim(nn.LogSoftmax)),
-    torch.softmax: _as(nn.Softmax),
-    torch.log_softmax: _as(nn.LogSoftmax),
-    operator.add: _add,
-    operator.iadd: _add,
-    torch.add: _add,
-    operator.sub: lambda call: _add(call, -1.0),
-    torch.sub: lambda call: _add(call, -1.0),
-    operator.mul: _multiply,
-    torch.mul: _multiply,
-    operator.truediv: lambda call: _multiply(call, divide=True),
-    torch.div: lambda call: _multiply(call, divide=True),
-    **dict.fromkeys((operator.eq, operator.ne, operator.invert, torch.logical_not), _compare),
-    **dict.fromkeys((torch.clamp, torch.clamp_min), _clamp),
-    operator.getitem: _getitem,
-    torch.cat: _cat,
-    **dict.fromkeys((torch.chunk, torch.split), _split),
-    torch.mean: _mean,
-    torch.sum: lambda call: _mean(call, total=True),
-    **dict.fromkeys((torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze), _reshape),
-    **dict.fromkeys((torch.transpose, torch.permute, torch.swapaxes, torch.movedim), _permute),
-}
-METHODS: dict[str, Callable[[Call], Any]] = {
-    "relu": _as(nn.ReLU),
-    "relu_": _relu_in_place,
-    "tanh": _as(nn.Tanh),
-    "sigmoid": _as(nn.Sigmoid),
-    "softmax": _as(nn.Softmax),
-    "log_softmax": _as(nn.LogSoftmax),
-    "add": _add,
-    "add_": _add,
-    "mul": _multiply,
-    **dict.fromkeys(("chunk", "split"), _split),
-    "div": lambda call: _multiply(call, divide=True),
-    **dict.fromkeys(("eq", "ne", "bool", "logical_not"), _compare),
-    **dict.fromkeys(("clamp", "clamp_min"), _clamp),
-    **dict.fromkeys(("expand", "expand_as"), _expand),
-    "mean": _mean,
-    "sum": lambda call: _mean(call, total=True),
-    **dict.fromkeys(("transpose", "permute", "swapaxes", "movedim"), _permute),
-    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous"), _reshape),
-    **dict.fromkeys(("float", "long", "to", "type_as"), _reshape),
+    F.linear: _weighed(_as_linear, "weight bias", bias=None),
+    F.conv1d: _weighed(_as_conv, "weight bias stride padding dilation groups", **_CONV),
+    F.conv2d: _weighed(_as_conv, "weight bias stride padding dilation groups", **_CONV),
+    F.layer_norm: _weighed(lambda given: _layer_norm, "normalized_shape weight bias eps", **_AFFINE),
+    F.group_norm: _weighed(lambda given: _group_norm, "num_groups weight bias eps", **_AFFINE),
+    F.rms_norm: _weighed(lambda given: _rms_norm, "normalized_shape weight eps", **_AFFINE | {"eps": None}),
+    F.embedding: _embedded,
+    F.normalize: _normalised,
+    F.scaled_dot_product_attention: products.scaled_dot_product,
+    torch.einsum: products.einsum,
+    operator.matmul: products.matmul,
+    **dict.fromkeys((operator.add, operator.iadd), values.add),
+    **dict.fromkeys((operator.sub, operator.isub), values.subtract),
+    **dict.fromkeys((operator.mul, operator.imul), values.multiply),
+    **dict.fromkeys((operator.truediv, operator.itruediv), values.divided),
+    operator.pow: values.power,
+    operator.neg: BOTH["neg"],
+    **dict.fromkeys((operator.eq, operator.ne, operator.lt, operator.gt, operator.le, operator.ge), values.compare),
+    operator.invert: values.compare,
+    operator.getitem: values.getitem,
+    getattr: values.attribute,
+    torch.where: values.where,
+    **dict.fromkeys((torch.cat, torch.concat), values.cat),
+    torch.stack: values.stack,
+}  # fmt: skip
+METHODS: dict[str, Handle] = {
+    **BOTH,
+    "add_": values.add,
+    "sub_": values.subtract,
+    "mul_": values.multiply,
+    "div_": values.divided,
+    "bool": values.compare,
+    **dict.fromkeys(("expand", "expand_as"), values.expand),
+    **dict.fromkeys(("view", "contiguous", "float", "long", "int", "to", "type_as", "clone"), reshape),
 }

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 
 Shape = tuple[int, ...]
 PIECE = 64  # blocks of a sequence whose weights' gradient is taken at a time, as in kernels.hpp
+WIDE_ROWS = 64  # numbers of a row from which samples may be taken as rows, as in rows.hpp
 WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as in images.hpp
 
 
@@ -56,6 +57,7 @@ class Op:
     reads_inputs: ClassVar[bool] = True  # on the way back; where nobody does, a value's room is used again
     reads_output: ClassVar[bool] = False
     mixes: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
+    moves: ClassVar[bool] = True  # with its inputs, so that there is a gradient
 
     @property
     def once(self) -> bool:
@@ -103,6 +105,8 @@ def flag(value: object) -> str:
 
 
 def number(value: float) -> str:
+    if math.isinf(value):
+        return "-INFINITY" if value < 0 else "INFINITY"
     return f"{float(value)!r}f"
 
 
@@ -123,6 +127,8 @@ class Linear(Op):
 
     def scratch(self, lanes: int, blocks: int) -> int:
         i, o = (-(-n // lanes) * lanes for n in (self.i, self.o))
+        if self.rows > 1 and (i, o) == (self.i, self.o) and min(i, o) >= WIDE_ROWS:
+            return i * o // lanes + PIECE * (i + o) + max(i, o) + max(i, o) // lanes
         return (i + o) * (blocks if self.rows == 1 else min(PIECE, blocks * self.rows))
 
     def type(self) -> str:
@@ -131,12 +137,20 @@ class Linear(Op):
     def forward(self, L: str, at: At) -> str:
         if at.from_rows():
             return f"{L}::forward_rows(rows, {at.w(0)}, {at.w(1)}, {at.y}, nb);"
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, nb * {self.rows});"
+        if self.rows > 1:
+            to = f"{at.y}, {at.scratch}, nb, {self.rows}, samples"
+            return f"{self._sequence}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {to});"
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, nb);"
+
+    @property
+    def _sequence(self) -> str:
+        return f"Sequence<{self.i}, {self.o}>"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         if at.dw(0) != "nullptr":
             if self.rows > 1:
-                yield f"{L}::weight_pieces({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb * {self.rows});"
+                to = f"{at.dw(0)}, {at.scratch}, nb, {self.rows}, samples"
+                yield f"{L}::weight_sequence({at.x()}, {at.dy}, {to});"
             elif at.from_table() and self.i % at.lanes == 0:  # the rows are what the turned inputs would be
                 to = f"{at.dw(0)}, (float*)({at.scratch})"
                 yield f"{L}::weight_rows(rows, {at.dy}, {to}, nb, samples, add);"
@@ -144,8 +158,11 @@ class Linear(Op):
                 yield f"{L}::weight({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb, samples, add);"
         if at.dw(1) != "nullptr":
             yield f"{L}::bias({at.dy}, {at.dw(1)}, nb * {self.rows}, {self.o}, add);"
-        if at.dx() != "nullptr":
-            yield f"{L}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {at.dx()}, nb * {self.rows});"
+        if at.dx() != "nullptr" and self.rows > 1:
+            to = f"{at.dx()}, {at.scratch}, nb, {self.rows}, samples"
+            yield f"{self._sequence}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {to});"
+        elif at.dx() != "nullptr":
+            yield f"{L}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {at.dx()}, nb);"
 
     def squares(self, L: str, at: At) -> Iterator[str]:
         if self.rows > 1:
@@ -157,7 +174,41 @@ class Linear(Op):
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
         n = at.blocks if self.rows == 1 else min(PIECE, at.blocks * self.rows)
-        yield f"{L}::turned * {n} == {self.scratch(at.lanes, at.blocks)}"
+        room = f"{L}::turned * {n}" if self.rows == 1 else f"{self._sequence}::scratch({L}::turned * {n})"
+        yield f"{room} == {self.scratch(at.lanes, at.blocks)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turned(Op):
+    """Each of `rows` rows of i numbers times a matrix [i][o]: a linear map from o to i, the other way round."""
+
+    i: int
+    o: int
+    rows: int = 1
+
+    @property
+    def once(self) -> bool:
+        return self.rows == 1
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        i, o = (-(-n // lanes) * lanes for n in (self.i, self.o))
+        return (i + o) * (blocks if self.rows == 1 else min(PIECE, blocks * self.rows))
+
+    def type(self) -> str:
+        return f"Linear<{self.o}, {self.i}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::backward_input<false>({at.x()}, {at.w(0)}, {at.y}, nb * {self.rows});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dw(0) != "nullptr" and self.rows > 1:
+            to = f"{at.dw(0)}, {at.scratch}, nb, {self.rows}, samples"
+            yield f"{L}::weight_sequence({at.dy}, {at.x()}, {to});"
+        elif at.dw(0) != "nullptr":
+            yield f"{L}::weight({at.dy}, {at.x()}, {at.dw(0)}, {at.scratch}, nb, samples, add);"
+        if at.dx() != "nullptr":
+            flags = f"{self.o}, {self.i}, 1, {self.o}, {at.add()}"
+            yield f"{L}::run<{flags}>({at.dy}, {at.w(0)}, nullptr, {at.dx()}, nb * {self.rows});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,21 +265,25 @@ class Recurrent(Op):
     def scratch(self, lanes: int, blocks: int) -> int:
         gates, _, joint = _CELLS[self.cell]
         i, h, g, j = (-(-n // lanes) * lanes for n in (self.i, self.h, gates * self.h, joint * self.h))
-        return max(blocks * max(gates * self.h, 2 * self.h), PIECE * max(i + g, h + j))
+        more = blocks * max(gates * self.h, 2 * self.h)
+        if self.h % lanes or self.h < WIDE_ROWS:
+            return max(more, PIECE * max(i + g, h + j))
+        packed = gates * h * max(i, h) // lanes + 1
+        return packed + (self.t * blocks + 1) * (i + 2 * h) + more + i // lanes + 1
 
     def type(self) -> str:
         return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {flag(self.reversed)}>"
 
     def forward(self, L: str, at: At) -> str:
         weights = ", ".join(at.w(k) for k in range(4))
-        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {at.scratch}, nb);"
+        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {at.scratch}, nb, samples);"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         grads = ", ".join(at.dw(k) for k in range(4))
         add = at.add() if at.dx() != "nullptr" else "false"
         yield (
             f"{L}::backward<{add}>({at.x()}, {at.y}, {at.w(0)}, {at.w(1)}, {at.dy}, {at.dx()}, {grads},"
-            f" {at.kept}, {at.scratch}, nb);"
+            f" {at.kept}, {at.scratch}, nb, samples);"
         )
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
@@ -251,6 +306,7 @@ class Conv(Op):
     stride: tuple[int, int]
     padding: tuple[int, int]
     groups: int = 1
+    dilation: tuple[int, int] = (1, 1)
 
     @property
     def once(self) -> bool:
@@ -260,6 +316,8 @@ class Conv(Op):
     def _tile(self) -> int:
         """How wide the tiles are by which it goes, 0 if by none, as in images.hpp."""
         if self.kernel != (3, 3) or self.stride != (1, 1) or max(self.padding) > 2 or min(self.i, self.o) < 8:
+            return 0
+        if self.dilation != (1, 1):
             return 0
         there, back = [n + 2 * p - 2 for n, p in zip((self.h, self.w), self.padding)], (self.h, self.w)
 
@@ -285,12 +343,14 @@ class Conv(Op):
             places, inputs, both = (tile + 2) ** 2, -(-self.i // lanes) * lanes, self.i + self.o
             panel = max(8 if tile == 2 else 4, min(64, 147456 // lanes // places // both // 4 * 4))
             return places * (self.o * inputs + 16) // lanes + places * ((inputs + self.o) * panel + 4)
-        ky, kx = self.kernel
-        return self.o * self.i * ky * kx // lanes + 1 + self.o * (self.h + ky - 1) * (self.w + kx - 1)
+        weights = self.o * self.i * math.prod(self.kernel)
+        far = [n + d * (k - 1) for n, d, k in zip((self.h, self.w), self.dilation, self.kernel)]
+        return weights // lanes + 1 + self.o * math.prod(far)
 
     def type(self) -> str:
         numbers = (self.i, self.h, self.w, self.o, *self.kernel, *self.stride, *self.padding)
-        return f"Conv<{', '.join(map(str, numbers))}>"
+        more = () if self.dilation == (1, 1) else self.dilation
+        return f"Conv<{', '.join(map(str, (*numbers, *more)))}>"
 
     def forward(self, L: str, at: At) -> str:
         x, w, b, y, kept, loop, nb = self._where(L, at.x(), at.w(0), at.w(1), at.y, at.kept)
@@ -335,9 +395,10 @@ class Pool(Op):
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int] = (0, 0)
+    beyond: tuple[int, int] = (0, 0)  # how far the last windows reach out
 
     def type(self) -> str:
-        numbers = (self.c, self.h, self.w, *self.kernel, *self.stride, *self.padding)
+        numbers = (self.c, self.h, self.w, *self.kernel, *self.stride, *self.padding, *self.beyond)
         return f"Pool<{', '.join(map(str, numbers))}>"
 
 
@@ -365,7 +426,8 @@ class Pooled(Conv):
     @classmethod
     def suits(cls, conv: Conv, pool: MaxPool) -> bool:
         """Whether a convolution of an input and a pooling of what it gives are one."""
-        return conv.groups == 1 and not conv._tile and pool.kernel == pool.stride and pool.padding == (0, 0)
+        whole = pool.kernel == pool.stride and pool.padding == pool.beyond == (0, 0)
+        return conv.groups == 1 and not conv._tile and whole
 
     @classmethod
     def of(cls, conv: Conv, pool: MaxPool) -> Pooled:
@@ -411,6 +473,69 @@ class MeanPool(Pool):
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::mean_backward<{self.divisor}, {at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transposed(Op):
+    """The way back through a convolution, taken forward."""
+
+    conv: Conv  # from the output to the input
+
+    @property
+    def kept(self) -> int:
+        return self.conv.kept
+
+    def scratch(self, lanes: int, blocks: int) -> int:
+        return self.conv.scratch(lanes, blocks)
+
+    def type(self) -> str:
+        return f"Transposed<{self.conv.type()}, {self.conv.i}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {at.scratch}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        add = at.add() if at.dx() != "nullptr" else "false"
+        to = f"{at.dx()}, {at.dw(0)}, {at.dw(1)}, {at.kept}, {at.scratch}, nb, add"
+        yield f"{L}::backward<{add}>({at.x()}, {at.w(0)}, {at.dy}, {to});"
+
+    def agreements(self, L: str, at: At) -> Iterator[str]:
+        yield from self.conv.agreements(f"{self.conv.type()}", at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(Op):
+    """The mean of windows that cut [c][h][w] as evenly as can be."""
+
+    c: int
+    h: int
+    w: int
+    out: tuple[int, int]
+    reads_inputs: ClassVar[bool] = False
+
+    def type(self) -> str:
+        return f"Adaptive<{self.c}, {self.h}, {self.w}, {self.out[0]}, {self.out[1]}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Border(Op):
+    """Zeros around [c][h][w], from so many above and to the left on."""
+
+    c: int
+    h: int
+    w: int
+    first: tuple[int, int]
+    out: tuple[int, int]
+    reads_inputs: ClassVar[bool] = False
+
+    def type(self) -> str:
+        return f"Border<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -574,10 +699,11 @@ class Concat(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Permute(Op):
-    """Dimensions in another order."""
+    """Dimensions in another order, in each of `rows` rows."""
 
     sizes: Shape
     order: Shape
+    rows: int = 1
     reads_inputs: ClassVar[bool] = False
 
     def type(self) -> str:
@@ -586,8 +712,11 @@ class Permute(Op):
         pad = 4 - len(sizes)
         return f"Permute<{', '.join(map(str, [1] * pad + sizes + [0] * pad + steps))}>"
 
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, nb * {self.rows});"
+
     def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb * {self.rows});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -670,16 +799,17 @@ class Rms(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(Op):
-    """Softmax, or its logarithm, of each of `rows` rows of n numbers."""
+    """Softmax, or its logarithm, along n of [rows][n][inner]."""
 
     n: int
     rows: int
+    inner: int = 1
     log: bool = False
     reads_inputs: ClassVar[bool] = False
     reads_output: ClassVar[bool] = True
 
     def type(self) -> str:
-        return f"{'LogSoftmax' if self.log else 'Softmax'}<{self.n}>"
+        return f"{'LogSoftmax' if self.log else 'Softmax'}<{self.n}, {self.inner}>"
 
     def forward(self, L: str, at: At) -> str:
         return f"{L}::forward({at.x()}, {at.y}, nb * {self.rows});"
@@ -712,36 +842,96 @@ def _drop(p: float) -> str:
     return f"{number(p)}, {number(1 / (1 - p) if p < 1 else 0)}"
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of all heads lie in a block of a value: its size, steps of head and row, and the first's place."""
+
+    block: int
+    head: int
+    row: int
+    start: int = 0
+
+    def __str__(self) -> str:
+        return f"Rows<{self.block}, {self.head}, {self.row}>"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention(Op):
-    """From [t][3e], queries, keys and values side by side, to [t][e]; a second input says which keys are absent."""
+    """From t queries, s keys (of d numbers) and values (of e) of each head to [t][heads * e].
+
+    A fourth input says which keys are absent; the weight at 0 is added to the scores, one for all heads or `each`.
+    """
 
     t: int
+    s: int
+    d: int
     e: int
     heads: int
-    p: float  # of dropping a weight; the weight at 0 is what is added to the scores
+    where: tuple[Rows, Rows, Rows, Rows]  # queries, keys, values, outputs
+    scale: float
+    p: float  # of dropping a weight
+    each: bool = False
 
     @property
     def kept(self) -> int:
-        return self.heads * self.t * self.t
+        return self.heads * self.t * self.s
 
     def scratch(self, lanes: int, blocks: int) -> int:
-        return 2 * self.t * self.t
+        return 2 * self.t * self.s
 
     def type(self) -> str:
-        return f"Attention<{self.t}, {self.e}, {self.heads}, {self.output}>"
+        sizes = (self.t, self.s, self.d, self.e, self.heads, *self.where, self.output)
+        return f"Attention<{', '.join(map(str, sizes))}>"
+
+    def _given(self, at: At) -> str:
+        return ", ".join(f"{at.x(i)} + {self.where[i].start}" for i in range(3))
 
     def forward(self, L: str, at: At) -> str:
-        absent = at.x(1) if len(self.inputs) > 1 else "nullptr"
-        rest = f"{at.y}, {at.kept}, {at.scratch}, key, {_drop(self.p)}, nb"
-        return f"{L}::forward({at.x()}, {at.w(0)}, {absent}, {rest});"
+        absent = at.x(3) if len(self.inputs) > 3 else "nullptr"
+        mask = f"{at.w(0)}, {self.t * self.s if self.each else 0}"
+        rest = f"{at.y}, {at.kept}, {at.scratch}, key, {number(self.scale)}, {_drop(self.p)}, nb"
+        return f"{L}::forward({self._given(at)}, {mask}, {absent}, {rest});"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
-        rest = f"{at.dy}, {at.dx()}, {at.kept}, {at.scratch}, key, {_drop(self.p)}, nb"
-        yield f"{L}::backward<{at.add()}>({at.x()}, {rest});"
+        to = [at.dx(i) if at.dx(i) == "nullptr" else f"{at.dx(i)} + {self.where[i].start}" for i in range(3)]
+        add = ", ".join(self._add(at, i) for i in range(3))
+        rest = f"{at.kept}, {at.scratch}, key, {number(self.scale)}, {_drop(self.p)}, nb"
+        yield f"{L}::backward<{add}>({self._given(at)}, {at.dy}, {', '.join(to)}, {rest});"
+
+    def _add(self, at: At, i: int) -> str:
+        """Parts of one value that lie beside each other are one writer."""
+        beside = [
+            j
+            for j in range(i)
+            if self.inputs[j] == self.inputs[i] and self.where[j].start != self.where[i].start
+        ]
+        return at.add(beside[0] if beside else i)
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::kept == {self.kept} && {L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product(Op):
+    """`count` matrix products a sample, [m][k] by [k][n]; where count, row and column of both inputs lie."""
+
+    count: int
+    m: int
+    n: int
+    k: int
+    a: tuple[int, int, int]  # steps of count, m and k
+    b: tuple[int, int, int]  # of count, n and k
+
+    def type(self) -> str:
+        return f"Products<{', '.join(map(str, (self.count, self.m, self.n, self.k, *self.a, *self.b)))}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i, name in enumerate("ab"):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::backward_{name}<{at.add(i)}>({at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
 
 
 # Arithmetic -------------------------------------------------------------------------------------------
@@ -823,15 +1013,132 @@ class Shift(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scale(Op):
+    """Each of `rows` rows times the same n numbers, trained or not."""
+
+    n: int
+    rows: int
+
+    def type(self) -> str:
+        return f"Scale<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.w(0)}, {at.y}, nb * {self.rows});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        add = at.add() if at.dx() != "nullptr" else "false"
+        rest = f"{at.dy}, {at.dx()}, {at.dw(0)}, nb * {self.rows}, add"
+        yield f"{L}::backward<{add}>({at.x()}, {at.w(0)}, {rest});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Op):
+    """The same n numbers, trained or not, for every sample."""
+
+    n: int
+
+    def type(self) -> str:
+        return f"Given<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.w(0)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dw(0) != "nullptr":
+            yield f"{L}::backward({at.dy}, {at.dw(0)}, nb, add);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill(Op):
+    """A number where a mask says so: the second input, or the weight at 0, which all rows of n numbers share."""
+
+    n: int
+    rows: int
+    value: float
+
+    def type(self) -> str:
+        return f"Fill<{self.n}>"
+
+    def _mask(self, at: At) -> str:
+        return at.x(1) if len(self.inputs) > 1 else at.w(0)
+
+    @property
+    def _rows(self) -> str:
+        return f"nb * {self.rows}, {self.n if len(self.inputs) > 1 else 0}"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {self._mask(at)}, {number(self.value)}, {at.y}, {self._rows});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dx() != "nullptr":
+            yield f"{L}::backward<{at.add()}>({self._mask(at)}, {at.dy}, {at.dx()}, {self._rows});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choose(Op):
+    """The second value where the first, a mask, says so, else the third."""
+
+    n: int
+
+    def type(self) -> str:
+        return f"Choose<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.x(2)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i in (1, 2):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::backward<{flag(i == 1)}, {at.add(i)}>({at.x(0)}, {at.dy}, {at.dx(i)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extreme(Op):
+    """The larger, or the smaller, of two values of one shape."""
+
+    n: int
+    larger: bool
+
+    def type(self) -> str:
+        return f"Extreme<{self.n}, {flag(self.larger)}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i in range(2):
+            if at.dx(i) != "nullptr":
+                yield f"{L}::backward<{at.add(i)}>({at.x(i)}, {at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest(Op):
+    """[outer][dim][inner] to [outer][inner]: the largest over dim; equals share the gradient, or the first takes it."""
+
+    outer: int
+    dim: int
+    inner: int
+    shared: bool
+    reads_output: ClassVar[bool] = True
+
+    def type(self) -> str:
+        return f"Largest<{self.outer}, {self.dim}, {self.inner}, {flag(self.shared)}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.x()}, {at.y}, {at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compare(Op):
-    """1 where a number is, or is not, a certain one, else 0: a mask, which has no gradient."""
+    """1 where a comparison with a number holds, else 0: a mask, which has no gradient."""
 
     n: int
     value: float
-    equal: bool
+    how: str  # = ! < > l g, the last two for at most and at least
+    moves: ClassVar[bool] = False
 
     def type(self) -> str:
-        return f"Compare<{self.n}, {flag(self.equal)}>"
+        return f"Compare<{self.n}, '{self.how}'>"
 
     def forward(self, L: str, at: At) -> str:
         return f"{L}::forward({at.x()}, {at.y}, {number(self.value)}, nb);"

@@ -33,144 +33,6 @@ struct Embedding {
     }
 };
 
-// Recurrent nets --------------------------------------------------------------------------------------------
-
-// A cell keeps KEPT * H vectors a step: its gates' inputs at first, their values after the step, their gradients on
-// the way back. Gate inputs come from x (all steps in one product) and from h, GATES * H each; the first JOINT of
-// the gates have the same gradient towards both, the others' towards h lies from slot OTHER on.
-struct GruCell {
-    static constexpr int GATES = 3, KEPT = 4, JOINT = 2, OTHER = 3, CARRY = 0;
-
-    template <int H>
-    INLINE void step(V* k, const V* from_h, const V* before, const V*, V* h, int j) {
-        V r = sigmoid(k[j] + from_h[j]), z = sigmoid(k[H + j] + from_h[H + j]);
-        V part = from_h[2 * H + j], c = tanh(k[2 * H + j] + r * part);
-        k[j] = r, k[H + j] = z, k[2 * H + j] = c, k[3 * H + j] = part;
-        h[j] = c + z * ((before ? before[j] : V{}) - c);
-    }
-
-    template <int H>
-    INLINE void back(V* k, const V* before, const V*, V* dh, V*, int j) {
-        V r = k[j], z = k[H + j], c = k[2 * H + j], part = k[3 * H + j], g = dh[j];
-        V dc = g * (1.f - z) * (1.f - c * c);
-        k[j] = dc * part * (r * (1.f - r));
-        k[H + j] = g * ((before ? before[j] : V{}) - c) * (z * (1.f - z));
-        k[2 * H + j] = dc, k[3 * H + j] = dc * r;
-        dh[j] = g * z;
-    }
-};
-
-struct LstmCell {
-    static constexpr int GATES = 4, KEPT = 5, JOINT = 4, OTHER = 0, CARRY = 1;
-
-    template <int H>
-    INLINE void step(V* k, const V* from_h, const V*, const V* last, V* h, int j) {
-        V i = sigmoid(k[j] + from_h[j]), f = sigmoid(k[H + j] + from_h[H + j]);
-        V g = tanh(k[2 * H + j] + from_h[2 * H + j]), o = sigmoid(k[3 * H + j] + from_h[3 * H + j]);
-        V c = f * (last ? last[4 * H + j] : V{}) + i * g;
-        k[j] = i, k[H + j] = f, k[2 * H + j] = g, k[3 * H + j] = o, k[4 * H + j] = c;
-        h[j] = o * tanh(c);
-    }
-
-    template <int H>
-    INLINE void back(V* k, const V*, const V* last, V* dh, V* carry, int j) {
-        V i = k[j], f = k[H + j], g = k[2 * H + j], o = k[3 * H + j], t = tanh(k[4 * H + j]);
-        V dc = carry[j] + dh[j] * o * (1.f - t * t);
-        k[j] = dc * g * (i * (1.f - i));
-        k[H + j] = dc * (last ? last[4 * H + j] : V{}) * (f * (1.f - f));
-        k[2 * H + j] = dc * i * (1.f - g * g);
-        k[3 * H + j] = dh[j] * t * (o * (1.f - o));
-        carry[j] = dc * f;
-        dh[j] = V{};
-    }
-};
-
-struct TanhCell {
-    static constexpr int GATES = 1, KEPT = 1, JOINT = 1, OTHER = 0, CARRY = 0;
-
-    template <int H>
-    INLINE void step(V* k, const V* from_h, const V*, const V*, V* h, int j) {
-        h[j] = k[j] = tanh(k[j] + from_h[j]);
-    }
-
-    template <int H>
-    INLINE void back(V* k, const V*, const V*, V* dh, V*, int j) {
-        k[j] = dh[j] * (1.f - k[j] * k[j]);
-        dh[j] = V{};
-    }
-};
-
-template <class Cell, int I, int H, int T, bool REVERSED>
-struct Recurrent {
-    static constexpr int G = Cell::GATES * H, K = Cell::KEPT * H, J = Cell::JOINT * H;
-    static constexpr int kept = T * K;
-    typedef Linear<I, G> Input;
-    typedef Linear<H, G> Hidden;
-    typedef Linear<H, J> Joint;
-    typedef Linear<H, G == J ? H : G - J> Rest;
-    static constexpr int most(int a, int b) { return a > b ? a : b; }
-    static constexpr int scratch(int blocks) {
-        return most(blocks * most(G, 2 * H), PIECE * most(Input::turned, Joint::turned));
-    }
-
-    INLINE int when(int s) { return REVERSED ? T - 1 - s : s; }
-
-    OP void forward(const V* x, const float* wi, const float* wh, const float* bi, const float* bh, V* y, V* kept,
-                    V* from_h, int nb) {
-        Input::template run<I, G, 1, I, false>(x, wi, bi, kept, nb * T, I, K);
-        for (int s = 0; s < T; s++) {
-            int t = when(s), last = when(s - 1);
-            if (s)
-                Hidden::template run<H, G, 1, H, false>(y + last * H, wh, bh, from_h, nb, T * H, G);
-            else
-                for (int n = 0; n < nb; n++)
-                    for (int j = 0; j < G; j++) from_h[n * G + j] = splat(bh ? bh[j] : 0.f);
-            for (int n = 0; n < nb; n++) {
-                V *k = kept + (n * T + t) * K, *h = y + (n * T + t) * H, *from = from_h + n * G;
-                const V *before = s ? y + (n * T + last) * H : nullptr, *k_last = s ? kept + (n * T + last) * K : nullptr;
-                for (int j = 0; j < H; j++) Cell::template step<H>(k, from, before, k_last, h, j);
-            }
-        }
-    }
-
-    template <bool ADD>
-    OP void backward(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi,
-                     float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb) {
-        V *dh = scratch, *carry = scratch + nb * H;
-        std::memset((void*)scratch, 0, sizeof(V) * 2 * nb * H);
-        for (int s = T - 1; s >= 0; s--) {
-            int t = when(s), last = when(s - 1);
-            for (int n = 0; n < nb; n++) {
-                V *k = kept + (n * T + t) * K, *d = dh + n * H;
-                const V *before = s ? y + (n * T + last) * H : nullptr, *k_last = s ? kept + (n * T + last) * K : nullptr;
-                const V* from = dy + (n * T + t) * H;
-                for (int j = 0; j < H; j++) {
-                    d[j] += from[j];
-                    Cell::template back<H>(k, before, k_last, d, carry + n * H, j);
-                }
-            }
-            if (!s) break;
-            Joint::template run<J, H, H, 1, true>(kept + t * K, wh, nullptr, dh, nb, T * K, H);
-            if constexpr (J < G)
-                Rest::template run<G - J, H, H, 1, true>(kept + t * K + Cell::OTHER * H, wh + J * H, nullptr, dh, nb, T * K,
-                                                         H);
-        }
-        if (dx) Input::template run<G, I, I, 1, ADD>(kept, wi, nullptr, dx, nb * T, K, I);
-        if (dwi) Input::weight_pieces(x, kept, dwi, scratch, nb * T, I, K);
-        if (dbi) Input::bias(kept, dbi, nb * T, K, true);
-        constexpr int later = REVERSED ? 0 : 1;  // the first state that follows another, in the order of the rows
-        for (int n = 0; dwh && n < nb; n++) {
-            const V *k = kept + (n * T + later) * K, *h = y + (n * T + 1 - later) * H;
-            Joint::weight_pieces(h, k, dwh, scratch, T - 1, H, K);
-            if constexpr (J < G) Rest::weight_pieces(h, k + Cell::OTHER * H, dwh + J * H, scratch, T - 1, H, K);
-        }
-        if (dbh) {
-            Joint::bias(kept, dbh, nb * T, K, true);
-            if constexpr (J < G) Rest::bias(kept + Cell::OTHER * H, dbh + J, nb * T, K, true);
-        }
-    }
-};
-
 // Where numbers lie -----------------------------------------------------------------------------------------
 
 template <int OUTER, int DIM, int INNER, int START, int COUNT, int STEP>
@@ -346,117 +208,90 @@ struct RmsNorm {
     }
 };
 
-template <int N>
+// N numbers that lie STEP apart.
+template <int N, int STEP = 1>
 INLINE void softmax_row(V* row) {
     V top = row[0];
-    for (int k = 1; k < N; k++) top = max(row[k], top);
+    for (int k = 1; k < N; k++) top = max(row[k * STEP], top);
     V all = {};
-    for (int k = 0; k < N; k++) all += row[k] = exp(row[k] - top);
+    for (int k = 0; k < N; k++) all += row[k * STEP] = exp(row[k * STEP] - top);
     V share = 1.f / all;
-    for (int k = 0; k < N; k++) row[k] *= share;
+    for (int k = 0; k < N; k++) row[k * STEP] *= share;
 }
 
-template <int N>
+// Along N of [N][INNER].
+template <int N, int INNER>
 struct Softmax {
     OP void forward(const V* x, V* y, int rows) {
-        std::memcpy((void*)y, x, sizeof(V) * N * rows);
-        for (int64_t r = 0; r < rows; r++) softmax_row<N>(y + r * N);
+        std::memcpy((void*)y, x, sizeof(V) * N * INNER * rows);
+        for (int64_t r = 0; r < rows; r++)
+            for (int i = 0; i < INNER; i++) softmax_row<N, INNER>(y + r * N * INNER + i);
     }
     template <bool ADD>
     OP void backward(const V* y, const V* dy, V* dx, int rows) {
-        for (int64_t r = 0; r < rows; r++, y += N, dy += N, dx += N) {
-            V along = sum(N, [=](int k) { return y[k] * dy[k]; });
-            for (int k = 0; k < N; k++) {
-                V g = y[k] * (dy[k] - along);
-                dx[k] = ADD ? dx[k] + g : g;
+        for (int64_t r = 0; r < rows; r++, y += N * INNER, dy += N * INNER, dx += N * INNER)
+            for (int i = 0; i < INNER; i++) {
+                V along = sum(N, [=](int k) { return y[k * INNER + i] * dy[k * INNER + i]; });
+                for (int k = i; k < N * INNER; k += INNER) {
+                    V g = y[k] * (dy[k] - along);
+                    dx[k] = ADD ? dx[k] + g : g;
+                }
             }
-        }
     }
 };
 
-template <int N>
+template <int N, int INNER>
 struct LogSoftmax {
     OP void forward(const V* x, V* y, int rows) {
-        for (int64_t r = 0; r < rows; r++, x += N, y += N) {
-            V top = x[0];
-            for (int k = 1; k < N; k++) top = max(x[k], top);
-            V all = {};
-            for (int k = 0; k < N; k++) all += exp(x[k] - top);
-            V base = top + log(all);
-            for (int k = 0; k < N; k++) y[k] = x[k] - base;
-        }
+        for (int64_t r = 0; r < rows; r++, x += N * INNER, y += N * INNER)
+            for (int i = 0; i < INNER; i++) {
+                V top = x[i];
+                for (int k = 1; k < N; k++) top = max(x[k * INNER + i], top);
+                V all = {};
+                for (int k = 0; k < N; k++) all += exp(x[k * INNER + i] - top);
+                V base = top + log(all);
+                for (int k = i; k < N * INNER; k += INNER) y[k] = x[k] - base;
+            }
     }
     template <bool ADD>
     OP void backward(const V* y, const V* dy, V* dx, int rows) {
-        for (int64_t r = 0; r < rows; r++, y += N, dy += N, dx += N) {
-            V all = sum(N, [=](int k) { return dy[k]; });
-            for (int k = 0; k < N; k++) {
-                V g = dy[k] - exp(y[k]) * all;
-                dx[k] = ADD ? dx[k] + g : g;
+        for (int64_t r = 0; r < rows; r++, y += N * INNER, dy += N * INNER, dx += N * INNER)
+            for (int i = 0; i < INNER; i++) {
+                V all = sum(N, [=](int k) { return dy[k * INNER + i]; });
+                for (int k = i; k < N * INNER; k += INNER) {
+                    V g = dy[k] - exp(y[k]) * all;
+                    dx[k] = ADD ? dx[k] + g : g;
+                }
             }
-        }
     }
 };
 
-// Functions whose slope their argument tells ----------------------------------------------------------------
-
-// erf to about one unit in the last place (the rational function of Eigen).
-INLINE V erf(V x) {
-    x = pick(x < -4.f, splat(-4.f), pick(x > 4.f, splat(4.f), x));
-    V z = x * x, p = splat(-2.72614225801306e-10f);
-    p = p * z + 2.77068142495902e-08f;
-    p = p * z - 2.10102402082508e-06f;
-    p = p * z - 5.69250639462346e-05f;
-    p = p * z - 7.34990630326855e-04f;
-    p = p * z - 2.95459980854025e-03f;
-    p = p * z - 1.60960333262415e-02f;
-    V q = splat(-1.45660718464996e-05f);
-    q = q * z - 2.13374055278905e-04f;
-    q = q * z - 1.68282697438203e-03f;
-    q = q * z - 7.37332916720468e-03f;
-    q = q * z - 1.42647390514189e-02f;
-    return x * p / q;
-}
-
-struct Gelu {
-    INLINE V value(V x) { return 0.5f * x * (1.f + erf(x * 0.70710678118654752f)); }
-    INLINE V slope(V x, V g) {
-        return g * (0.5f * (1.f + erf(x * 0.70710678118654752f)) + x * 0.39894228040143268f * exp(-0.5f * x * x));
+// The largest along DIM; the first of equals takes the gradient, or all of them share it.
+template <int OUTER, int DIM, int INNER, bool SHARED>
+struct Largest {
+    OP void forward(const V* x, V* y, int nb) {
+        for (int64_t o = 0; o < nb * OUTER; o++)
+            for (int i = 0; i < INNER; i++) {
+                const V* from = x + o * DIM * INNER + i;
+                V top = from[0];
+                for (int k = 1; k < DIM; k++) top = max(from[k * INNER], top);
+                y[o * INNER + i] = top;
+            }
     }
-};
-
-struct GeluTanh {
-    INLINE V inner(V x) { return 0.79788456080286536f * (x + 0.044715f * x * x * x); }
-    INLINE V value(V x) { return 0.5f * x * (1.f + tanh(inner(x))); }
-    INLINE V slope(V x, V g) {
-        V t = tanh(inner(x)), s = 0.79788456080286536f * (1.f + 0.134145f * x * x);
-        return g * (0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * s);
-    }
-};
-
-struct Silu {
-    INLINE V value(V x) { return x * sigmoid(x); }
-    INLINE V slope(V x, V g) {
-        V s = sigmoid(x);
-        return g * (s * (1.f + x * (1.f - s)));
-    }
-};
-
-struct HardSwish {
-    INLINE V value(V x) { return x * pick(x > 3.f, V{} + 1.f, max(V{}, (x + 3.f) * (1.f / 6))); }
-    INLINE V slope(V x, V g) { return keep(x > -3.f, pick(x < 3.f, g * (x * (1.f / 3) + 0.5f), g)); }
-};
-
-// Between two numbers, given by their bits.
-template <int32_t LOW, int32_t HIGH>
-struct Clamp {
-    INLINE V value(V x) {
-        V low = splat(from_bits(LOW)), high = splat(from_bits(HIGH));
-        return pick(x < low, low, pick(x > high, high, x));
-    }
-    INLINE V slope(V x, V g) {
-        V low = splat(from_bits(LOW)), high = splat(from_bits(HIGH));
-        return keep((x >= low) & (x <= high), g);
+    template <bool ADD>
+    OP void backward(const V* x, const V* y, const V* dy, V* dx, int nb) {
+        for (int64_t o = 0; o < nb * OUTER; o++)
+            for (int i = 0; i < INNER; i++) {
+                const V* from = x + o * DIM * INNER + i;
+                V *to = dx + o * DIM * INNER + i, top = y[o * INNER + i], g = dy[o * INNER + i];
+                if (SHARED) g /= sum(DIM, [=](int k) { return keep(from[k * INNER] == top, splat(1.f)); });
+                for (int k = 0; k < DIM * INNER; k += INNER) {
+                    VI hit = from[k] == top;
+                    V part = keep(hit, g);
+                    if (!SHARED) g = keep(~hit, g);
+                    to[k] = ADD ? to[k] + part : part;
+                }
+            }
     }
 };
 
@@ -519,6 +354,95 @@ struct Shift {
     }
 };
 
+// Each row times the same N numbers.
+template <int N>
+struct Scale {
+    OP void forward(const V* x, const float* w, V* y, int rows) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int k = 0; k < N; k++) y[r * N + k] = x[r * N + k] * w[k];
+    }
+    template <bool ADD>
+    OP void backward(const V* x, const float* w, const V* dy, V* dx, float* dw, int rows, bool add) {
+        for (int64_t r = 0; dx && r < rows; r++)
+            for (int k = 0; k < N; k++) {
+                V g = dy[r * N + k] * w[k];
+                dx[r * N + k] = ADD ? dx[r * N + k] + g : g;
+            }
+        for (int k = 0; dw && k < N; k++) {
+            V s = {};
+            for (int64_t r = 0; r < rows; r++) s += dy[r * N + k] * x[r * N + k];
+            put(dw + k, total(s), add);
+        }
+    }
+};
+
+// The same N numbers for every sample.
+template <int N>
+struct Given {
+    OP void forward(const float* w, V* y, int nb) {
+        for (int n = 0; n < nb; n++)
+            for (int k = 0; k < N; k++) y[n * N + k] = splat(w[k]);
+    }
+    OP void backward(const V* dy, float* dw, int nb, bool add) {
+        for (int k = 0; k < N; k++) {
+            V s = {};
+            for (int n = 0; n < nb; n++) s += dy[n * N + k];
+            put(dw + k, total(s), add);
+        }
+    }
+};
+
+// `b` where a mask says so, else `a`; one mask for all rows of N numbers, or a sample's own.
+INLINE VI on(const float* mask, int64_t k) { return (splat(mask[k]) > 0.5f); }
+INLINE VI on(const V* mask, int64_t k) { return mask[k] > 0.5f; }
+
+template <int N>
+struct Fill {
+    template <class M>
+    OP void forward(const V* x, const M* mask, float value, V* y, int rows, int64_t step) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int k = 0; k < N; k++) y[r * N + k] = pick(on(mask, r * step + k), splat(value), x[r * N + k]);
+    }
+    template <bool ADD, class M>
+    OP void backward(const M* mask, const V* dy, V* dx, int rows, int64_t step) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int k = 0; k < N; k++) {
+                V g = keep(~on(mask, r * step + k), dy[r * N + k]);
+                dx[r * N + k] = ADD ? dx[r * N + k] + g : g;
+            }
+    }
+};
+
+template <int N>
+struct Choose {
+    OP void forward(const V* mask, const V* a, const V* b, V* y, int nb) {
+        for (int k = 0; k < N * nb; k++) y[k] = pick(on(mask, k), a[k], b[k]);
+    }
+    template <bool FIRST, bool ADD>
+    OP void backward(const V* mask, const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) {
+            V g = keep(FIRST ? on(mask, k) : ~on(mask, k), dy[k]);
+            dx[k] = ADD ? dx[k] + g : g;
+        }
+    }
+};
+
+// The larger or the smaller of two; equals share the gradient.
+template <int N, bool LARGER>
+struct Extreme {
+    OP void forward(const V* a, const V* b, V* y, int nb) {
+        for (int k = 0; k < N * nb; k++) y[k] = pick(LARGER ? a[k] > b[k] : a[k] < b[k], a[k], b[k]);
+    }
+    template <bool ADD>
+    OP void backward(const V* mine, const V* other, const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) {
+            V half = pick(mine[k] == other[k], dy[k] * 0.5f, dy[k]);
+            V g = keep(LARGER ? mine[k] >= other[k] : mine[k] <= other[k], half);
+            dx[k] = ADD ? dx[k] + g : g;
+        }
+    }
+};
+
 // Attention -------------------------------------------------------------------------------------------------
 
 // C[i][j] = sum over k of A[i][k] B[j][k], sample by sample: all three are V, at these strides.
@@ -559,76 +483,106 @@ struct Product {
     }
 };
 
-// From [T][3E], queries, keys and values side by side, to [T][E]. `mask` is added to the scores, [T][T]; `absent`
-// says which places of a sample are no keys, V[T].
-template <int T, int E, int HEADS, uint32_t LAYER>
-struct Attention {
-    static constexpr int D = E / HEADS, S = 3 * E;
-    static constexpr int kept = HEADS * T * T, scratch = 2 * T * T;
+// COUNT products a sample, C[i][j] as above: A and B lie anyhow within their block, C row by row.
+template <int COUNT, int M, int N, int K, int AC, int AI, int AK, int BC, int BJ, int BK>
+struct Products {
+    template <class F>
+    INLINE void each(int nb, F f) {
+        for (int64_t n = 0; n < nb; n++)
+            for (int64_t c = 0; c < COUNT; c++)
+                f(n * (COUNT * M * K) + c * AC, n * (COUNT * N * K) + c * BC, (n * COUNT + c) * (M * N));
+    }
+    OP void forward(const V* a, const V* b, V* y, int nb) {
+        each(nb, [=](int64_t at, int64_t bt, int64_t to) {
+            Product<M, N, K, AI, AK, BJ, BK, N, 1>::template run<false>(a + at, b + bt, y + to);
+        });
+    }
+    template <bool ADD>
+    OP void backward_a(const V* b, const V* dy, V* da, int nb) {
+        each(nb, [=](int64_t at, int64_t bt, int64_t to) {
+            Product<M, K, N, N, 1, BK, BJ, AI, AK>::template run<ADD>(dy + to, b + bt, da + at);
+        });
+    }
+    template <bool ADD>
+    OP void backward_b(const V* a, const V* dy, V* db, int nb) {
+        each(nb, [=](int64_t at, int64_t bt, int64_t to) {
+            Product<N, K, M, 1, N, AK, AI, BJ, BK>::template run<ADD>(dy + to, a + at, db + bt);
+        });
+    }
+};
 
-    OP void forward(const V* x, const float* mask, const V* absent, V* y, V* kept, V* scratch, const uint64_t* key,
-                    float drop, float scale, int nb) {
-        const float root = 1.f / std::sqrt(float(D));
+// Where row r of head h of block n lies.
+template <int BLOCK, int HEAD, int ROW>
+struct Rows {
+    static constexpr int row = ROW;
+    INLINE int64_t at(int64_t n, int64_t h) { return n * BLOCK + h * HEAD; }
+};
+
+// T queries and S keys of D numbers, S values of E. `mask` is added to the scores, [T][S], one for all heads or one for
+// each; `absent` says which places of a sample are no keys, V[S].
+template <int T, int S, int D, int E, int HEADS, class Q, class K, class W, class O, uint32_t LAYER>
+struct Attention {
+    static constexpr int kept = HEADS * T * S, scratch = 2 * T * S;
+
+    OP void forward(const V* qs, const V* ks, const V* vs, const float* mask, int each, const V* absent, V* y, V* kept,
+                    V* scratch, const uint64_t* key, float root, float drop, float scale, int nb) {
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
-                const V *q = x + (int64_t)n * T * S + h * D, *k = q + E, *v = k + E;
-                V *p = kept + (int64_t)(n * HEADS + h) * T * T, *o = y + (int64_t)n * T * E + h * D;
-                Product<T, T, D, S, 1, S, 1, T, 1>::template run<false>(q, k, p);
+                V* p = kept + (int64_t)(n * HEADS + h) * T * S;
+                Product<T, S, D, Q::row, 1, K::row, 1, S, 1>::template run<false>(qs + Q::at(n, h), ks + K::at(n, h), p);
                 for (int i = 0; i < T; i++) {
-                    for (int j = 0; j < T; j++) {
-                        V s = p[i * T + j] * root;
-                        if (mask) s += mask[i * T + j];
-                        if (absent) s = pick(absent[n * T + j] > 0.5f, splat(-INFINITY), s);
-                        p[i * T + j] = s;
+                    for (int j = 0; j < S; j++) {
+                        V s = p[i * S + j] * root;
+                        if (mask) s += mask[h * each + i * S + j];
+                        if (absent) s = pick(absent[n * S + j] > 0.5f, splat(-INFINITY), s);
+                        p[i * S + j] = s;
                     }
-                    softmax_row<T>(p + i * T);
+                    softmax_row<S>(p + i * S);
                 }
                 if (key && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
-                Product<T, D, T, T, 1, 1, S, E, 1>::template run<false>(p, v, o);
+                Product<T, E, S, S, 1, 1, W::row, O::row, 1>::template run<false>(p, vs + W::at(n, h), y + O::at(n, h));
             }
     }
 
     // The weights that are used, in training: some of them zero.
     INLINE V* dropped(const V* p, V* to, const uint64_t* key, int h, float drop, float scale) {
         Draw d(key, LAYER);
-        for (int k = 0; k < T * T; k++) to[k] = p[k] * Draw::keep_or_drop(d, h * T * T + k, drop, scale);
+        for (int k = 0; k < T * S; k++) to[k] = p[k] * Draw::keep_or_drop(d, h * T * S + k, drop, scale);
         return to;
     }
 
-    template <bool ADD>
-    OP void backward(const V* x, const V* dy, V* dx, V* kept, V* scratch, const uint64_t* key, float drop, float scale,
-                     int nb) {
-        const float root = 1.f / std::sqrt(float(D));
-        V *ds = scratch, *used = scratch + T * T;
+    template <bool ADD_Q, bool ADD_K, bool ADD_V>
+    OP void backward(const V* qs, const V* ks, const V* vs, const V* dy, V* dq, V* dk, V* dv, V* kept, V* scratch,
+                     const uint64_t* key, float root, float drop, float scale, int nb) {
+        V *ds = scratch, *used = scratch + T * S;
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
-                const V *q = x + (int64_t)n * T * S + h * D, *k = q + E, *v = k + E;
-                V *dq = dx + (int64_t)n * T * S + h * D, *dk = dq + E, *dv = dk + E;
-                const V *p = kept + (int64_t)(n * HEADS + h) * T * T, *o = dy + (int64_t)n * T * E + h * D;
+                const V *p = kept + (int64_t)(n * HEADS + h) * T * S, *o = dy + O::at(n, h);
                 bool drops = key && drop > 0;
                 const V* u = drops ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
-                Product<T, D, T, 1, T, 1, E, S, 1>::template run<ADD>(u, o, dv);
-                Product<T, T, D, E, 1, S, 1, T, 1>::template run<false>(o, v, ds);
+                if (dv) Product<S, E, T, 1, S, 1, O::row, W::row, 1>::template run<ADD_V>(u, o, dv + W::at(n, h));
+                if (!dq && !dk) continue;
+                Product<T, S, E, O::row, 1, W::row, 1, S, 1>::template run<false>(o, vs + W::at(n, h), ds);
                 if (drops) dropped(ds, ds, key + n * LANES, h, drop, scale);
                 for (int i = 0; i < T; i++) {
-                    const V* row = p + i * T;
-                    V* to = ds + i * T;
-                    V along = sum(T, [=](int j) { return row[j] * to[j]; });
-                    for (int j = 0; j < T; j++) to[j] = row[j] * (to[j] - along) * root;
+                    const V* row = p + i * S;
+                    V* to = ds + i * S;
+                    V along = sum(S, [=](int j) { return row[j] * to[j]; });
+                    for (int j = 0; j < S; j++) to[j] = row[j] * (to[j] - along) * root;
                 }
-                Product<T, D, T, T, 1, 1, S, S, 1>::template run<ADD>(ds, k, dq);
-                Product<T, D, T, 1, T, 1, S, S, 1>::template run<ADD>(ds, q, dk);
+                if (dq) Product<T, D, S, S, 1, 1, K::row, Q::row, 1>::template run<ADD_Q>(ds, ks + K::at(n, h), dq + Q::at(n, h));
+                if (dk) Product<S, D, T, 1, S, 1, Q::row, K::row, 1>::template run<ADD_K>(ds, qs + Q::at(n, h), dk + K::at(n, h));
             }
     }
 };
 
-// 1 where a number is (or is not) a certain one.
-template <int N, bool EQUAL>
+// 1 where a comparison with a number holds.
+template <int N, char HOW>
 struct Compare {
+    INLINE VI holds(V x, float v) {
+        return HOW == '=' ? x == v : HOW == '!' ? x != v : HOW == '<' ? x < v : HOW == '>' ? x > v : HOW == 'l' ? x <= v : x >= v;
+    }
     OP void forward(const V* x, V* y, float value, int nb) {
-        for (int k = 0; k < N * nb; k++) {
-            VI same = x[k] == value;
-            y[k] = keep(EQUAL ? same : ~same, splat(1.f));
-        }
+        for (int k = 0; k < N * nb; k++) y[k] = keep(holds(x[k], value), splat(1.f));
     }
 };

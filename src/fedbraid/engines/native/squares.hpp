@@ -68,9 +68,9 @@ struct Squares<Linear<I, O>> {
     }
 };
 
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX>
-struct Squares<Conv<I, H, W, O, KY, KX, SY, SX, PY, PX>> {
-    typedef Conv<I, H, W, O, KY, KX, SY, SX, PY, PX> C;
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY, int DX>
+struct Squares<Conv<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX>> {
+    typedef Conv<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX> C;
     static constexpr int HP = C::HP, WP = C::WP, OY = C::OY, OX = C::OX;
     static constexpr Tile tile = C::tile;
 
@@ -80,11 +80,11 @@ struct Squares<Conv<I, H, W, O, KY, KX, SY, SX, PY, PX>> {
         UNROLL for (int o = 0; o < N; o++)
             UNROLL for (int i = 0; i < M; i++) UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] = V{};
         for (int y = 0; y < OY; y++) {
-            const V *row = x + (y * SY + ky) * WP, *d = dy + y * OX;
+            const V *row = x + (y * SY + ky * DY) * WP, *d = dy + y * OX;
             for (int c = 0; c < OX; c++) {
                 V v[M][KX];
                 UNROLL for (int i = 0; i < M; i++)
-                    UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k];
+                    UNROLL for (int k = 0; k < KX; k++) v[i][k] = row[i * HP * WP + c * SX + k * DX];
                 UNROLL for (int o = 0; o < N; o++) {
                     V g = d[o * OY * OX + c];
                     UNROLL for (int i = 0; i < M; i++) UNROLL for (int k = 0; k < KX; k++) acc[o][i][k] += v[i][k] * g;

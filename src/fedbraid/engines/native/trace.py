@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,7 +33,13 @@ class Graph:
     layout: Layout
     constants: Tensor  # numbers that are not trained
     inputs: int  # how many of the values are given
-    tokens: list[int | None]  # how many different numbers each may be, where it is of numbers of things
+    limits: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
+    result: Shape  # of the output, as the model gives it
+
+    @property
+    def tokens(self) -> list[int | None]:
+        """How many different numbers each input may be, where it is of numbers of things."""
+        return [None if limit is None else int(limit.min()) for limit in self.limits]
 
     @cached_property
     def mixes(self) -> bool:
@@ -42,7 +50,8 @@ class Graph:
     def once(self) -> bool:
         """Whether every parameter's gradient is written exactly once: none is spare, tied or used again."""
         used = [w.offset for op in self.ops for w in op.weights if w is not None and w.trained]
-        return sorted(used) == [s.offset for s in self.layout] and all(op.once for op in self.ops)
+        whole = sorted(used) == [s.offset for s in self.layout]
+        return whole and all(op.once and op.moves for op in self.ops)
 
 
 @dataclass(frozen=True)
@@ -64,8 +73,12 @@ class Constant:
 class Several:
     """What is not one tensor, but gives some when asked for an item."""
 
-    def __getitem__(self, index: Any) -> Value:
+    def __getitem__(self, index: int) -> Value:
         raise NotImplementedError
+
+    def whole(self) -> Value:
+        """All of it as one tensor."""
+        raise Unsupported("what a layer gives besides its output is used as a tensor")
 
 
 def trace(module: nn.Module, layout: Layout, sample: Tree) -> Graph:
@@ -78,7 +91,12 @@ def trace(module: nn.Module, layout: Layout, sample: Tree) -> Graph:
         runs = [_Record(traced).record(tree.take(sample, [0] * n)) for n in _BATCHES]
     except Exception as error:
         raise Unsupported(f"the model cannot be traced ({_first_line(error)})") from error
-    return Builder(module, layout, runs).build(traced.graph)
+    try:
+        return Builder(module, layout, runs).build(traced.graph)
+    except Unsupported:
+        raise
+    except Exception as error:  # a call that nobody thought of
+        raise Unsupported(f"the model cannot be translated ({_first_line(error)})") from error
 
 
 class _Called(nn.Sequential):
@@ -98,6 +116,16 @@ class _Called(nn.Sequential):
         return out if isinstance(out, fx.Proxy) else logits(out)
 
 
+_MADE_LIKE = {
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+}
+_LIKE = {"to", "type_as", "expand_as"}
 _BATCHES = (3, 5)  # what differs between the two runs is the batch
 
 
@@ -133,7 +161,11 @@ class Builder:
         self.known: dict[fx.Node, Any] = {}
         self.shapes: list[Shape] = []
         self.ops: list[Op] = []
-        self.tokens: list[int | None] = []
+        self.limits: list[Tensor | None] = []
+        self.places: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # of values that are parts of an input: its, and where
+        self.moved: dict[int, tuple[Value, Shape]] = {}  # permuted values: what they were, and the order
         self.masks: set[int] = set()  # values that are comparisons
         self._constants: list[Tensor] = []
         self._count = 0
@@ -152,17 +184,19 @@ class Builder:
                 self.known[node] = self._node(node)
         if not isinstance(output, Value) or not self.ops:
             raise Unsupported("the model's output is not one tensor that a layer made")
-        if len(output.shape) != 1:
-            raise Unsupported(f"the model's output has shape {output.shape} per sample, not one row")
-        ops = _joined(_used(self.ops, output.id), output.id, len(self.tokens))
+        count = len(self.limits)
+        ops = _joined(_used(self.ops, output.id), output.id, count)
         constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
-        return Graph(self.shapes, ops, output.id, self.layout, constants, len(self.tokens), self.tokens)
+        return Graph(self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape)
 
     def _inputs(self, node: fx.Node) -> Any:
         """The first values: one, or several by name or place."""
         given = self.runs[0][node]
-        self.tokens = [None] * len(tree.leaves(given))
-        return tree.map(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
+        self.limits = [None] * len(tree.leaves(given))
+        made = tree.map(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
+        for v, shape in enumerate(self.shapes):
+            self.places[v] = (v, torch.arange(math.prod(shape)).view(shape))
+        return made
 
     # What layers ask for --------------------------------------------------------------------------
 
@@ -200,6 +234,23 @@ class Builder:
         self._count += numbers.numel()
         return Place(at, trained=False)
 
+    def came_from(self, made: Value, x: Value, moved: Callable[[Tensor], Tensor]) -> None:
+        """Remember which numbers of an input a value is, if the one that it was made from is some."""
+        if x.id in self.places:
+            given, places = self.places[x.id]
+            self.places[made.id] = (given, moved(places.view(x.shape)).reshape(made.shape))
+
+    def limit(self, x: Value, count: int) -> bool:
+        """That a value's numbers must be below `count`; whether they are an input's."""
+        if x.id not in self.places:
+            return False
+        given, places = self.places[x.id]
+        known = self.limits[given]
+        if known is None:
+            known = self.limits[given] = torch.full(self.shapes[given], 2**24)
+        known.view(-1)[places.reshape(-1)] = known.view(-1)[places.reshape(-1)].clamp(max=count)
+        return True
+
     # Nodes ----------------------------------------------------------------------------------------
 
     def _of(self, argument: Any) -> Any:
@@ -208,33 +259,42 @@ class Builder:
 
     def batch(self, node: fx.Node) -> int | None:
         """Which dimension of a result is the batch."""
-        first, second = (tuple(run[node].shape) for run in self.runs)
-        differ = [d for d, (a, b) in enumerate(zip(first, second)) if a != b]
-        if len(differ) > 1 or (differ and first[differ[0]] != _BATCHES[0]):
-            raise Unsupported(f"{node.name!r} mixes the samples of a batch")
-        return differ[0] if differ else None
+        return _batch([run[node] for run in self.runs], node.name)
 
     def shape(self, node: fx.Node) -> Shape:
         """A result's shape without the batch."""
-        batch, full = self.batch(node), tuple(self.runs[0][node].shape)
+        return self.without_batch([run[node] for run in self.runs], node.name)
+
+    def without_batch(self, results: list[Tensor], what: str = "a result") -> Shape:
+        batch, full = _batch(results, what), tuple(results[0].shape)
         if batch is None:
-            raise Unsupported(f"{node.name!r} mixes the samples of a batch")
+            raise Unsupported(f"{what!r} mixes the samples of a batch")
         return full[:batch] + full[batch + 1 :]
 
     def _node(self, node: fx.Node) -> Any:
-        from fedbraid.engines.native import layers
+        from fedbraid.engines.native import layers, values
 
         result = self.runs[0][node]
         given = [self.known[n] for n in node.all_input_nodes]
-        if not any(_holds_value(g) for g in given):
+        if not any(_holds_value(g) for g in given) or self._only_shaped(node):
             return self._constant(node, given)
         if not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
             return result  # arithmetic on shapes
         args, kwargs = self._of(node.args), self._of(node.kwargs)
         if node.target is operator.getitem and isinstance(args[0], (tuple, list, dict)):
             return args[0][args[1]]
-        call = layers.Call(self, node, result, tuple(args), dict(kwargs))
+        if node.target is operator.getitem and isinstance(args[0], Several) and isinstance(args[1], int):
+            return args[0][args[1]]
+        if node.target is not getattr:
+            args, kwargs = (_whole(given) for given in (args, kwargs))
+        call = values.Call(self, node, result, tuple(args), dict(kwargs))
         return layers.apply(call)
+
+    def _only_shaped(self, node: fx.Node) -> bool:
+        """Whether a value only tells the shape or type of something that does not depend on it."""
+        if node.target in _MADE_LIKE:
+            return True
+        return node.target in _LIKE and isinstance(self.known[node.all_input_nodes[0]], Constant)
 
     def _constant(self, node: fx.Node, given: list[Any]) -> Any:
         first = self.runs[0][node]
@@ -264,6 +324,15 @@ class Builder:
         return all(isinstance(self.runs[0][n], Tensor) or self.runs[0][n] == self.runs[1][n] for n in nodes)
 
 
+def _batch(results: list[Tensor], what: str) -> int | None:
+    """The dimension in which the two runs differ."""
+    first, second = (tuple(result.shape) for result in results)
+    differ = [d for d, (a, b) in enumerate(zip(first, second)) if a != b]
+    if len(differ) > 1 or (differ and first[differ[0]] != _BATCHES[0]):
+        raise Unsupported(f"{what!r} mixes the samples of a batch")
+    return differ[0] if differ else None
+
+
 def _rows(table: Tensor, ids: Tensor) -> Tensor:
     """Rows of a table: a part of it where they follow each other."""
     numbers = ids.reshape(-1)
@@ -271,6 +340,15 @@ def _rows(table: Tensor, ids: Tensor) -> Tensor:
     if torch.equal(numbers, torch.arange(first, first + count)):
         return table.detach()[first : first + count].view(*ids.shape, -1)
     return table.detach()[ids]
+
+
+def _whole(given: Any) -> Any:
+    """Arguments with one value in place of several that stand for it."""
+    if isinstance(given, dict):
+        return {k: _whole(v) for k, v in given.items()}
+    if isinstance(given, (tuple, list)):
+        return tuple(map(_whole, given)) if isinstance(given, tuple) else list(map(_whole, given))
+    return given.whole() if isinstance(given, Several) else given
 
 
 def _holds_value(known: Any) -> bool:

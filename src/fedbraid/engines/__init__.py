@@ -54,8 +54,11 @@ def ray(
 ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": pool, "ray": ray}
 
 
-def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int) -> Engine:
-    """The engine for `engine=`; "auto" takes the one that is fastest for this task, measured where that is worth it."""
+def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int, run: str = "") -> Engine:
+    """The engine for `engine=`; "auto" takes the one that is fastest for this task, measured where that is worth it.
+
+    `run` says which run it is for: the same one goes the same way again.
+    """
     if not isinstance(engine, str):
         if not hasattr(engine, "train"):
             raise ConfigError(f"engine={engine!r} runs no clients; use 'auto', 'in_process' or 'pool'")
@@ -75,6 +78,6 @@ def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int
     seconds = auto.expected_seconds(task, work, cohort * steps)
     if seconds < auto.WORTH:
         return in_process()
-    chosen = auto.best(task, work, cohort, seconds)
+    chosen = auto.best(task, work, cohort, seconds, run)
     fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
     return auto.Watched(fastest, chosen, task)

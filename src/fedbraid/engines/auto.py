@@ -1,9 +1,10 @@
 """Which way is fastest for this model on this machine: guessed for small jobs, measured once for large ones.
 
-A compiler runs, once for a model, where plain autograd would take a quarter as long as it or has taken that long before, and
-ways are timed where that is a small share of the work. A small job takes the same way every time, so that it repeats to
-the bit; what was measured for a large one is remembered for the model, the batch and the cohort, in the user's cache
-folder, as long as the machine is the same. A run that turns out slower than was promised is measured again the next time.
+A run waits for a compiler, once for a model, where plain autograd would take two thirds as long as it. Where runs of a model
+together have taken that long, the compiler works when the last of them is over, for the next ones. Ways are timed where that
+is a small share of the work. The same run takes the same way every time, so that it repeats to the bit; what was measured for
+a large one is remembered for the model, the batch and the cohort, in the user's cache folder, as long as the machine is the
+same. A run that turns out slower than was promised is measured again the next time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fedbraid.data.tree import Padded
 from fedbraid.engines.frozen import Frozen
 from fedbraid.engines.gradients import Loop, Vmap
 from fedbraid.engines.native import Native
-from fedbraid.engines.native.build import cache_folder, compiler, cpu_model
+from fedbraid.engines.native.build import cache_folder, compiler, cpu_model, lanes
 from fedbraid.errors import EngineError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ WORTH = 0.2  # seconds of plain autograd on one core from which more than one pr
 SHARE = 0.02  # of the work that measuring may take
 SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
 CUT = 0.4  # of the longest sample that a batch must keep for code of one length to be worth trying
-SERVES = 4.0  # times the work at hand: what is compiled is kept, and a model is seldom trained only once
+FILLED, HEAVY = 0.3, 5e8  # of a vector's places, below which compiled steps of so many operations may lose
+SERVES = 1.5  # times the work at hand: what is compiled is kept, and a model is seldom trained only once
 BATCHING = 4.0  # seconds on all cores from which vmap pays, whose first call loads half of PyTorch's compiler
 LAYER, RATE = (
     2e-4,
@@ -70,8 +72,9 @@ def guess(task: Task, seconds: float) -> str:
 
 
 def compiling(task: Task) -> float:
-    """About how many seconds a compiler takes."""
-    return 2 + 0.08 * task.sketch.layers
+    """About how many seconds compilers take, that work side by side where there are cores."""
+    alone = 0.8 + 0.6 * min(task.sketch.layers, 2) + 0.08 * task.sketch.layers
+    return alone * (0.6 if len(os.sched_getaffinity(0)) > 1 else 1.0)
 
 
 def loading(task: Task) -> float:
@@ -87,15 +90,34 @@ def native_pays(task: Task, work: Work, wall: float) -> bool:
         log.info("native gradients are off: cutting batches leaves %.0f %% of the longest sample", 100 * kept)
         return False
     memory, model = _Fastest(), _model(task)
-    if SERVES * (wall + memory.spent.get(model, 0.0)) > compiling(task):
-        return Native.supports(task) is None
-    known = model in memory.compiled and SAVED * wall > loading(task)
-    return (known or SHARE * wall > loading(task)) and Native.ready(task)
+    if SERVES * wall > compiling(task):
+        able = Native.supports(task) is None
+        memory.note(model, able)
+        return able
+    if not (SHARE * wall > loading(task) or (model in memory.compiled and SAVED * wall > loading(task))):
+        return False
+    if (ready := Native.ready(task)) != (model in memory.compiled):
+        memory.note(model, True if ready else None)
+    return ready
+
+
+def serve_later_runs(task: Task, memory: _Fastest) -> None:
+    """Have a model compiled when a run is over, if it has trained for so long that this will pay in later ones."""
+    model = _model(task)
+    if task.device.type != "cpu" or model in memory.compiled or model in memory.refused:
+        return
+    if SERVES * memory.spent.get(model, 0.0) > compiling(task):
+        try:
+            able = not Frozen.suits(task) and Native.prepare(task)
+        except Exception as error:  # the run is over and well: nothing here may take that back
+            log.info("native gradients are off: %s", error)
+            able = False
+        memory.note(model, able)
 
 
 def note_compiled(task: Task) -> None:
     """Remember that this model's code is there, for short runs to take."""
-    _Fastest().ran(_model(task), "native", 0.0)
+    _Fastest().note(_model(task), True)
 
 
 def share_kept(task: Task, work: Work) -> float:
@@ -109,9 +131,16 @@ def share_kept(task: Task, work: Work) -> float:
     return float((lengths * below.diff()).sum() / leaf.shape[1])
 
 
+def mostly_empty(task: Task, work: Work) -> bool:
+    """Whether a batch leaves most places of compiled code's vectors empty, and PyTorch is not busy with itself."""
+    size = int(batch_sizes(np.array([task.sizes.mean().round()], np.int64), work)[0])
+    share, operations = size / (-(-size // lanes()) * lanes()), 6 * task.sketch.multiply_adds * size
+    return share < FILLED and operations > HEAVY
+
+
 def faster(task: Task, work: Work, wall: float) -> str | None:
     """What is surely faster than so many seconds of plain autograd on all cores, without measuring."""
-    if native_pays(task, work, wall) and not Frozen.suits(task):
+    if native_pays(task, work, wall) and not Frozen.suits(task) and not mostly_empty(task, work):
         return "native"
     return "vmap" if wall > BATCHING and Vmap.suits(task) else None
 
@@ -124,35 +153,41 @@ class Choice:
     seconds: float
     key: str = ""
     measured: bool = False  # in this process, not long ago
+    run: str = ""  # which one it is, where the next one like it must go the same way
 
 
-def best(task: Task, work: Work, cohort: int, seconds: float) -> Choice:
+def best(task: Task, work: Work, cohort: int, seconds: float, run: str = "") -> Choice:
     """How a large job runs: "native" or "vmap" in this process, "loop" in it, or "pool".
 
-    `seconds` is about what plain autograd on one core would take for it.
+    `seconds` is about what plain autograd on one core would take for it, `run` says which run it is.
     """
     memory, key = _Fastest(), _key(task, work, cohort)
+    run = _hash((key, run))
+    if (before := memory.runs.get(run)) in ("vmap", "loop", "pool"):
+        return Choice(before, math.inf, run=run)
     known = memory.get(key)
     if known is not None and (known.way != "native" or Native.supports(task) is None):
         return known
     wall = seconds / hands(cohort)
     ways = _plain(task, work, cohort)
     measures = _measuring(task, work, cohort) <= SHARE * wall
+    others = _Others()
     times = {name: timed() for name, timed in ways.items()} if measures else {}
     if times:  # a gradient alone, measured; what surrounds it is in the estimate
         wall = max(wall, min(times.values()) * seconds / _step(task, work))
     if not measures:
         way = faster(task, work, wall) or next(iter(ways))
-        return Choice(way if way != "native" or _loads(task) else next(iter(ways)), math.inf, key)
+        return Choice(way if way != "native" or _loads(task) else next(iter(ways)), math.inf, key, run=run)
     if native_pays(task, work, wall):
         times["native"] = _native_time(task, work, cohort) / hands(cohort)
     if wall > BATCHING and Vmap.suits(task):
         times["vmap"] = _time(Vmap(task), task, work, cohort)
     chosen = min(times, key=lambda name: times[name])
     log.info("measured per client step: %s", ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in times.items()))
-    if "native" in times or Native.supports(task) is not None:
+    memory = _Fastest()
+    if others.share() < BESIDE and ("native" in times or _model(task) in memory.refused):
         memory.put(key, chosen, times[chosen])
-    return Choice(chosen, times[chosen], key, measured=True)
+    return Choice(chosen, times[chosen], key, measured=True, run=run)
 
 
 def hands(cohort: int) -> int:
@@ -178,7 +213,7 @@ class Watched:
     """An engine whose training is timed, so that a choice that does not hold is not made again."""
 
     def __init__(self, engine: Engine, choice: Choice, task: Task) -> None:
-        self.engine, self.choice, self.model = engine, choice, _model(task)
+        self.engine, self.choice, self.task = engine, choice, task
         self.seconds, self.steps = 0.0, 0.0
 
     @property
@@ -209,8 +244,10 @@ class Watched:
     def close(self) -> None:
         self.engine.close()
         taken = self.seconds / max(self.steps, 1)
-        if self.steps:
-            _Fastest().ran(self.model, self.choice.way, self.seconds)
+        if self.steps and self.choice.way != "native":
+            memory = _Fastest()
+            memory.ran(_model(self.task), self.choice, self.seconds)
+            serve_later_runs(self.task, memory)
         if self.seconds < DOUBTED or taken <= SLOWER * self.choice.seconds:
             return
         if self.choice.measured:  # what surrounds the gradient took the rest: promise what was seen
@@ -249,6 +286,33 @@ def _together(task: Task, work: Work, threads: int) -> float:
             taken.setdefault(count, []).append(_steps(grad, task, work, 1, 2, time.perf_counter))
     torch.set_num_threads(before)
     return alone * min(taken[threads]) / min(taken[1])
+
+
+BESIDE = 0.1  # of the cores in others' use, from which what was measured is not worth remembering
+
+
+class _Others:
+    """How much other processes have worked on our cores since this was made, as far as the system tells."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    def share(self) -> float:
+        wall, ours, everybodys = (after - before for before, after in zip(self.start, self._now()))
+        beside = (
+            everybodys - ours - 3 / os.sysconf("SC_CLK_TCK")
+        )  # which is all that the system's ticks may be off
+        return max(0.0, beside) / max(wall * len(os.sched_getaffinity(0)), 1e-9)
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds by the clock, of this process and its children that have ended, and of all."""
+        mine = {f"cpu{k}" for k in os.sched_getaffinity(0)}
+        try:
+            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+            ticks = sum(int(n) for name, *row in lines if name in mine for n in (*row[:3], *row[5:8]))
+        except (OSError, ValueError):
+            return 0.0, 0.0, 0.0
+        return time.perf_counter(), sum(os.times()[:4]), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _loads(task: Task) -> Native | None:
@@ -315,9 +379,14 @@ def _hash(facts: tuple[Any, ...]) -> str:
 
 def _machine() -> str:
     """What the measurements depend on besides the job."""
+    from fedbraid import __version__
+
     cores = len(os.sched_getaffinity(0))
-    facts = (*cpu_model(), cores, torch.__version__, torch.get_num_threads(), *(compiler() or ()))
-    return _hash(facts)
+    versions = (__version__, torch.__version__)
+    return _hash((*cpu_model(), cores, *versions, torch.get_num_threads(), *(compiler() or ())))
+
+
+RUNS = 256  # that are remembered
 
 
 class _Fastest:
@@ -326,7 +395,9 @@ class _Fastest:
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
         self.spent: dict[str, float] = {}  # seconds of plain autograd, by model
-        self.compiled: set[str] = set()  # models
+        self.compiled: set[str] = set()  # models whose code was asked for,
+        self.refused: set[str] = set()  # and those that have none
+        self.runs: dict[str, str] = {}  # the last ones that went without compiled code, and how
         self.path: Path | None = None
         try:
             self.path = cache_folder() / "fastest.json"
@@ -335,6 +406,8 @@ class _Fastest:
                 self.known = dict(found["fastest"])
                 self.spent = {str(k): float(v) for k, v in found.get("spent", {}).items()}
                 self.compiled = {str(k) for k in found.get("compiled", ())}
+                self.refused = {str(k) for k in found.get("refused", ())}
+                self.runs = {str(k): str(v) for k, v in found.get("runs", {}).items()}
         except (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
 
@@ -352,18 +425,28 @@ class _Fastest:
         self.known.pop(key, None)
         self._write()
 
-    def ran(self, model: str, way: str, seconds: float) -> None:
-        """Note that a model trained for so long in this way."""
-        if way == "native":
-            if model in self.compiled:
-                return
-            self.compiled.add(model)
-        else:
-            self.spent[model] = self.spent.get(model, 0.0) + seconds
+    def ran(self, model: str, choice: Choice, seconds: float) -> None:
+        """Note that a model trained for so long without compiled code."""
+        self.spent[model] = self.spent.get(model, 0.0) + seconds
+        if choice.run and choice.key not in self.known:  # what is known decides the next time too
+            self.runs.pop(choice.run, None)
+            self.runs[choice.run] = choice.way
+            self.runs = dict(list(self.runs.items())[-RUNS:])
         self._write()
 
+    def note(self, model: str, able: bool | None) -> None:
+        """Note whether a model has compiled code, or that nobody knows."""
+        before = (model in self.compiled, model in self.refused)
+        for models, here in ((self.compiled, able is True), (self.refused, able is False)):
+            (models.add if here else models.discard)(model)
+        if before != (model in self.compiled, model in self.refused):
+            self._write()
+
     def _write(self) -> None:
-        kept = {"fastest": self.known, "spent": self.spent, "compiled": sorted(self.compiled)}
+        kept = {
+            "fastest": self.known, "spent": self.spent, "compiled": sorted(self.compiled), "refused": sorted(self.refused),
+            "runs": self.runs,
+        }  # fmt: skip
         try:
             if self.path is not None:
                 part = self.path.with_suffix(f".{os.getpid()}")

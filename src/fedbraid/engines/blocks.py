@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import sys
 from collections import deque
@@ -146,6 +147,7 @@ def keep_what_is_freed() -> None:
         libc.mallopt(-8, 1)  # M_ARENA_MAX
         libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that glibc takes
         libc.mallopt(-1, 2**25)  # M_TRIM_THRESHOLD
+        gc.collect()
         libc.malloc_trim(0)
 
 

@@ -18,6 +18,7 @@ from fedbraid.engines.blocks import check_counts, gradient
 from fedbraid.engines.client import Order, Orders, Reply, Setup, first_memory, visit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
+MESSAGES = 16  # to each worker in a wave at the least, where there are so many blocks: small clients cost less than a message
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
 
@@ -53,12 +54,13 @@ class Pool:
     def _wave(self, clients: NDArray[np.int64], version: int) -> Reply:
         """As many clients as there are slots, handed out block by block to whoever is free."""
         each = self.block or (-(-len(clients) // self.count) if self.grad.vectorised else 1)
-        todo = iter([(lo, min(lo + each, len(clients))) for lo in range(0, len(clients), each)])
+        some = each * max(1, len(clients) // (each * self.count * MESSAGES))
+        todo = iter([(lo, min(lo + some, len(clients))) for lo in range(0, len(clients), some)])
         done: dict[int, Any] = {}
 
         def following() -> Any:
             lo, hi = next(todo, (0, 0))
-            return (version, clients[lo:hi].tolist(), lo) if hi else None
+            return (version, clients[lo:hi].tolist(), lo, each) if hi else None
 
         def take(block: Any, said: Any) -> None:
             if isinstance(said, Failure):
@@ -66,7 +68,7 @@ class Pool:
             done[block[2]] = said
 
         self.crew.run(following, take)
-        facts = [done[lo] for lo in sorted(done)]
+        facts = [said for lo in sorted(done) for said in done[lo]]
         m = len(clients)
         return Reply(
             clients,
@@ -81,9 +83,12 @@ class Pool:
             torch.full((m, 1), facts[-1]["lr"], dtype=torch.float64),
         )
 
-    def _train(self, block: Any, ask: Ask) -> Any:
-        """What a worker does: train a block of clients and write its rows; the facts go back by word."""
-        version, clients, lo = block
+    def _train(self, order: Any, ask: Ask) -> Any:
+        """What a worker does: train clients block by block and write their rows; the facts go back by word."""
+        version, clients, lo, each = order
+        return [self._block(version, clients[k : k + each], lo + k) for k in range(0, len(clients), each)]
+
+    def _block(self, version: int, clients: list[int], lo: int) -> Any:
         memory = {k: v.clone() for k, v in self.shared.view(lo, lo + len(clients), "memory").items()}
         try:
             who = np.array(clients, np.int64)

@@ -435,7 +435,8 @@ def simulate(
         engine = "in_process"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
-    runner = choose(engine, task, work, cohort, schedule.steps)
+    same_run = repr((parts(algorithm), work, schedule, seed))
+    runner = choose(engine, task, work, cohort, schedule.steps, same_run)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
     with bits.as_before(known), _opened(runner, setup):
         if folder is not None:

@@ -1,5 +1,5 @@
 """What remembering every client costs: time per round, growth with N, bytes on disk, resident memory; and the peaks
-of native and plain gradients.
+of native and plain gradients and of bare loops.
 
 python benchmarks/memory.py [overhead] [growth] [disk] [resident] [peak]
 """
@@ -14,12 +14,14 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
-from speed import LR, WORKLOADS, Stamps
+from speed import LR, WORKLOADS, Bare, Stamps, TwoProcesses, Workload, bare_rounds
+from torch import Tensor
 
 import fedbraid as fb
 from fedbraid.core.gather import Info, Uploads
@@ -136,37 +138,76 @@ def resident(clients: int = 100_000) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = fill(folder, "int4", clients, "disk")
         size = sum(f.stat().st_size for f in Path(folder).iterdir())
-        rss = psutil.Process(os.getpid()).memory_info().rss
+        held = rss()
         checkpoint.close()
-        print(f"resident with {clients:,} int4 rows ({size / 1e9:.2f} GB on disk): {rss / 1e9:.2f} GB")
+        print(f"resident with {clients:,} int4 rows ({size / 1e9:.2f} GB on disk): {held / 1e9:.2f} GB")
+
+
+def rss() -> int:
+    return psutil.Process(os.getpid()).memory_info().rss
+
+
+def most() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cohort(name: str) -> tuple[Workload, Tensor, Tensor]:
+    """A workload whose clients are one cohort, and its samples."""
+    work = WORKLOADS[name]
+    n = work.cohort * work.samples
+    x = torch.zeros(n, *work.shape, dtype=torch.long if work.tokens else torch.float32)
+    return replace(work, clients=work.cohort, epochs=1), x, torch.zeros(n, dtype=torch.long)
 
 
 def grown(name: str, backend: str) -> float:
     """By how many MB three rounds raise the peak of a process that holds the cohort's samples."""
-    work = WORKLOADS[name]
-    n = work.cohort * work.samples
-    x = torch.zeros(n, *work.shape, dtype=torch.long if work.tokens else torch.float32)
-    y = torch.zeros(n, dtype=torch.long)
-    task = fb.Task.from_table(work.build, x, y, torch.arange(n), np.arange(0, n + 1, work.samples))
+    work, x, y = cohort(name)
+    task = fb.Task.from_table(work.build, x, y, torch.arange(len(x)), np.arange(0, len(x) + 1, work.samples))
     local = fb.Work(lr=LR, epochs=1, batch=work.batch, momentum=work.momentum)
-    before = psutil.Process(os.getpid()).memory_info().rss
+    before = rss()
     engine = f"in_process(backend={backend!r})"
     fb.simulate(
         task, fb.fedavg(), local, fb.rounds(3, clients=work.cohort), evaluate_every=None, engine=engine
     )
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e6
+    return (most() - before) / 1e6
+
+
+class Weighed(TwoProcesses):
+    """Two processes that say by how much each has grown."""
+
+    def start(self) -> None:
+        self.grown = torch.zeros(2).share_memory_()
+        super().start()
+
+    def serve(self, pipe, k: int) -> None:
+        before = rss()
+        super().serve(pipe, k)
+        self.grown[k] = most() - before
+
+
+def bare_grown(name: str, processes: int) -> float:
+    """The same for a bare loop, and its processes where it has two."""
+    work, x, y = cohort(name)
+    before = rss()
+    loop = Weighed(work, x, y) if processes > 1 else Bare(work, x, y)
+    bare_rounds(loop, 3)
+    here = (most() - before) / 1e6
+    return here + float(loop.grown.sum()) / 1e6 if isinstance(loop, Weighed) else here
 
 
 def peak() -> None:
     """What a run adds to the memory of its process, each in one of its own."""
+    ways = {
+        "bare loop, one process": (bare_grown, 1), "bare loop, two processes": (bare_grown, 2),
+        "backend='loop'": (grown, "loop"), "backend='native'": (grown, "native"),
+    }  # fmt: skip
+    print("| MB that three rounds add |" + " | ".join(ways) + " |\n| --- |" + " ---: |" * len(ways))
     for name in ("W1", "W3", "W4", "W5", "W6", "W7", "W8"):
-        seen = {}
-        for backend in ("loop", "native"):
+        seen = []
+        for weigh, how in ways.values():
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-                seen[backend] = fresh.submit(grown, name, backend).result()
-        print(
-            f"{name}: a run adds {seen['loop']:.0f} MB with backend='loop', {seen['native']:.0f} MB with 'native'"
-        )
+                seen.append(fresh.submit(weigh, name, how).result())
+        print(f"| {name} | " + " | ".join(f"{mb:.0f}" for mb in seen) + " |", flush=True)
 
 
 PARTS = {f.__name__: f for f in (overhead, growth, disk, resident, peak)}

@@ -1,6 +1,6 @@
 """FedAvg through other libraries' simulators and through `fb.simulate`, side by side in one run.
 
-    python benchmarks/peers.py [W1 ... W8] [--repeats 3] [--only fedbraid pfl flower] [--rounds N] [--json]
+    python benchmarks/peers.py [W1 ... W8] [--repeats 3] [--only fedbraid pfl nvflare] [--rounds N] [--json]
 
 The peers live in an environment of their own, from the top of a clone:
 
@@ -10,8 +10,7 @@ The peers live in an environment of their own, from the top of a clone:
     .venv-peers/bin/python benchmarks/peers.py --repeats 3
 
 torch alone is pinned, because a plain or newer one pulls gigabytes of CUDA packages; pfl wants an older dp-accounting than
-constraints.txt has. FLSim 0.1.0 installs but does not import on Python 3.11: a dataclass of its own has a dataclass as a default
-(`PerExampleGaussianDurationDistributionConfig`), which Python refuses since then.
+constraints.txt has.
 The workloads are those of speed.py: same models and first weights, same tensors, same clients per round, epochs,
 batch, momentum and learning rate, no evaluation. Each library runs its own loop in its own process, with its log
 put aside, and the processes take turns; the smallest of the median times of a round counts. Before timing, every
@@ -23,9 +22,19 @@ How each is used, after its documentation:
   PFL_WORKER_ADDRESSES; users in random order without reuse. It does not shuffle a user's samples.
 - Flower: `FedAvg` on a `ServerApp`, a `ClientApp` whose local training is speed.py's bare loop (Flower has none of
   its own), `run_simulation` with one CPU per client, hence one Ray actor per core. Its grid polls every 0.1 s.
+- NVFlare: `FedAvg` in a `FedJob`, with the same bare loop as the sites' script (peers_nvflare.py), `simulator_run`. It
+  keeps a Python process for each site and takes at most 100, so there are as many sites as a round has clients; all of
+  them train in every round, each a random one of its share of the workload's clients, on one thread. W4 has too many.
+  Sites ask for tasks every 0.1 s and the server looks for results as often, instead of 2 s and 0.5 s, with which a round
+  takes about 3 s whatever is trained; two more waits of up to 0.5 s on a site have no setting.
+- FedJAX: `federated_averaging` with its jit backend, on models that peers_fedjax.py reads off the modules. XLA compiles
+  in the first round, which is not timed. 0.0.17 needs jax before 0.6 (`jax.tree_map`). Its pmap backend on one virtual
+  device per core, which needs JAX_PMAP_NO_RANK_REDUCTION=False by now, was no faster here.
 - FedLab: `SyncServerHandler`, `SGDSerialClientTrainer` and `StandalonePipeline`. Its trainer has no momentum and
   keeps one optimiser for all clients, so a subclass adds momentum and starts each client with none.
 - fluke: `FedAVG` with `FastDataLoader`s, clients that forget their optimiser after a round (`persistency=False`).
+- FLSim: `SyncTrainer` with the model and data provider of its tutorials. It shuffles a client's batches, not its samples.
+  0.1.0 does not import on Python 3.11, which takes dataclasses as defaults only if they have a hash; `import_flsim` gives them one.
 """
 
 from __future__ import annotations
@@ -44,6 +53,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -59,6 +69,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import fedbraid as fb
 
 CORES = os.cpu_count() or 1
+NVFLARE_WAIT = 0.1  # seconds, as Flower waits
 
 
 @dataclass
@@ -295,6 +306,80 @@ def run_flower(job: Job) -> Done:
     return done
 
 
+def run_nvflare(job: Job) -> Done:
+    import peers_nvflare
+    from nvflare.app_common.workflows.fedavg import FedAvg
+    from nvflare.job_config.api import FedJob
+    from nvflare.job_config.script_runner import ScriptRunner
+
+    work = job.work
+    if work.cohort > 100:
+        raise RuntimeError("its simulator takes at most 100 clients")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((job.x, job.y), os.path.join(folder, "table.pt"))
+        torch.save(job.model.state_dict(), os.path.join(folder, "first.pt"))
+        federation = FedJob("fedavg", min_clients=work.cohort)
+        federation.to_server(peers_nvflare.Persistor(folder), id="persistor")
+        federation.to_server(
+            FedAvg(num_clients=work.cohort, num_rounds=job.rounds, task_check_period=NVFLARE_WAIT)
+        )
+        federation.to_server({"server": {"task_request_interval": NVFLARE_WAIT}})
+        federation.to_clients(
+            ScriptRunner(peers_nvflare.__file__, script_args=f"{folder} {job.name} {job.check}")
+        )
+        if federation.simulator_run(os.path.join(folder, "workspace"), n_clients=work.cohort):
+            raise RuntimeError("its simulator failed")
+        with open(os.path.join(folder, "seen.json")) as file:
+            seen = json.load(file)
+        job.model.load_state_dict(torch.load(os.path.join(folder, "last.pt")))
+    job.stamps.at = seen["at"]
+    return Done(job.model, seen["clients"], seen["steps"])
+
+
+def run_fedjax(job: Job) -> Done:
+    import fedjax
+    import jax
+    import optax
+    from fedjax.algorithms import fed_avg
+    from peers_fedjax import forward
+
+    work, seen = job.work, Counter()
+
+    def tally(batch):
+        seen["steps"] += 1
+        return batch
+
+    def loss(weights, batch, key):
+        scores = forward(job.model, weights, batch["x"], key)
+        return optax.softmax_cross_entropy_with_integer_labels(scores, batch["y"])
+
+    x = job.x.permute(0, 2, 3, 1).contiguous() if job.x.dim() == 4 else job.x  # channels last
+    x, y = x.numpy(), job.y.numpy()
+    rows = [slice(i * work.samples, (i + 1) * work.samples) for i in range(work.clients)]
+    data = fedjax.InMemoryFederatedData({i: {"x": x[r], "y": y[r]} for i, r in enumerate(rows)})
+    sampler = fedjax.client_samplers.UniformGetClientSampler(
+        data.preprocess_batch(tally) if job.check else data, work.cohort, seed=0
+    )
+    seen.clear()  # the data set has looked at every client
+    algorithm = fed_avg.federated_averaging(
+        fedjax.grad(loss),
+        fedjax.optimizers.sgd(LR, work.momentum or None),
+        fedjax.optimizers.sgd(1.0),
+        fedjax.ShuffleRepeatBatchHParams(work.batch, num_epochs=work.epochs),
+    )
+    state = algorithm.init(
+        {name: jax.numpy.array(p.detach().numpy()) for name, p in job.model.named_parameters()}
+    )
+    for _ in range(job.rounds):
+        state, trained = algorithm.apply(state, sampler.sample())
+        jax.block_until_ready(state.params)
+        job.stamp()
+        seen["clients"] += len(trained)
+    names = [name for name, _ in job.model.named_parameters()]
+    flat = np.concatenate([np.ravel(state.params[name]) for name in names])
+    return Done(torch.from_numpy(flat), seen["clients"], seen["steps"])
+
+
 def run_fedlab(job: Job) -> Done:
     import_torchvision()
     import logging
@@ -381,6 +466,71 @@ def run_fluke(job: Job) -> Done:
     return Done(algorithm.server.model, watch.clients)
 
 
+def run_flsim(job: Job) -> Done:
+    import_torchvision()
+    import_flsim()
+    from flsim.clients.base_client import ClientConfig
+    from flsim.optimizers.local_optimizers import LocalOptimizerSGDConfig
+    from flsim.trainers.sync_trainer import SyncTrainer, SyncTrainerConfig
+    from flsim.utils.example_utils import DataProvider, FLModel
+    from omegaconf import OmegaConf
+
+    work = job.work
+
+    class Clients:
+        """What FLSim's tutorials call a data loader: each client's samples in batches."""
+
+        def fl_train_set(self):
+            for i in range(work.clients):
+                x, y = job.client(i)
+                batches = zip(x.split(work.batch), y.split(work.batch))
+                features, labels = zip(*((list(a), b.tolist()) for a, b in batches))
+                yield {"features": features, "labels": labels}
+
+        def fl_eval_set(self):
+            return []
+
+        fl_test_set = fl_eval_set
+
+    class Trainer(SyncTrainer):
+        trained = 0
+
+        def _train_one_round(self, timeline, clients, **rest):
+            super()._train_one_round(timeline, clients, **rest)
+            job.stamp()
+            self.trained += len(clients)
+
+    epochs = job.rounds / math.ceil(work.clients / work.cohort)  # of the whole federation
+    optimiser = LocalOptimizerSGDConfig(lr=LR, momentum=work.momentum)
+    settings = SyncTrainerConfig(
+        client=ClientConfig(epochs=work.epochs, optimizer=optimiser, shuffle_batch_order=True),
+        users_per_round=work.cohort, epochs=epochs, eval_epoch_frequency=epochs,
+        do_eval=False, report_train_metrics=False,
+    )  # fmt: skip
+    model = FLModel(job.model)
+    trainer = Trainer(model=model, cuda_enabled=False, **OmegaConf.structured(settings))
+    trainer.train(DataProvider(Clients()), None, work.clients, distributed_world_size=1)
+    return Done(model.fl_get_module(), trainer.trained)
+
+
+def import_flsim() -> None:
+    """FLSim's dataclasses have dataclasses as defaults, which Python takes since 3.11 only if they can be hashed."""
+    import dataclasses
+
+    plain = dataclasses.dataclass
+
+    def dataclass(cls=None, **options):
+        if cls is None:
+            return functools.partial(dataclass, **options)
+        return plain(cls, **options, unsafe_hash=True) if "flsim" in cls.__module__ else plain(cls, **options)
+
+    dataclasses.dataclass = dataclass
+    try:
+        import flsim.trainers.sync_trainer  # noqa: F401
+    finally:
+        dataclasses.dataclass = plain
+
+
 def import_torchvision() -> None:
     """FedLab and fluke import torchvision, whose CUDA build wants two operators that a CPU torch has not."""
     try:
@@ -406,8 +556,11 @@ PEERS = {
     "pfl": Peer("pfl, one process", run_pfl, "pfl"),
     "pfl-workers": Peer(f"pfl, {CORES} processes", run_pfl, "pfl", CORES),
     "flower": Peer("Flower", run_flower, "flwr"),
+    "nvflare": Peer("NVFlare", run_nvflare, "nvflare"),
+    "fedjax": Peer("FedJAX", run_fedjax, "fedjax"),
     "fedlab": Peer("FedLab", run_fedlab, "fedlab"),
     "fluke": Peer("fluke", run_fluke, "fluke"),
+    "flsim": Peer("FLSim", run_flsim, "flsim"),
 }
 
 
@@ -547,8 +700,12 @@ def versions() -> str:
         "torch": "torch",
         "pfl": "pfl",
         "flwr": "flwr",
+        "nvflare": "nvflare",
+        "fedjax": "fedjax",
+        "jax": "jax",
         "fedlab": "fedlab",
         "fluke": "fluke-fl",
+        "flsim": "flsim",
     }
     return ", ".join(f"{p} {version(p)}" for m, p in packages.items() if importlib.util.find_spec(m))
 
@@ -557,7 +714,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="W")
+    whole = [name for name in WORKLOADS if name != "W9"]  # whose body is frozen: the others would train it
+    parser.add_argument("workloads", nargs="*", default=whole, metavar="W")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="about how long a turn lasts")
     parser.add_argument("--rounds", type=int, help="timed rounds a turn, instead of --seconds")

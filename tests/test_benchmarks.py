@@ -54,3 +54,61 @@ def test_the_servers_own_work_is_measured():
     import cluster  # which imports Ray
 
     assert all(cost > 0 for cost in cluster.server(1).values())
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """W4 in a size that takes no time."""
+    from dataclasses import replace
+
+    import peers
+
+    small = replace(peers.WORKLOADS["W4"], clients=6, cohort=2)
+    monkeypatch.setitem(peers.WORKLOADS, "W4", small)
+    peers.table.cache_clear()
+    yield peers
+    peers.table.cache_clear()
+
+
+def seen(peers, name, rounds=2):
+    job = peers.Job("W4", rounds, check=True)
+    start = peers.flat(job.model).clone()
+    with peers.counting(job.work.momentum) as steps:
+        done = peers.PEERS[name].run(job)
+    return {
+        "rounds": len(job.stamps.at),
+        "clients": done.clients,
+        "steps": steps[0] if done.steps is None else done.steps,
+        "moved": (peers.flat(done.model) - start).numpy(),
+    }
+
+
+@pytest.mark.parametrize("name", ["fedbraid", "pfl", "fedjax", "fedlab", "fluke", "flsim"])
+def test_peers_do_the_work_of_a_loop_by_hand(peers, name):
+    pytest.importorskip(peers.PEERS[name].package, reason=f"{name} is not installed")
+    by_hand = seen(peers, "bare")["moved"]
+    peers.verify(peers.WORKLOADS["W4"], 2, seen(peers, name), by_hand)
+
+
+def test_peers_that_do_other_work_are_refused(peers):
+    by_hand = seen(peers, "bare")
+    with pytest.raises(RuntimeError, match="made 3 rounds, not 2"):
+        peers.verify(peers.WORKLOADS["W4"], 2, seen(peers, "fedbraid", rounds=3), by_hand["moved"])
+    with pytest.raises(RuntimeError, match="from where a loop by hand ends"):
+        peers.verify(peers.WORKLOADS["W4"], 2, by_hand | {"moved": 2 * by_hand["moved"]}, by_hand["moved"])
+
+
+@pytest.mark.parametrize("name", ["W1", "W3", "W5", "W6", "W7", "W8"])
+def test_the_models_for_fedjax_answer_as_those_they_are_read_off(name):
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import peers
+    import torch
+    from peers_fedjax import forward
+
+    work = peers.workload(name, check=True)
+    model = work.build()
+    x, _ = peers.replace(work, clients=1, samples=2).table()
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    given = x.permute(0, 2, 3, 1) if x.dim() == 4 else x
+    answer = forward(model, weights, given.numpy(), jax.random.key(0))
+    torch.testing.assert_close(torch.tensor(answer.tolist()), model(x).detach(), rtol=1e-3, atol=1e-4)

@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import psutil
@@ -192,6 +194,19 @@ def test_files_threads_and_processes_are_given_back(blobs, tmp_path):
     for k in range(6):
         some(k)
     assert held() == before
+
+
+def test_the_pool_needs_no_room_for_files():
+    """Its memory is no file: a full disk, or a container's small /dev/shm, does not stop it."""
+    probe = """
+import resource, torch, fedbraid as fb
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+data = [(torch.ones(4, 300) * k, torch.zeros(4, dtype=torch.long)) for k in range(5)]
+task = fb.Task.from_arrays(torch.nn.Linear(300, 2), data, test=data[0])
+run = lambda engine: fb.simulate(task, fb.scaffold(), fb.Work(lr=0.1, steps=2), fb.rounds(3, clients=4), engine=engine)
+assert torch.equal(run("pool(workers=2, backend='loop')").x, run("in_process(backend='loop')").x)
+"""
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=600)
 
 
 def test_the_pool_shares_no_more_rows_than_a_cohort_needs(blobs):

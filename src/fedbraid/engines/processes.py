@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from fedbraid.engines.client import Order, Orders, Reply, Setup, first_memory, v
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 MESSAGES = 16  # to each worker in a wave at the least, where there are so many blocks: small clients cost less than a message
+AHEAD = 2  # messages that a worker has at a time, so that it waits for nobody
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
 
@@ -43,44 +46,54 @@ class Pool:
         self.grad: Gradient = gradient(setup, self.backend, 1)
         self.shared = _Shared(setup, self.count)
         self.crew.hire()
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # others would wait for the next small thing to do, on a worker's core
 
     def train(self, orders: Orders) -> Iterator[Reply]:
         self.shared.send(orders.down)
         for lo in range(0, len(orders.clients), self.shared.slots):
             some = orders.part(slice(lo, lo + self.shared.slots))
             self.shared.write(0, some.memory, "memory")
-            yield self._wave(some.clients, some.version)
+            yield from self._wave(some.clients, some.version)
 
-    def _wave(self, clients: NDArray[np.int64], version: int) -> Reply:
-        """As many clients as there are slots, handed out block by block to whoever is free."""
+    def _wave(self, clients: NDArray[np.int64], version: int) -> Iterator[Reply]:
+        """As many clients as there are slots, handed out block by block to whoever is free.
+
+        Replies come in the clients' order, and are gathered while others train.
+        """
         each = self.block or (-(-len(clients) // self.count) if self.grad.vectorised else 1)
         some = each * max(1, len(clients) // (each * self.count * MESSAGES))
         todo = iter([(lo, min(lo + some, len(clients))) for lo in range(0, len(clients), some)])
-        done: dict[int, Any] = {}
+        early: dict[int, Any] = {}
+        at = 0
 
         def following() -> Any:
             lo, hi = next(todo, (0, 0))
             return (version, clients[lo:hi].tolist(), lo, each) if hi else None
 
-        def take(block: Any, said: Any) -> None:
+        for block, said in self.crew.results(following, ahead=AHEAD):
             if isinstance(said, Failure):
                 raise said.error()
-            done[block[2]] = said
+            early[block[2]] = said
+            while at in early:
+                facts = early.pop(at)
+                who = clients[at : at + sum(len(f["loss"]) for f in facts)]
+                yield self._reply(who, at, facts)
+                at += len(who)
 
-        self.crew.run(following, take)
-        facts = [said for lo in sorted(done) for said in done[lo]]
-        m = len(clients)
+    def _reply(self, clients: NDArray[np.int64], lo: int, facts: list[Any]) -> Reply:
+        hi = lo + len(clients)
         return Reply(
             clients,
-            self.shared.read(0, m, "uploads"),
-            self.shared.read(0, m, "memory"),
+            self.shared.read(lo, hi, "uploads"),
+            self.shared.read(lo, hi, "memory"),
             {
                 name: np.concatenate([np.array(f["sizes"][name], np.int64) for f in facts])
                 for name in facts[0]["sizes"]
             },
             torch.tensor([v for f in facts for v in f["loss"]]),
             torch.tensor([[v] for f in facts for v in f["K"]]),
-            torch.full((m, 1), facts[-1]["lr"], dtype=torch.float64),
+            torch.full((len(clients), 1), facts[-1]["lr"], dtype=torch.float64),
         )
 
     def _train(self, order: Any, ask: Ask) -> Any:
@@ -110,13 +123,18 @@ class Pool:
         }
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.grad.evaluate(x, inputs, targets)
+        torch.set_num_threads(self.threads)
+        try:
+            return self.grad.evaluate(x, inputs, targets)
+        finally:
+            torch.set_num_threads(1)
 
     def describe(self) -> str:
         return f"pool(workers={self.count}, backend={self.grad.name!r}, block={self.block!r})"
 
     def close(self) -> None:
         self.crew.close()
+        torch.set_num_threads(self.threads)
 
 
 class _Shared:
@@ -153,5 +171,15 @@ class _Shared:
 
 
 def _shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    shared: Tensor = torch.zeros(shape, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
-    return shared
+    """Zeros that forked processes see too; no file stands behind them, so neither a full disk nor a small /dev/shm matters."""
+    count = math.prod(shape)
+    if not count:
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        room = mmap.mmap(-1, count * dtype.itemsize)
+    except OSError as error:
+        raise EngineError(
+            f"the pool cannot share {count * dtype.itemsize / 2**20:,.0f} MB between its processes ({error.strerror}); use"
+            " engine='in_process'"
+        ) from error
+    return torch.frombuffer(room, dtype=dtype).view(shape)

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,27 +93,45 @@ class Crew:
         `following` gives the next thing or None, `heard` answers what a job says while it runs, and `done`
         takes its result, or its Failure where it raised an error of ours.
         """
-        busy: dict[Connection, Any] = {}
-        free = list(self.hands)
+        for thing, said in self.results(following, heard, idle):
+            done(thing, said)
+
+    def results(
+        self,
+        following: Callable[[], Any],
+        heard: Callable[[Any, Any], Any] = lambda thing, said: None,
+        idle: Callable[[], None] = lambda: None,
+        ahead: int = 1,
+    ) -> Iterator[tuple[Any, Any]]:
+        """(thing, what came of it) as they are done, until nothing is left; a process has up to `ahead` of them at a time."""
+        given: dict[Connection, deque[Any]] = {pipe: deque() for pipe in self.hands}
         while True:
-            while (free or len(self.hands) < (self.count or 0)) and (thing := following()) is not None:
-                if not free:
-                    self.hire(len(self.hands) + 1)
-                    free.append(list(self.hands)[-1])
-                pipe = free.pop(0)
+            while self._free(given, ahead) and (thing := following()) is not None:
+                pipe = self._least(given)
                 self._tell(pipe, thing)
-                busy[pipe] = thing
+                given[pipe].append(thing)
+            busy = [pipe for pipe, things in given.items() if things]
             if not busy:
                 return
-            for ready in wait(list(busy), timeout=0.2):
+            for ready in wait(busy, timeout=0.2):
                 pipe = ready  # type: ignore[assignment]
                 kind, said = self._hear(pipe)
                 if kind == "ask":
-                    self._tell(pipe, heard(busy[pipe], said))
+                    self._tell(pipe, heard(given[pipe][0], said))
                     continue
-                free.append(pipe)
-                done(busy.pop(pipe), said)
+                yield given[pipe].popleft(), said
             idle()
+
+    def _free(self, given: dict[Connection, deque[Any]], ahead: int) -> bool:
+        hires = len(self.hands) < (self.count or 0)
+        return hires or any(len(things) < ahead for things in given.values())
+
+    def _least(self, given: dict[Connection, deque[Any]]) -> Connection:
+        """Who has the least to do, a new one where all have some."""
+        if len(self.hands) < (self.count or 0) and all(given.values()):
+            self.hire(len(self.hands) + 1)
+            given[list(self.hands)[-1]] = deque()
+        return min(given, key=lambda pipe: len(given[pipe]))
 
     def post(self, thing: Any) -> Connection:
         """Give a thing to whoever has least to do, for `answer` to tell what came of it, in the order given."""

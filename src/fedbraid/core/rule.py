@@ -40,7 +40,8 @@ def _once(y: Tensor) -> Tensor:
 class Gradient(Protocol):
     """`grad(Y[m, d], batch) -> (G[m, d], losses[m])`: the one place that knows how a block is computed.
 
-    G is valid until the next call. A client whose weights are all zero gets a zero gradient.
+    G is valid until the next call. A client whose weights are all zero gets a zero gradient. One that can take whole steps
+    has `descend(Y, batch, lr) -> losses[m]` too, which does `Y -= lr G` without making G.
     """
 
     name: str
@@ -244,7 +245,12 @@ def train(
     loss = torch.zeros(m, device=y.device)
     again = _Again(grad, work, y)
     loc.grad = again if rule.examples() is None else _once
+    plain = even and own is None and buffers is None and work.plain and _straight(rule)
+    descend = getattr(grad, "descend", None) if plain else None
     for k in range(steps):
+        if descend is not None:
+            loss += descend(y, batches.batch(k), loc.lr)
+            continue
         again.batch, again.y = batches.batch(k), y
         again.raw, losses = grad(y, again.batch)
         loss += losses
@@ -280,6 +286,12 @@ def train(
             y[:, buffers] = stats  # running statistics follow the data, not the gradient
     loc.grad = _nowhere
     return y, s, loss / loc.K.squeeze(1)
+
+
+def _straight(rule: Rule) -> bool:
+    """Whether steps follow the gradient as it is."""
+    links = rule.links if isinstance(rule, Chain) else (rule,)
+    return all(type(r).step is Rule.step and r.examples() is None for r in links)
 
 
 def taken(g: Tensor, y: Tensor, work: Work) -> Tensor:

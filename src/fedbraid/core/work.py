@@ -75,6 +75,11 @@ class Work:
         return None if self.optimizer == "sgd" else named(self.optimizer, LOCAL)()
 
     @property
+    def plain(self) -> bool:
+        """Whether a step is the rate times the gradient, and nothing else."""
+        return not (self.momentum or self.weight_decay or self.clip is not None or self.local is not None)
+
+    @property
     def decoupled(self) -> float:
         """The weight decay that acts beside the optimiser."""
         return self.weight_decay if self.optimizer == "adamw" else 0.0

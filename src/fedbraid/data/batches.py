@@ -120,21 +120,21 @@ class Drawn:
         self._epoch = -1
         self._order = np.empty((0, 0), np.int64)
         self._even = bool((self.n == self.n[0]).all())
+        self.sizes, self.per_epoch = batch_sizes(self.n, work), batches_per_epoch(self.n, work)
+        self._rows: tuple[int, Tensor] | None = None  # of an epoch, in the order that they come in
 
     def batch(self, k: int) -> Batch:
         """The block's k-th batch."""
         if self.hide is not None:
             return self._hidden(k)
-        size = batch_sizes(self.n, self.work)
+        size, per_epoch = self.sizes, self.per_epoch
         if self.work.replace:
             return self._drawn(k, size)
-        per_epoch = batches_per_epoch(self.n, self.work)
         if self._even:
             epoch, at = divmod(k, int(per_epoch[0]))
-            lo = at * int(size[0])
-            picked = self._epoch_order(epoch)[:, lo : lo + int(size[0])]
-            if picked.shape[1] == size[0] or self.work.last == "keep":
-                return self._make(picked, None, k)
+            lo, count = at * int(size[0]), int(size[0])
+            if lo + count <= self.n[0] or self.work.last == "keep":
+                return self._of(self._epoch_rows(epoch)[:, lo : lo + count], None, k)
         epochs, ats = np.divmod(k, per_epoch)
         column = np.arange(size.max())
         pos = (ats * size)[:, None] + column
@@ -193,13 +193,21 @@ class Drawn:
                 self._order = np.argsort(keys, axis=1, kind="stable")
         return self._order
 
+    def _epoch_rows(self, epoch: int) -> Tensor:
+        """The table's rows in that order, looked up once for all batches."""
+        if self._rows is None or self._rows[0] != epoch:
+            self._rows = epoch, self.task.row_ids(self.clients, self._epoch_order(epoch))
+        return self._rows[1]
+
     def _make(self, picked: NDArray[np.int64], inside: NDArray[np.bool_] | None, k: int) -> Batch:
-        task = self.task
-        rows = task.row_ids(self.clients, picked)
-        weight = None
+        return self._of(self.task.row_ids(self.clients, picked), inside, k)
+
+    def _of(self, rows: Tensor, inside: NDArray[np.bool_] | None, k: int) -> Batch:
+        """A batch of these rows of the table."""
+        task, weight = self.task, None
         if inside is not None and not inside.all():
             weight = placed(inside.astype(np.float32), task.device)
-        draws = augmenting(task, self.seed, "augment", self.version, self.clients, k, picked.shape[1])
+        draws = augmenting(task, self.seed, "augment", self.version, self.clients, k, rows.shape[1])
         noise = (
             rng.bits(self.seed, "noise", self.version, self.clients, k) >> np.uint64(1)
             if task.stochastic

@@ -57,7 +57,15 @@ def length(tree: Tree) -> int:
 
 def take(tree: Tree, rows: Any) -> Tree:
     """Some rows of a table, as tensors."""
-    return tree[rows] if isinstance(tree, Tensor) else map(lambda leaf: leaf[rows], tree)
+    return _rows(tree, rows) if isinstance(tree, Tensor) else map(lambda leaf: _rows(leaf, rows), tree)
+
+
+def _rows(leaf: Leaf, rows: Any) -> Any:
+    """Rows by number are copied whole, where indexing would go number by number."""
+    whole = isinstance(leaf, Tensor) and isinstance(rows, Tensor) and rows.dtype == torch.int64
+    if not whole or rows.device != leaf.device:
+        return leaf[rows]
+    return leaf.index_select(0, rows.reshape(-1)).view(*rows.shape, *leaf.shape[1:])
 
 
 def cat(trees: list[Tree]) -> Tree:

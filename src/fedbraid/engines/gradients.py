@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -76,7 +76,7 @@ class Torch:
 
 
 class Loop(Torch):
-    """One client after the other through plain autograd, parameters and gradients being views of flat rows."""
+    """One client after the other through plain autograd, parameters being views of flat rows."""
 
     name, vectorised = "loop", False
 
@@ -87,8 +87,9 @@ class Loop(Torch):
         buffers = dict(self.module.named_buffers())
         self.slots = [(s, named[s.name]) for s in self.layout if not s.buffer]
         self.buffers = [(s, buffers[s.name]) for s in self.layout if s.buffer]
+        self.grads = [(s, None if s.buffer else named[s.name]) for s in self.layout]
         self._out = torch.empty(0, 0)
-        self._at = (0, 0)
+        self._at = 0
         self.frozen = Frozen.of(task, self.module)
         self.compares, self.make = task.compares, task.module
         self.others: dict[str, Tensor] = {}
@@ -114,19 +115,43 @@ class Loop(Torch):
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._out.shape != y.shape:
-            self._out = torch.empty_like(y)
-            self._at = (0, 0)
-        G = self._out.zero_()
+            self._out = torch.zeros_like(y)
+        G = self._out
+
+        def keep(i: int) -> None:
+            torch.cat([_flat(slot.size, p, G) for slot, p in self.grads], out=G[i])
+
+        return G, self._each(y, batch, keep, lambda i: G[i].zero_())
+
+    def descend(self, y: Tensor, batch: Batch, lr: float) -> Tensor:
+        """A step of each client along its gradient: (losses)."""
+
+        def go(i: int) -> None:
+            for _, p in self.slots:
+                if p.grad is not None:
+                    p.data.add_(p.grad, alpha=-lr)
+                    p.grad = None
+
+        return self._each(y, batch, go, lambda i: None)
+
+    def _each(
+        self, y: Tensor, batch: Batch, then: Callable[[int], object], absent: Callable[[int], object]
+    ) -> Tensor:
+        """Losses; what is then to do with the parameters' gradients is done for each client that has samples."""
         losses = torch.zeros(len(y), device=y.device)
         alone = len(y) == 1 and batch.weight is None
         for i in range(len(y)):
             part = batch if alone else batch.client(i)
             if part.rows.shape[1]:
-                losses[i] = self._one(y[i], G[i], part, i)
-        return G, losses
+                losses[i] = self._one(y[i], part, i)
+                then(i)
+            else:
+                absent(i)
+        return losses
 
-    def _one(self, y: Tensor, g: Tensor, batch: Batch, i: int) -> Tensor:
-        self._point(y, g)
+    def _one(self, y: Tensor, batch: Batch, i: int) -> Tensor:
+        """A client's loss, and its gradient at the parameters."""
+        self._point(y)
         if batch.noise is not None:
             seed(int(batch.noise[0]), self.device)
         x, t = batch.alone()
@@ -140,17 +165,23 @@ class Loop(Torch):
             y[slot.offset : slot.end] = buffer.reshape(-1)
         return loss.detach()
 
-    def _point(self, y: Tensor, g: Tensor) -> None:
-        """Make the module's tensors views of these rows."""
+    def _point(self, y: Tensor) -> None:
+        """Make the module's tensors views of this row."""
         for slot, buffer in self.buffers:
             buffer.copy_(y[slot.offset : slot.end].view(slot.shape))
-        at = (y.data_ptr(), g.data_ptr())
-        if at == self._at:
+        if y.data_ptr() == self._at:
             return
-        self._at = at
+        self._at = y.data_ptr()
         for slot, p in self.slots:
             p.data = y[slot.offset : slot.end].view(slot.shape)
-            p.grad = g[slot.offset : slot.end].view(slot.shape)
+
+
+def _flat(size: int, p: nn.Parameter | None, g: Tensor) -> Tensor:
+    """The gradient that a parameter was given, which it gives up: the next one is not added to it, but takes its place."""
+    if p is None or p.grad is None:
+        return g.new_zeros(size)
+    given, p.grad = p.grad, None
+    return (given.to_dense() if given.is_sparse else given).reshape(-1)
 
 
 class Vmap(Torch):

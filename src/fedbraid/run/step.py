@@ -64,12 +64,13 @@ def advance(
     algorithm, task, census = setup.algorithm, setup.task, census or Census.of(source, state)
     layout, x, sizes, N = task.layout, state.x, census.sizes, census.N
     tally = Tally(algorithm.gather.weights, state.t + 1)
-    acc = algorithm.gather.zero(x)
+    acc = None  # made while the first clients train
     state.clients.expect()
     for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
         up = uploads(setup, sizes, state, reply, versions)
         down, synced = _charge(algorithm, state, reply, versions)
         tally.add(up, reply, down, algorithm.up.quantised(reply.clients))
+        acc = algorithm.gather.zero(x) if acc is None else acc
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
@@ -84,6 +85,7 @@ def advance(
             algorithm.gather.coded(tally.quantised / max(tally.count, 1)), layout, sizes, tally.stalest,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
+        acc = algorithm.gather.zero(x) if acc is None else acc
         u, gather = algorithm.gather.close(acc, state.gather, info)
         new, average, server = two_strokes(algorithm, u, state.server, x, info)
     else:  # nobody came: the version counts on, and nothing moves

@@ -355,3 +355,25 @@ def test_a_part_of_the_model_may_give_anything():
     task = fb.Task.from_arrays(Named, [(x, y), (x, y)])
     assert task.sketch.multiply_adds == 4 + (20 + 4) + (12 + 3)
     assert len(fb.simulate(task, fb.fedavg(), fb.Work(batch=4), fb.rounds(1, clients=2)).history) == 1
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("room", [600, 100_000])
+def test_a_full_disk_leaves_the_run_without_compiled_code(room):
+    """No file may grow beyond `room` bytes: neither the source nor the library fits, and plain autograd trains."""
+    probe = f"""
+import resource, fedbraid as fb
+from fedbraid.engines import auto
+resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+auto.compiling = lambda task: 0.0
+task = fb.tasks.load("digits", clients=20)
+run = lambda engine: fb.simulate(task, fb.fedavg(), fb.Work(lr=0.1, epochs=20), fb.rounds(4, clients=5), engine=engine)
+assert "backend='loop'" in run("auto").engine
+try:
+    run("in_process(backend='native')")
+except fb.FedbraidError as error:
+    assert "cannot be written" in str(error), error
+else:
+    raise AssertionError("compiled all the same")
+"""
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=600)

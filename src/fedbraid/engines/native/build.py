@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -119,7 +120,8 @@ def proven(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
 
 def prove(source: str, flags: tuple[str, ...] = FLAGS) -> None:
     if (command := compiler()) is not None:
-        _path(command, flags, source).with_suffix(".right").touch(mode=0o600)
+        with suppress(OSError):  # it is only compared again
+            _path(command, flags, source).with_suffix(".right").touch(mode=0o600)
 
 
 def _path(command: list[str], flags: tuple[str, ...], source: str) -> Path:
@@ -135,7 +137,12 @@ def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
         raise NativeUnavailable("no C++ compiler was found; install g++ or set CXX")
     path = _path(command, flags, source)
     if not _ours(path):
-        _compile(command, flags, source, path)
+        try:
+            _compile(command, flags, source, path)
+        except OSError as error:
+            raise NativeUnavailable(
+                f"the library cannot be written to {path.parent}: {error.strerror}"
+            ) from error
     try:
         return ctypes.CDLL(str(path))  # CDLL, not PyDLL: calls release the interpreter's lock
     except OSError as error:

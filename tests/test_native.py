@@ -230,6 +230,32 @@ class Residual(nn.Module):
         return self.head(x.view(x.size(0), -1))
 
 
+class Loops(nn.Module):
+    """Goes through the parts of a value, or through its samples, in a generator: it does not say how many there are."""
+
+    def __init__(self, samples: bool) -> None:
+        super().__init__()
+        self.there, self.head, self.samples = nn.Linear(6, 12), nn.Linear(4, 3), samples
+
+    def forward(self, x):
+        x = self.there(x)
+        if self.samples:
+            return self.head(torch.stack([torch.tanh(one[:4]) for one in x]))
+        first, *rest = (torch.tanh(part) for part in x.split(x.shape[1] // 3, 1))
+        for k, part in enumerate(rest):
+            first = first + (k + 2) * part
+        return self.head(first)
+
+
+def test_loops_over_parts_are_followed():
+    task = make_task(lambda: Loops(samples=False), (6,))
+    assert Native.supports(task) is None
+    assert_equals_autograd(task, Native(task, flags=QUICK), 2, 13)
+    assert "goes through '_0_there' number by number" in (
+        Native.supports(make_task(lambda: Loops(samples=True), (6,))) or ""
+    )
+
+
 def test_residual_network():
     task = make_task(Residual, (2, 12, 12))
     grad = Native(task, threads=2, flags=QUICK)

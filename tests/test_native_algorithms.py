@@ -12,6 +12,7 @@ import pairs
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fedbraid as fb
 from fedbraid.engines.native import build
@@ -42,7 +43,26 @@ class Attends(nn.Module):
         return self.head(self.layer(self.words(text)).mean(1))
 
 
-@pytest.fixture(params=[Reads, Attends], scope="module")
+class Speaks(nn.Module):
+    """A block of a language model as people write them: causal attention by a function, norms first, learned places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 4), nn.Parameter(0.1 * torch.randn(4, 4))
+        self.norm, self.qkv, self.out = nn.LayerNorm(4), nn.Linear(4, 12), nn.Linear(4, 4)
+        self.think = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, text):
+        x = self.words(text) + self.places
+        b, t, c = x.shape
+        q, k, v = (z.view(b, t, 2, c // 2).transpose(1, 2) for z in self.qkv(self.norm(x)).split(c, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return self.head((x + self.think(x)).mean(1))
+
+
+@pytest.fixture(params=[Reads, Attends, Speaks], scope="module")
 def problem(request, tmp_path_factory):
     """The problem of `pairs.py`, with this model and words in the place of its own."""
     draw = np.random.default_rng(7)

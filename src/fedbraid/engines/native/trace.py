@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -86,9 +86,11 @@ def trace(module: nn.Module, layout: Layout, sample: Tree) -> Graph:
     module.train()
     try:
         whole = _Called(module, sample)
-        traced = fx.GraphModule(whole, _Tracer().trace(whole))
+        traced = _traced(whole, tree.take(sample, [0]))
         traced.graph.eliminate_dead_code()
         runs = [_Record(traced).record(tree.take(sample, [0] * n)) for n in _BATCHES]
+    except Unsupported:
+        raise
     except Exception as error:
         raise Unsupported(f"the model cannot be traced ({_first_line(error)})") from error
     try:
@@ -134,7 +136,50 @@ def _first_line(error: Exception) -> str:
 
 
 class _Tracer(fx.Tracer):
+    """Follows loops over the parts that a function gives, where it knows how many they are."""
+
     proxy_buffer_attributes = True
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.counts = iter(counts)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        try:
+            return super().iter(obj)
+        except fx.proxy.TraceError as error:
+            count = next(self.counts, None)
+            if count is None:
+                raise _HowMany(obj.node) from error
+            return iter([operator.getitem(obj, k) for k in range(count)])
+
+
+class _HowMany(Exception):
+    """Asked about the parts of what a node gives."""
+
+
+def _traced(module: nn.Module, sample: Tree) -> fx.GraphModule:
+    """A module as a graph; where a loop asks how many parts there are, the sample tells, and it is followed again."""
+    counts: list[int] = []
+    while True:
+        try:
+            return fx.GraphModule(module, _Tracer(counts).trace(module))
+        except _HowMany as asked:
+            counts.append(_count(module, asked.args[0], sample))
+
+
+def _count(module: nn.Module, node: fx.Node, sample: Tree) -> int:
+    """Of how many parts the tuple is that a node gives for the sample, by the graph as far as it."""
+    before, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for other in node.graph.nodes:
+        copied[other] = before.node_copy(other, lambda n: copied[n])
+        if other is node:
+            break
+    before.output(copied[node])
+    given = _Record(fx.GraphModule(module, before)).record(sample)[copied[node]]
+    if not isinstance(given, (tuple, list)):
+        raise Unsupported(f"the model goes through {node.name!r} number by number")
+    return len(given)
 
 
 class _Record(fx.Interpreter):

@@ -171,13 +171,17 @@ def test_measuring_is_no_more_than_a_share_of_the_work(cache, monkeypatch):
 
 
 def test_processes_that_would_wait_for_each_other_are_threads(monkeypatch):
-    monkeypatch.setattr(auto, "LONG", 0.0)
     monkeypatch.setattr(auto.os, "sched_getaffinity", lambda _: {0, 1})
-    for cohort, first in {2: "pool", 3: "loop", 9: "pool"}.items():
+    assert list(auto._plain(convolutional(), WORK, 3)) == ["pool"]  # too small for threads to share
+    for name in ("LAYER", "MESSAGE", "HAUL"):
+        monkeypatch.setattr(auto, name, 0.0)
+    for cohort, first in {2: "pool", 3: "loop", 8: "pool"}.items():
         assert next(iter(auto._plain(convolutional(), WORK, cohort))) == first
+    monkeypatch.setattr(auto, "HAUL", 1.0)  # a wide model, whose numbers take longer to haul than to train
+    assert next(iter(auto._plain(convolutional(), WORK, 2))) == "loop"
     times = {name: timed() for name, timed in auto._plain(convolutional(), WORK, 2).items()}
     assert times.keys() == {"pool", "loop"}
-    assert all(0 < t < 1 for t in times.values())
+    assert 0 < times["loop"] < 1 < times["pool"]
 
 
 def test_a_frozen_body_is_kept_not_compiled():

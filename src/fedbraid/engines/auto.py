@@ -60,9 +60,13 @@ LAYER, RATE = (
 def expected_seconds(task: Task, work: Work, visits: int) -> float:
     """About how long plain autograd on one core would take for so many visits of clients."""
     n = np.array([task.sizes.mean().round()], np.int64)
-    look = task.sketch
-    step = LAYER * (1 + look.layers) + 6 * look.multiply_adds * int(batch_sizes(n, work)[0]) / RATE
-    return float(visits * int(step_counts(n, work)[0]) * step)
+    return float(visits * int(step_counts(n, work)[0]) * sum(_called_and_computed(task, work)))
+
+
+def _called_and_computed(task: Task, work: Work) -> tuple[float, float]:
+    """About how many seconds of a client's step PyTorch is busy with itself, and with arithmetic."""
+    n, look = np.array([task.sizes.mean().round()], np.int64), task.sketch
+    return LAYER * (1 + look.layers), 6 * look.multiply_adds * int(batch_sizes(n, work)[0]) / RATE
 
 
 def guess(task: Task, seconds: float) -> str:
@@ -263,16 +267,22 @@ def _plain(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]
     forks = hands(cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
     if task.device.type != "cpu" or forks == 1:
         return {"loop": lambda: _time(Loop(task), task, work, 1)}
-    even = cohort / (-(-cohort // forks) * forks)  # of the time that the processes work
-    ways = {"pool": lambda: _time(Loop(task), task, work, 1) / forks / even}
-    if (step := _step(task, work)) > LONG:  # large enough for threads to share
-        together = {"loop": lambda: _together(task, work, forks)}
-        ways = {**together, **ways} if even <= SHARED or step > HUGE else {**ways, **together}
-    return ways
+    share = -(-cohort // forks) / cohort  # of the clients, that one process has
+    called, computed = _called_and_computed(task, work)
+    step, faster = called + computed, (called + computed) / (called + computed / SPED)
+    hauled = (MESSAGE + HAUL * task.whole.size) * step / expected_seconds(task, work, 1)
+    ways = {"pool": lambda: _time(Loop(task), task, work, 1) * share + hauled}
+    if faster < THREADS:
+        return ways
+    together = {"loop": lambda: _together(task, work, forks)}
+    first = step / faster < share * step + hauled or step > HUGE
+    return {**together, **ways} if first else {**ways, **together}
 
 
 HUGE = 0.3  # seconds of a step from which processes only take each other's caches
-SHARED = 0.8  # of the work of several threads in one client's step that is not lost
+SPED = 1.8  # times as fast all cores do a step's arithmetic as one,
+THREADS = 1.25  # and the whole step must be to be worth a look
+MESSAGE, HAUL = 1e-3, 2e-9  # seconds that a client's visit in another process costs, and each of its numbers
 
 
 def _together(task: Task, work: Work, threads: int) -> float:

@@ -53,6 +53,9 @@ class Workload:
     momentum: float
     rounds: int
     tokens: int = 0
+    places: tuple[int, ...] = ()  # targets of a sample, where they are not one
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None  # for each sample, where it is not the usual one
+    buffers: str = "refuse"
 
     def table(self) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
@@ -61,7 +64,19 @@ class Workload:
             x = torch.randint(self.tokens, (total, *self.shape), generator=draw)
         else:
             x = torch.randn(total, *self.shape, generator=draw)
-        return x, torch.randint(self.classes, (total,), generator=draw)
+        return x, torch.randint(self.classes, (total, *self.places), generator=draw)
+
+    def task(self, x: Tensor, y: Tensor) -> fb.Task:
+        offsets = torch.arange(0, len(x) + 1, self.samples).numpy()
+        return fb.Task.from_table(
+            self.build,
+            x,
+            y,
+            torch.arange(len(x)),
+            offsets,
+            loss=self.loss or "cross_entropy",
+            buffers=self.buffers,
+        )
 
 
 def dropout_cnn() -> nn.Module:
@@ -134,7 +149,7 @@ class Bare:
     def __init__(self, work: Workload, x: Tensor, y: Tensor) -> None:
         self.work, self.x, self.y = work, x, y
         self.model = work.build().to(x.device)
-        self.loss = nn.CrossEntropyLoss()
+        self.loss = nn.CrossEntropyLoss() if work.loss is None else lambda out, y: work.loss(out, y).mean()
 
     def client(self, weights: list[Tensor], i: int) -> list[Tensor]:
         work = self.work
@@ -250,15 +265,13 @@ def prepare(task: fb.Task, work: Workload, device: str = "cpu") -> None:
         ours(task, replace(work, rounds=1), "in_process(backend='native')", device)
 
 
-def measure(name: str, repeats: int, engine: str, device: str) -> dict[str, object]:
-    work = (WORKLOADS | TINY)[name]
+def measure(name: str, work: Workload, repeats: int, engine: str, device: str) -> dict[str, object]:
     x, y = work.table()
     loops: dict[str, Bare] = {"one process": Bare(work, x.to(device), y.to(device))}
     if device == "cpu":
         loops["two processes"] = split = TwoProcesses(work, x, y)
         split.start()
-    offsets = torch.arange(0, len(x) + 1, work.samples).numpy()
-    task = fb.Task.from_table(work.build, x, y, torch.arange(len(x)), offsets)
+    task = work.task(x, y)
     prepare(task, work, device)
     times: dict[str, list[float]] = {}
     for _ in range(repeats):
@@ -266,6 +279,8 @@ def measure(name: str, repeats: int, engine: str, device: str) -> dict[str, obje
             times.setdefault(kind, []).append(bare(loop, work.rounds))
         took, used = ours(task, work, engine, device)
         times.setdefault("fedbraid", []).append(took)
+    if device == "cpu":
+        split.stop()
     best = {k: min(v) for k, v in times.items()}
     yardstick = min(best[kind] for kind in loops)
     return {
@@ -274,6 +289,17 @@ def measure(name: str, repeats: int, engine: str, device: str) -> dict[str, obje
         "ratio": round(yardstick / best["fedbraid"], 2),
         "engine": used,
     }
+
+
+HEAD = """| workload | bare, one process | bare, two processes | fedbraid | ratio | engine |
+| --- | ---: | ---: | ---: | ---: | --- |"""
+
+
+def line(r: dict[str, object]) -> str:
+    two = r.get("two processes", "-")
+    return (
+        f"| {r['workload']} | {r['one process']} | {two} | {r['fedbraid']} | {r['ratio']} | `{r['engine']}` |"
+    )
 
 
 def short(name: str, rounds: int) -> str:
@@ -304,9 +330,7 @@ def auto_run(name: str, rounds: int, cache: str, seed: int) -> tuple[float, floa
     while list(Path(cache).glob("fedbraid/*.build")):
         time.sleep(0.1)
     work = (WORKLOADS | TINY)[name]
-    x, y = work.table()
-    offsets = torch.arange(0, len(x) + 1, work.samples).numpy()
-    task = fb.Task.from_table(work.build, x, y, torch.arange(len(x)), offsets)
+    task = work.task(*work.table())
     local = fb.Work(lr=LR, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
     used: list[str] = []
 
@@ -386,18 +410,16 @@ def main() -> None:
                 print(f"| {name} | {rounds} | {short(name, rounds)} |", flush=True)
         return
     with neighbours(args.busy):
-        rows = [measure(w, args.repeats, args.engine, args.device) for w in args.workloads]
+        known = WORKLOADS | TINY
+        rows = [measure(w, known[w], args.repeats, args.engine, args.device) for w in args.workloads]
     startup = round(start_up(), 2)
     if args.json:
         print(json.dumps({"rows": rows, "start_up_seconds": startup}))
         return
     print("milliseconds per round, smallest of the medians; ratio = better bare loop / fedbraid\n")
-    print("| workload | bare, one process | bare, two processes | fedbraid | ratio | engine |")
-    print("| --- | ---: | ---: | ---: | ---: | --- |")
+    print(HEAD)
     for r in rows:
-        print(
-            f"| {r['workload']} | {r['one process']} | {r.get('two processes', '-')} | {r['fedbraid']} | {r['ratio']} | `{r['engine']}` |"
-        )
+        print(line(r))
     print(f"\nstart-up, import to the end of the first step: {startup} s")
 
 

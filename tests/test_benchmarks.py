@@ -48,6 +48,20 @@ def test_a_bare_round_with_opacus_and_a_round_of_ours(monkeypatch):
     assert privacy.timed(privacy.task(), "held by clients", 3) > 0
 
 
+def test_networks_as_people_bring_them_train():
+    """Each gives a loss for each sample of its own data, which is what both sides of the benchmark ask of it."""
+    from dataclasses import replace
+
+    import networks
+
+    for name, work in networks.NETWORKS.items():
+        small = replace(work, clients=2, samples=2)
+        task = small.task(*small.table())
+        each = task.per_example(task.run(task.module(), task.inputs[:2]), task.targets[:2])
+        assert each.shape == (2,), name
+        assert each.isfinite().all(), name
+
+
 @pytest.mark.engines
 @pytest.mark.quick
 def test_the_servers_own_work_is_measured():

@@ -256,6 +256,28 @@ def test_loops_over_parts_are_followed():
     )
 
 
+class Makes(nn.Module):
+    """First states and a mask made in the model, by the batch's size and length; or noise."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.net, self.out, self.noise = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3), noise
+
+    def forward(self, x):
+        zero = torch.zeros(1, x.size(0), self.net.hidden_size)
+        y, _ = self.net(x, (zero, zero))
+        late = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
+        y = (y @ y.mT).masked_fill(late, float("-inf")).softmax(-1) @ y + torch.full((x.shape[1], 1), 0.5)
+        return self.out(y.mean(1) + (torch.rand(x.size(0), 1) if self.noise else 0))
+
+
+def test_tensors_made_in_the_model_are_constants():
+    task = make_task(lambda: Makes(noise=False), (4, 5))
+    assert Native.supports(task) is None
+    assert_equals_autograd(task, Native(task, flags=QUICK), 2, 13)
+    assert Native.supports(make_task(lambda: Makes(noise=True), (4, 5))) is not None
+
+
 def test_residual_network():
     task = make_task(Residual, (2, 12, 12))
     grad = Native(task, threads=2, flags=QUICK)

@@ -127,6 +127,12 @@ _MADE_LIKE = {
     "new_full",
     "new_tensor",
 }
+_MADE = (
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.eye,
+)  # of sizes that are followed; random ones are none of ours
 _LIKE = {"to", "type_as", "expand_as"}
 _BATCHES = (3, 5)  # what differs between the two runs is the batch
 
@@ -141,7 +147,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, counts: list[int]) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=_MADE)
+        self._autowrap_search.append(torch)
         self.counts = iter(counts)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
@@ -163,9 +170,16 @@ def _traced(module: nn.Module, sample: Tree) -> fx.GraphModule:
     counts: list[int] = []
     while True:
         try:
-            return fx.GraphModule(module, _Tracer(counts).trace(module))
+            return _runs(module, _Tracer(counts).trace(module))
         except _HowMany as asked:
             counts.append(_count(module, asked.args[0], sample))
+
+
+def _runs(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph that can run."""
+    for node in graph.nodes:
+        node.meta.pop("is_wrapped", None)  # or its code would wrap the function for all who trace later
+    return fx.GraphModule(module, graph)
 
 
 def _count(module: nn.Module, node: fx.Node, sample: Tree) -> int:
@@ -176,7 +190,7 @@ def _count(module: nn.Module, node: fx.Node, sample: Tree) -> int:
         if other is node:
             break
     before.output(copied[node])
-    given = _Record(fx.GraphModule(module, before)).record(sample)[copied[node]]
+    given = _Record(_runs(module, before)).record(sample)[copied[node]]
     if not isinstance(given, (tuple, list)):
         raise Unsupported(f"the model goes through {node.name!r} number by number")
     return len(given)

@@ -264,10 +264,12 @@ class Makes(nn.Module):
         self.net, self.out, self.noise = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3), noise
 
     def forward(self, x):
-        zero = torch.zeros(1, x.size(0), self.net.hidden_size)
+        zero = torch.zeros(1, x.size(0), self.net.hidden_size, dtype=x.dtype, device=x.device)
         y, _ = self.net(x, (zero, zero))
         late = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
-        y = (y @ y.mT).masked_fill(late, float("-inf")).softmax(-1) @ y + torch.full((x.shape[1], 1), 0.5)
+        y = (y @ y.mT).masked_fill(late, float("-inf")).softmax(-1) @ y + torch.full(
+            (x.shape[1], 1), 0.5, dtype=x.dtype
+        )
         return self.out(y.mean(1) + (torch.rand(x.size(0), 1) if self.noise else 0))
 
 

@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -73,7 +73,7 @@ def autograd(task, y, batch):
     """Gradients and losses by PyTorch in double precision."""
     gradients, losses = [], []
     for i in range(batch.size):
-        module = task.layout.load(task.module(), y[i]).double()
+        module = _doubled(task.layout.load(task.module(), y[i]))
         targets = batch.y()[i]
         x = batch.x()[i]
         out = module(x.double() if x.is_floating_point() else x)
@@ -92,6 +92,14 @@ def autograd(task, y, batch):
         )
         losses.append(loss.detach())
     return torch.stack(gradients).float(), torch.stack(losses).float()
+
+
+def _doubled(module: nn.Module) -> nn.Module:
+    """The same function in double precision: RMSNorm's own eps is that of the numbers it gets."""
+    for layer in module.modules():
+        if isinstance(layer, nn.RMSNorm) and layer.eps is None:
+            layer.eps = torch.finfo(torch.float32).eps
+    return module.double()
 
 
 def assert_equals_autograd(task, grad, m, size, weight=None) -> None:
@@ -1015,6 +1023,7 @@ class Blocks(nn.Module):
 
 
 @settings(max_examples=8, deadline=None)
+@example(seed=1258, length=2)  # an RMSNorm of rows so short that its eps counts
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 6))
 def test_random_architectures_of_sequences(seed, length):
     task = make_task(lambda: Blocks(seed), (length,), tokens=7)

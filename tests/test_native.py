@@ -315,6 +315,43 @@ class Recurrent(nn.Module):
         return self.head(self.read(outputs, last))
 
 
+class GoesOn(nn.Module):
+    """A recurrent net that starts from where another has ended."""
+
+    def __init__(self, kind, hidden=6, **options) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed, sides = nn.Embedding(7, 5), 2 if options.get("bidirectional") else 1
+        self.first, self.second = (kind(5, hidden, batch_first=True, **options) for _ in range(2))
+        self.head = nn.Linear(hidden * sides, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        _, states = self.first(x[:, :3])
+        return self.head(self.second(x[:, 2:], states)[0].mean(1))
+
+
+class Starts(nn.Module):
+    """A recurrent net whose first states are trained, at zero to begin with, and its cells given."""
+
+    def __init__(self, kind, **options) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        count = 2 if options else 1
+        self.embed, self.net, self.head = nn.Embedding(7, 5), kind(5, 6, **options), nn.Linear(6 * count, 3)
+        self.states = nn.Parameter(torch.zeros(count, 1, 6))
+        self.register_buffer("cells", torch.randn(count, 1, 6))
+
+    def forward(self, x):
+        first = self.states.expand(-1, x.shape[0], -1)
+        cells = self.cells.expand(-1, x.shape[0], -1)
+        _, last = self.net(
+            self.embed(x).transpose(0, 1), (first, cells) if isinstance(self.net, nn.LSTM) else first
+        )
+        last = last[0] if isinstance(self.net, nn.LSTM) else last
+        return self.head(last.transpose(0, 1).flatten(1))
+
+
 def frozen_part() -> nn.Module:
     model = Chain(lambda: nn.Linear(6, 9), nn.Tanh, lambda: nn.Linear(9, 6), nn.Tanh, lambda: nn.Linear(6, 3))
     model.layers[0].requires_grad_(False)
@@ -776,6 +813,24 @@ OPERATIONS = {
     "all last states": (
         lambda: Recurrent(nn.LSTM, lambda out, hc: hc[0].permute(1, 0, 2).flatten(1), bidirectional=True), (4,), 7,
     ),
+    "last cell": (lambda: Recurrent(nn.LSTM, lambda out, hc: hc[1][-1], num_layers=2), (5,), 7),
+    "last cell beside the rest": (
+        lambda: Recurrent(nn.LSTM, lambda out, hc: torch.cat([hc[0][-1] * hc[1][0], hc[1][-1] + out[0, :, 6:]], 1), bidirectional=True,
+                          num_layers=2),
+        (4,), 7,
+    ),
+    "all last cells": (
+        lambda: Recurrent(nn.LSTM, lambda out, hc: (hc[1] * hc[0]).permute(1, 0, 2).flatten(1), bidirectional=True, batch_first=True),
+        (1,), 7,
+    ),
+    "last cell, wide": (
+        lambda: Recurrent(nn.LSTM, lambda out, hc: torch.cat([hc[1][-1] * hc[0][0], hc[1][-2]], 1), 64, bidirectional=True), (3,), 7,
+    ),
+    "a net that goes on": (lambda: GoesOn(nn.LSTM), (5,), 7),
+    "a net that goes on, both ways": (lambda: GoesOn(nn.LSTM, bidirectional=True, num_layers=2), (5,), 7),
+    "a net that goes on, without cells": (lambda: GoesOn(nn.GRU, 64), (5,), 7),
+    "states of its own": (lambda: Starts(nn.LSTM, bidirectional=True), (4,), 7),
+    "states of its own, without cells": (lambda: Starts(nn.RNN, num_layers=2), (1,), 7),
     "frozen": (frozen_part, (6,), 0),
     "tied": (tied, (5,), 7),
 }  # fmt: skip
@@ -1351,8 +1406,9 @@ class Everything(nn.Module):
 
     def forward(self, text):
         x, _ = self.gru(self.embed(text))
-        y, _ = self.lstm(x)
-        x = self.encoder(self.norm(x + y), src_key_padding_mask=text == 1)
+        y, last = self.lstm(x)
+        z, (_, cells) = self.lstm(x, last)
+        x = self.encoder(self.norm(x + y + z * cells.transpose(0, 1)), src_key_padding_mask=text == 1)
         return self.head(self.conv(x.transpose(1, 2)).softmax(-1).mean(2))
 
 

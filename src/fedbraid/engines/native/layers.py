@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from fedbraid.engines.native import ops, products, values
@@ -404,14 +404,11 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
     """(outputs, last states), as the layer gives them; one operation a layer and direction."""
     if layer.mode not in _CELLS or layer.proj_size:
         raise Unsupported(f"the layer {call.where!r} has {layer.mode} cells or a projection")
-    if len(call.args) + len(call.kwargs) > 1:
-        given = [*call.args[1:], *call.kwargs.values()]
-        flat = [s for g in given for s in (g if isinstance(g, (tuple, list)) else (g,)) if s is not None]
-        if any(not isinstance(s, Constant) or s.tensor.any() for s in flat):
-            raise Unsupported(f"the layer {call.where!r} starts from states other than zero")
     if call.builder.batch(call.source) != (0 if layer.batch_first else 1):
         raise Unsupported(f"the layer {call.where!r} takes samples for steps: look at batch_first")
-    steps, last = x.shape[0], []
+    steps, first = x.shape[0], _first_states(call)
+    last: list[tuple[Value, int]] = []
+    cells = layer.mode == "LSTM" and _asks_for_cells(call.node)
     for k in range(layer.num_layers):
         if k and layer.dropout:
             x = _dropout(call, nn.Dropout(layer.dropout), x)
@@ -419,18 +416,42 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
         for back in range(2 if layer.bidirectional else 1):
             end = f"_l{k}" + ("_reverse" if back else "")
             names = [f"{n}{end}" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-            sides.append(call.builder.emit(
-                ops.Recurrent, (x,), (steps, layer.hidden_size), tuple(getattr(layer, n, None) for n in names),
-                cell=_CELLS[layer.mode], i=x.shape[1], h=layer.hidden_size, t=steps, reversed=bool(back),
-            ))  # fmt: skip
-            last.append((sides[-1], 0 if back else steps - 1))
+            mine = [part(call.builder, state, 0, len(last), 1, drop=True) for state in first]
+            made = call.builder.emit(
+                ops.Recurrent, (x, *mine), (steps + cells, layer.hidden_size),
+                tuple(getattr(layer, n, None) for n in names), cell=_CELLS[layer.mode], i=x.shape[1],
+                h=layer.hidden_size, t=steps, reversed=bool(back), cells=cells,
+            )  # fmt: skip
+            sides.append(part(call.builder, made, 0, 0, steps))
+            last.append((made, 0 if back else steps - 1))
         x = sides[0] if len(sides) == 1 else concat(call.builder, sides, 1)
     states = _States(call.builder, last)
-    return (x, (states, _Cells())) if layer.mode == "LSTM" else (x, states)
+    if layer.mode != "LSTM":
+        return x, states
+    return x, (states, _States(call.builder, [(made, steps) for made, _ in last]))
+
+
+def _first_states(call: Call) -> list[Value]:
+    """What a recurrent net starts from, all layers' together: states, and an LSTM's cells; none where it is zero."""
+    given = call.argument(1, "hx")
+    flat = [s for s in (given if isinstance(given, (tuple, list)) else (given,)) if s is not None]
+    if all(isinstance(s, Constant) and not s.trained and not s.tensor.any() for s in flat):
+        return []
+    return [s if isinstance(s, Value) else same_for_all(call, s, s.tensor.shape) for s in flat]
+
+
+def _asks_for_cells(node: fx.Node) -> bool:
+    """Whether anybody reads the second half of an LSTM's last states."""
+    for user in node.users:
+        if user.target is not operator.getitem:
+            return True
+        if user.args[1] != 0 and any(u.target is not operator.getitem or u.args[1] != 0 for u in user.users):
+            return True
+    return False
 
 
 class _States(Several):
-    """The last states of a recurrent net, taken out of its outputs when somebody asks for them."""
+    """The last states (or cells) of a recurrent net, taken out of what it gives when somebody asks for them."""
 
     def __init__(self, builder: Builder, last: list[tuple[Value, int]]) -> None:
         self.builder, self.last = builder, last
@@ -442,13 +463,6 @@ class _States(Several):
     def whole(self) -> Value:
         values = [part(self.builder, value, 0, step, 1) for value, step in self.last]
         return concat(self.builder, values, 0)
-
-
-class _Cells(Several):
-    """The last cells of an LSTM, which are not kept apart."""
-
-    def __getitem__(self, index: int) -> Value:
-        raise Unsupported("the model reads the last cell of an LSTM")
 
 
 # Attention --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ A block is `lanes` samples side by side; sizes are in vectors, of a block where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
@@ -245,13 +245,17 @@ _CELLS = {"GruCell": (3, 4, 2), "LstmCell": (4, 5, 4), "TanhCell": (1, 1, 1)}  #
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent(Op):
-    """One layer of a recurrent net in one direction: [t][i] to [t][h]; weights wi, wh, bi, bh."""
+    """One layer of a recurrent net in one direction: [t][i] to [t][h]; weights wi, wh, bi, bh.
+
+    With `cells` the last cell is one more row. More inputs are the state before the first step, and the cell.
+    """
 
     cell: str
     i: int
     h: int
     t: int
     reversed: bool = False
+    cells: bool = False
     reads_output: ClassVar[bool] = True
 
     @property
@@ -266,24 +270,33 @@ class Recurrent(Op):
         gates, _, joint = _CELLS[self.cell]
         i, h, g, j = (-(-n // lanes) * lanes for n in (self.i, self.h, gates * self.h, joint * self.h))
         more = blocks * max(gates * self.h, 2 * self.h)
-        if self.h % lanes or self.h < WIDE_ROWS:
+        if self.h % lanes or self.h < WIDE_ROWS or len(self.inputs) > 1:
             return max(more, PIECE * max(i + g, h + j))
         packed = gates * h * max(i, h) // lanes + 1
         return packed + (self.t * blocks + 1) * (i + 2 * h) + more + i // lanes + 1
 
     def type(self) -> str:
-        return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {flag(self.reversed)}>"
+        options = [self.reversed, self.cells, len(self.inputs) > 1]
+        while not options[-1] and len(options) > 1:
+            options.pop()
+        return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {', '.join(map(flag, options))}>"
+
+    def _first(self, of: Callable[[int], str]) -> str:
+        return ", ".join(of(i) if len(self.inputs) > i else "nullptr" for i in (1, 2))
 
     def forward(self, L: str, at: At) -> str:
         weights = ", ".join(at.w(k) for k in range(4))
-        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {at.scratch}, nb, samples);"
+        given = f"{at.x()}, {self._first(at.x)}, {weights}"
+        return f"{L}::forward({given}, {at.y}, {at.kept}, {at.scratch}, nb, samples);"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         grads = ", ".join(at.dw(k) for k in range(4))
         add = at.add() if at.dx() != "nullptr" else "false"
+        states = [self._first(at.x), self._first(at.dx), self._first(at.add).replace("nullptr", "false")]
+        first = f", {{{', '.join(states)}}}" if len(self.inputs) > 1 else ""
         yield (
             f"{L}::backward<{add}>({at.x()}, {at.y}, {at.w(0)}, {at.w(1)}, {at.dy}, {at.dx()}, {grads},"
-            f" {at.kept}, {at.scratch}, nb, samples);"
+            f" {at.kept}, {at.scratch}, nb, samples{first});"
         )
 
     def agreements(self, L: str, at: At) -> Iterator[str]:

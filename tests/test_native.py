@@ -352,6 +352,67 @@ class Starts(nn.Module):
         return self.head(last.transpose(0, 1).flatten(1))
 
 
+class Cosine(nn.Module):
+    """How much samples look like rows of weights, in the ways in which that is written."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.how, self.first = how, nn.Linear(6, 9)
+        self.w, self.warmth = nn.Parameter(torch.randn(3, 9)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        if self.how == "function":
+            return self.warmth.exp() * F.linear(F.normalize(x), F.normalize(self.w))
+        if self.how == "columns":
+            return torch.mm(
+                x / x.norm(dim=1, keepdim=True), (self.w / (self.w.norm(dim=1, keepdim=True) + 0.1)).t()
+            )
+        w = 1 / self.w.square().sum((0, 1)).sqrt() * self.w - self.w.mean(0, keepdim=True).tanh()
+        w = 0.5 * w[1:] + F.softplus(self.warmth) * torch.linalg.vector_norm(self.w, dim=0).clamp(
+            min=0.2
+        ).pow(3)
+        return torch.cat([x @ w.t(), x[:, :1] - self.warmth.sigmoid()], 1) / torch.linalg.norm(
+            x, dim=-1, keepdim=True
+        )
+
+
+class Adapted(nn.Module):
+    """Frozen weights and a product of low rank, of a map and of a convolution; a weight that is computed and read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.conv, self.head = nn.Conv1d(2, 4, 3, bias=False), nn.Linear(32, 3)
+        self.conv.weight.requires_grad_(False)
+        self.head.weight.requires_grad_(False)
+        self.scale, self.down = nn.Parameter(torch.rand(4, 1, 1)), nn.Parameter(torch.randn(2, 32))
+        self.up = nn.Parameter(0.1 * torch.randn(3, 2))
+
+    def forward(self, x):
+        kernel = self.scale * self.conv.weight
+        x = F.conv1d(F.conv1d(x, kernel).tanh().view(x.shape[0], 2, 16), kernel, padding=1, stride=2)
+        return F.linear(x.flatten(1), self.head.weight + 0.3 * (self.up @ self.down), self.head.bias)
+
+
+def of_computed_weights() -> nn.Module:
+    """Weight norm of maps of rows, of convolutions and of tables, of one dimension or of all."""
+    norm = nn.utils.parametrizations.weight_norm
+    return Chain(
+        lambda: norm(nn.Embedding(7, 4)), lambda: norm(nn.Linear(4, 9)), nn.Tanh,
+        lambda: norm(nn.Conv1d(5, 6, 3, padding=1, bias=False), dim=None), nn.Flatten, lambda: norm(nn.Linear(54, 3), dim=1),
+    )  # fmt: skip
+
+
+def of_computed_images() -> nn.Module:
+    norm = nn.utils.parametrizations.weight_norm
+    return Chain(
+        lambda: norm(nn.Conv2d(2, 8, 3, padding=1)), nn.ReLU, lambda: nn.MaxPool2d(2), lambda: norm(nn.Conv2d(8, 9, 3, padding=1)),
+        nn.Tanh, lambda: norm(nn.Conv2d(9, 6, 3, groups=3)), *to_three(24),
+    )  # fmt: skip
+
+
 def frozen_part() -> nn.Module:
     model = Chain(lambda: nn.Linear(6, 9), nn.Tanh, lambda: nn.Linear(9, 6), nn.Tanh, lambda: nn.Linear(6, 3))
     model.layers[0].requires_grad_(False)
@@ -831,6 +892,12 @@ OPERATIONS = {
     "a net that goes on, without cells": (lambda: GoesOn(nn.GRU, 64), (5,), 7),
     "states of its own": (lambda: Starts(nn.LSTM, bidirectional=True), (4,), 7),
     "states of its own, without cells": (lambda: Starts(nn.RNN, num_layers=2), (1,), 7),
+    "cosine": (lambda: Cosine("function"), (6,), 0),
+    "cosine of columns": (lambda: Cosine("columns"), (6,), 0),
+    "cosine by hand": (lambda: Cosine("hand"), (6,), 0),
+    "adapted weights": (Adapted, (2, 10), 0),
+    "weight norm": (of_computed_weights, (5,), 7),
+    "weight norm of images": (of_computed_images, (2, 8, 8), 0),
     "frozen": (frozen_part, (6,), 0),
     "tied": (tied, (5,), 7),
 }  # fmt: skip
@@ -1471,6 +1538,9 @@ def odd_images() -> nn.Module:
         (Everything, (5,), 7),
         (tiles_and_statistics, (9, 7, 7), 0),
         (pooled_and_tiles, (2, 11, 15), 0),
+        (Adapted, (2, 10), 0),
+        (lambda: Cosine("hand"), (6,), 0),
+        (of_computed_images, (2, 8, 8), 0),
     ],
 )
 def test_sanitizers_find_nothing(tmp_path, model, shape, tokens):
@@ -1622,6 +1692,17 @@ class Scaled(Branching):
         return self.fc(x).cumsum(1)
 
 
+class Weighed(Branching):
+    """A map whose weights are made by some function."""
+
+    def __init__(self, made) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x):
+        return F.linear(x, self.made(self.fc.weight))
+
+
 @pytest.mark.parametrize(
     ("model", "options", "why"),
     [
@@ -1629,6 +1710,12 @@ class Scaled(Branching):
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False)), {}, "running statistics"),
         (Branching, {}, "cannot be traced"),
         (Scaled, {}, "cumsum"),
+        (lambda: Weighed(lambda w: w.softmax(1)), {}, "the operation 'softmax' on parameters alone"),
+        (lambda: Weighed(lambda w: w.max(dim=1, keepdim=True)[0] * w), {}, "the operation 'getitem' on parameters alone"),
+        (lambda: Weighed(lambda w: w.norm(p=1) * w), {}, "the operation 'norm' on parameters alone"),
+        (lambda: Weighed(lambda w: (2 * w).mul_(w)), {}, "changes in place"),
+        (lambda: Weighed(lambda w: w.t().tanh().t()), {}, "on parameters alone"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 3)), {}, "outside a layer"),
         (lambda: nn.Linear(6, 3), {"loss": lambda out, y: out.square().mean(1)}, "custom function"),
     ],
 )  # fmt: skip
@@ -1653,6 +1740,47 @@ def test_what_a_layer_cannot_do_is_said(layer, why):
     width = layer(torch.zeros(1, 2, 7, 7)).numel()
     task = make_task(nn.Sequential(layer, nn.Flatten(), nn.Linear(width, 3)), (2, 7, 7))
     assert why in Native.supports(task)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norm_by_a_hook():
+    """The older of the two, which computes weights before each pass."""
+    norm = nn.utils.weight_norm
+    task = make_task(
+        lambda: Chain(lambda: norm(nn.Linear(6, 5)), nn.Tanh, lambda: norm(nn.Linear(5, 3))), (6,)
+    )
+    grad = Native(task, threads=2, flags=QUICK)
+    assert_equals_autograd(task, grad, 2, 13)
+    assert_same_bits(task, grad)
+
+
+def test_computed_weights_are_there_once():
+    """And not once for each sample, nor for each vector's place."""
+    wide = nn.utils.parametrizations.weight_norm
+
+    def workspace(norm) -> int:
+        task = make_task(lambda: Chain(lambda: norm(nn.Linear(300, 200)), nn.Tanh, *to_three(200)), (300,))
+        source = generate(native._graph(task), "cross_entropy", 8, 64)
+        assert "blocks = 8;" in source
+        return 8 * int(source.partition("workspace = ")[2].partition(";")[0])
+
+    assert workspace(wide) - workspace(lambda layer: layer) < 8 * 300 * 200
+
+
+def test_rows_of_no_length():
+    """Their lengths have no gradient, as in autograd."""
+
+    def model() -> nn.Module:
+        return Chain(
+            lambda: nn.Linear(6, 5), nn.ReLU, end=lambda x: F.normalize(x)[:, :3] + x.norm(dim=1)[:, None]
+        )
+
+    task = make_task(model, (6,))
+    grad, y = Native(task, flags=QUICK), points(task, 2)
+    y[:, 30:] = -10.0
+    got, _ = grad(y, make_batch(task, 2, 13))
+    assert not got.any()
+    assert got.isfinite().all()
 
 
 def test_hook_that_tracing_cannot_see_is_noticed():

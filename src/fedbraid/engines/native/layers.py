@@ -637,12 +637,27 @@ def _normalised(call: Call) -> Value | None:
     square = curve(call, "WholePower<2>", x)
     length = between(
         call,
-        curve(call, "Sqrt", mean_over(call, square, d, total=True)),
+        curve(call, "Length", mean_over(call, square, d, total=True)),
         call.argument(3, "eps", 1e-12),
         math.inf,
     )
     full = repeated(call.builder, Value(length.id, (*x.shape[:d], 1, *x.shape[d + 1 :])), x.shape)
     return call.builder.emit(ops.Divide, (x, full), x.shape, n=math.prod(x.shape))
+
+
+def _length(call: Call) -> Value | None:
+    """norm: how long rows are."""
+    order, dim = call.kwargs.get("ord", call.argument(1, "p", 2)), call.argument(2, "dim")
+    dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    x = call.args[0]
+    if not isinstance(x, Value) or order not in (2, "fro", None) or not all(isinstance(d, int) for d in dims):
+        return None
+    if len(dims) > 1 and name(call.node.target) == "linalg_norm" and order == 2:
+        return None
+    found = curve(call, "WholePower<2>", x)
+    for d in sorted((dimension(call, d) for d in dims), reverse=True):
+        found = mean_over(call, found, d, total=True)
+    return Value(curve(call, "Length", found).id, call.shape)
 
 
 def _variance(call: Call, root: bool = False) -> Value | None:
@@ -788,6 +803,8 @@ BOTH: dict[str, Handle] = {
     "masked_fill": values.masked_fill,
     "matmul": products.matmul,
     "bmm": products.matmul,
+    "mm": products.matmul,
+    "norm": _length,
     **dict.fromkeys(("max", "maximum"), _larger),
     **dict.fromkeys(("min", "minimum"), _smaller),
     "amax": values.amax,
@@ -867,6 +884,7 @@ FUNCTIONS: dict[Any, Handle] = {
     torch.where: values.where,
     **dict.fromkeys((torch.cat, torch.concat), values.cat),
     torch.stack: values.stack,
+    **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), _length),
 }  # fmt: skip
 METHODS: dict[str, Handle] = {
     **BOTH,

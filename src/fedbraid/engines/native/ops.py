@@ -18,10 +18,14 @@ WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as i
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor's numbers lie: in the vector that is trained, or among the constants beside it."""
+    """Where a tensor's numbers lie: in the vector that is trained, among the constants beside it, or in a value.
+
+    Such a value is computed from parameters alone, and the same for all samples.
+    """
 
     offset: int
     trained: bool = True
+    value: int | None = None
 
 
 class At(Protocol):
@@ -58,6 +62,15 @@ class Op:
     reads_output: ClassVar[bool] = False
     mixes: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
     moves: ClassVar[bool] = True  # with its inputs, so that there is a gradient
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The values that its weights are."""
+        return tuple(w.value for w in self.weights if w is not None and w.value is not None)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.inputs + self.computed
 
     @property
     def once(self) -> bool:
@@ -1155,3 +1168,71 @@ class Compare(Op):
 
     def forward(self, L: str, at: At) -> str:
         return f"{L}::forward({at.x()}, {at.y}, {number(self.value)}, nb);"
+
+
+# Parameters alone -------------------------------------------------------------------------------------
+
+
+def _floats(place: str) -> str:
+    return f"(float*)({place})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken(Op):
+    """A tensor's n numbers, trained or not, to compute with."""
+
+    n: int
+
+    def type(self) -> str:
+        return f"Taken<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.w(0)}, {_floats(at.y)});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dw(0) != "nullptr":
+            yield f"{L}::backward({_floats(at.dy)}, {at.dw(0)});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Op):
+    """[outer][dim][inner] to [outer][inner], or with `spread` the other way round, times a number."""
+
+    outer: int
+    dim: int
+    inner: int
+    scale: float = 1.0
+    spread: bool = False
+    reads_inputs: ClassVar[bool] = False
+
+    def type(self) -> str:
+        return f"Sums<{self.outer}, {self.dim}, {self.inner}>"
+
+    def forward(self, L: str, at: At) -> str:
+        way = "spread" if self.spread else "sum"
+        return f"{L}::{way}<false>({_floats(at.x())}, {_floats(at.y)}, {number(self.scale)});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        way = "sum" if self.spread else "spread"
+        yield f"{L}::{way}<{at.add()}>({_floats(at.dy)}, {_floats(at.dx())}, {number(self.scale)});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices(Op):
+    """The product of two matrices, [m][k] by [k][n]."""
+
+    m: int
+    k: int
+    n: int
+
+    def type(self) -> str:
+        return f"Matrices<{self.m}, {self.k}, {self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({_floats(at.x(0))}, {_floats(at.x(1))}, {_floats(at.y)});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i, way in enumerate(("first", "second")):
+            if at.dx(i) != "nullptr":
+                to = f"{_floats(at.dy)}, {_floats(at.dx(i))}"
+                yield f"{L}::{way}<{at.add(i)}>({_floats(at.x(1 - i))}, {to});"

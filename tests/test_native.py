@@ -898,6 +898,22 @@ OPERATIONS = {
     "adapted weights": (Adapted, (2, 10), 0),
     "weight norm": (of_computed_weights, (5,), 7),
     "weight norm of images": (of_computed_images, (2, 8, 8), 0),
+    "volumes": (
+        lambda: Chain(lambda: nn.Conv3d(2, 8, 3, padding=1), nn.ReLU, lambda: nn.MaxPool3d(2), lambda: nn.Conv3d(8, 9, 3, padding="same"),
+                      nn.Tanh, lambda: nn.AdaptiveAvgPool3d(1), *to_three(9)),
+        (2, 4, 5, 6), 0,
+    ),
+    "volumes with strides": (
+        lambda: Chain(lambda: nn.Conv3d(2, 4, (2, 3, 1), (2, 1, 2), (1, 2, 0), bias=False), nn.Tanh,
+                      lambda: nn.Conv3d(4, 6, (2, 1, 2), dilation=(2, 1, 1), groups=2), lambda: nn.InstanceNorm3d(6), *to_three(6 * 14)),
+        (2, 5, 5, 5), 0,
+    ),
+    "windows of volumes": (
+        lambda: Chain(lambda: nn.Conv3d(2, 3, (3, 1, 1)), lambda: nn.MaxPool3d((1, 2, 3), 2, (0, 1, 1), ceil_mode=True), nn.Tanh,
+                      lambda: nn.AvgPool3d(2, 1, 1, count_include_pad=False), lambda: nn.AvgPool3d((1, 2, 2), padding=(0, 1, 0)),
+                      lambda: nn.AdaptiveMaxPool3d((3, 1, 2)), *to_three(18)),
+        (2, 5, 5, 5), 0,
+    ),
     "frozen": (frozen_part, (6,), 0),
     "tied": (tied, (5,), 7),
 }  # fmt: skip
@@ -1541,6 +1557,8 @@ def odd_images() -> nn.Module:
         (Adapted, (2, 10), 0),
         (lambda: Cosine("hand"), (6,), 0),
         (of_computed_images, (2, 8, 8), 0),
+        (OPERATIONS["volumes"][0], (2, 4, 5, 6), 0),
+        (OPERATIONS["volumes with strides"][0], (2, 5, 5, 5), 0),
     ],
 )
 def test_sanitizers_find_nothing(tmp_path, model, shape, tokens):
@@ -1734,11 +1752,17 @@ def test_what_is_not_supported_is_said(model, options, why):
         (nn.AvgPool2d(2, ceil_mode=True), "ceil_mode"),
         (nn.AdaptiveMaxPool2d(4), "uneven"),
         (nn.Upsample(scale_factor=1.5), "a whole number of times"),
+        (nn.Conv3d(2, 4, 3, stride=2, dilation=2), "dilation and a stride"),
+        (nn.Conv3d(2, 4, 3, padding=1, padding_mode="circular"), "a padding other than zeros"),
+        (nn.AvgPool3d(2, ceil_mode=True), "ceil_mode"),
+        (nn.MaxPool3d(2, dilation=2), "dilation"),
+        (nn.AdaptiveAvgPool3d(2), "uneven"),
     ],
 )
 def test_what_a_layer_cannot_do_is_said(layer, why):
-    width = layer(torch.zeros(1, 2, 7, 7)).numel()
-    task = make_task(nn.Sequential(layer, nn.Flatten(), nn.Linear(width, 3)), (2, 7, 7))
+    shape = (2, 7, 7, 7) if type(layer).__name__.endswith("3d") else (2, 7, 7)
+    width = layer(torch.zeros(1, *shape)).numel()
+    task = make_task(nn.Sequential(layer, nn.Flatten(), nn.Linear(width, 3)), shape)
     assert why in Native.supports(task)
 
 

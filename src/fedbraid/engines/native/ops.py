@@ -322,7 +322,7 @@ class Recurrent(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Conv(Op):
-    """A convolution of [i][h][w], for each of `groups` groups of i inputs and o outputs."""
+    """A convolution of [i][h][w], for each of `groups` groups of i inputs and o outputs, of each of `rows` images."""
 
     i: int
     h: int
@@ -333,6 +333,7 @@ class Conv(Op):
     padding: tuple[int, int]
     groups: int = 1
     dilation: tuple[int, int] = (1, 1)
+    rows: int = 1
 
     @property
     def once(self) -> bool:
@@ -362,7 +363,7 @@ class Conv(Op):
 
     @property
     def kept(self) -> int:
-        return self._kept * self.groups
+        return self._kept * self.groups * self.rows
 
     def scratch(self, lanes: int, blocks: int) -> int:
         if tile := self._tile:
@@ -390,18 +391,21 @@ class Conv(Op):
             dx, w, _, dy, _, loop, nb = self._where(L, at.dx(), at.w(0), "nullptr", at.dy, at.kept)
             yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
 
-    def squares(self, L: str, at: At) -> Iterator[str]:
+    def squares(self, L: str, at: At) -> Iterator[str] | None:
+        if self.rows > 1:
+            return None
         loop = (
             f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
         )
         each = f"{at.x()} + k * {L}::in_size, {at.dy} + k * {L}::out_size, {at.kept} + k * {L}::kept"
-        yield f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"
+        return iter([f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"])
 
     def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
         """The places of one call, group by group and block by block where there are groups."""
+        nb = "nb" if self.rows == 1 else f"nb * {self.rows}"
         if self.groups == 1:
-            return x, w, b, y, kept, "", "nb"
-        loop = f"for (int n = 0; n < nb; n++) for (int s = 0, k = n * {self.groups}; s < {self.groups}; s++, k++) "
+            return x, w, b, y, kept, "", nb
+        loop = f"for (int n = 0; n < {nb}; n++) for (int s = 0, k = n * {self.groups}; s < {self.groups}; s++, k++) "
         each = [f"{x} + k * {L}::in_size", f"{w} + s * {L}::weights", f"{b} + s * {self.o}"]
         each = ["nullptr" if at.startswith("nullptr") else at for at in each]
         return each[0], each[1], each[2], f"{y} + k * {L}::out_size", f"{kept} + k * {L}::kept", loop, "1"
@@ -453,7 +457,7 @@ class Pooled(Conv):
     def suits(cls, conv: Conv, pool: MaxPool) -> bool:
         """Whether a convolution of an input and a pooling of what it gives are one."""
         whole = pool.kernel == pool.stride and pool.padding == pool.beyond == (0, 0)
-        return conv.groups == 1 and not conv._tile and whole
+        return conv.groups == conv.rows == 1 and not conv._tile and whole
 
     @classmethod
     def of(cls, conv: Conv, pool: MaxPool) -> Pooled:
@@ -559,6 +563,37 @@ class Border(Op):
 
     def type(self) -> str:
         return f"Border<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths(Op):
+    """[c][d][inner] to [out][c][kernel][inner]: what each place along the depth sees, zeros where that is outside."""
+
+    c: int
+    d: int
+    inner: int
+    out: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+    reads_inputs: ClassVar[bool] = False
+
+    def type(self) -> str:
+        numbers = (
+            self.c,
+            self.d,
+            self.inner,
+            self.out,
+            self.kernel,
+            self.stride,
+            self.padding,
+            self.dilation,
+        )
+        return f"Depths<{', '.join(map(str, numbers))}>"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"

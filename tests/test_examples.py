@@ -102,7 +102,7 @@ def test_gradients_are_clipped_one_by_one_as_autograd_takes_them():
 
 
 @native
-@pytest.mark.parametrize("model", ["a layer twice", "an embedding"])
+@pytest.mark.parametrize("model", ["a layer twice", "an embedding", "computed weights"])
 def test_what_is_not_compiled_goes_another_way(model):
     class Twice(nn.Module):
         def __init__(self):
@@ -112,10 +112,18 @@ def test_what_is_not_compiled_goes_another_way(model):
         def forward(self, x):
             return self.b(self.a(torch.tanh(self.a(x))))
 
+    class Cosine(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 4)
+
+        def forward(self, x):
+            return nn.functional.linear(x, nn.functional.normalize(self.weight), self.bias)
+
     words = nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(15, 4))
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(12, 5, generator=draw) if model == "a layer twice" else torch.randint(9, (12, 5))
-    task = fb.Task.from_arrays(Twice if model == "a layer twice" else words, [(x, torch.arange(12) % 4)])
+    x = torch.randint(9, (12, 5)) if model == "an embedding" else torch.randn(12, 5, generator=draw)
+    made = {"a layer twice": Twice, "an embedding": words, "computed weights": Cosine}[model]
+    task = fb.Task.from_arrays(made, [(x, torch.arange(12) % 4)])
     assert Native.supports(task) is None
     assert Native.supports(task, examples=True) is not None
     with pytest.raises(fb.FedbraidError, match="cannot run this task"):

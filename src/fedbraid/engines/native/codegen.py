@@ -15,7 +15,15 @@ _ROOM = 3 * 2**20  # or fewer, where the workspace of a thread would take more b
 _MODELS = 2  # or than so many models
 
 _LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
-_KERNELS = ("kernels.hpp", "images.hpp", "curves.hpp", "rows.hpp", "recurrent.hpp", "sequence.hpp")
+_KERNELS = (
+    "kernels.hpp",
+    "images.hpp",
+    "curves.hpp",
+    "rows.hpp",
+    "recurrent.hpp",
+    "sequence.hpp",
+    "computed.hpp",
+)
 
 
 def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = False) -> str:
@@ -70,12 +78,12 @@ class _Writer:
         self.written: set[int] = set()  # values whose gradient has been written so far
         n = len(graph.ops)
         made = dict.fromkeys(range(graph.inputs), 0) | {op.output: t for t, op in enumerate(graph.ops)}
-        uses = {v: [t for t, op in enumerate(graph.ops) if v in op.inputs] or [n] for v in made}
+        uses = {v: [t for t, op in enumerate(graph.ops) if v in op.reads] or [n] for v in made}
         needed = {v: max([uses[v][-1], *self._way_back(v)]) for v in made}
         needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.reads_output}
-        self.values = {v: self._per_block(self.sizes[v], made[v], needed[v]) for v in made}
+        self.values = {v: self._room(v, made[v], needed[v]) for v in made}
         self.gradients = {
-            v: self._per_block(self.sizes[v], 2 * n - uses[v][-1], 2 * n - made[v])
+            v: self._room(v, 2 * n - uses[v][-1], 2 * n - made[v])
             for v in made
             if v in self.moving or v == graph.output
         }
@@ -91,17 +99,23 @@ class _Writer:
     def _per_block(self, size: int, first: int, last: int) -> _Buffer:
         return _Buffer(size * self.blocks, first, 2 * len(self.graph.ops) if self.examples else last)
 
+    def _room(self, v: int, first: int, last: int) -> _Buffer:
+        """A value's, or its gradient's: of all blocks, or of what they share."""
+        if v in self.graph.computed:
+            return _Buffer(-(-self.sizes[v] // self.lanes), first, last)
+        return self._per_block(self.sizes[v], first, last)
+
     def _moving(self) -> set[int]:
         """The values that depend on a trained parameter and move the output, and so need a gradient."""
         moving: set[int] = set()
         for op in self.graph.ops:
             trained = any(w is not None and w.trained for w in op.weights)
-            if op.moves and (trained or moving.intersection(op.inputs)):
+            if op.moves and (trained or moving.intersection(op.reads)):
                 moving.add(op.output)
         seen = {self.graph.output}
         for op in reversed(self.graph.ops):
             if op.moves and op.output in seen:
-                seen.update(op.inputs)
+                seen.update(op.reads)
         return moving & seen
 
     def _way_back(self, v: int) -> list[int]:
@@ -110,7 +124,7 @@ class _Writer:
         return [
             2 * len(self.graph.ops) - t
             for t, op in ops
-            if v in op.inputs and op.reads_inputs and op.output in self.moving
+            if ((v in op.inputs and op.reads_inputs) or v in op.computed) and op.output in self.moving
         ]
 
     def _by_rows(self) -> bool:
@@ -146,7 +160,7 @@ class _Writer:
         """The model's source, and in how many pieces it is."""
         ops = self.graph.ops
         types = [f"typedef {op.type()} L{t};" for t, op in enumerate(ops)]
-        there = {t: [op.forward(f"L{t}", _At(self, t))] for t, op in enumerate(ops)}
+        there = {t: self._shared(op, [op.forward(f"L{t}", _At(self, t))]) for t, op in enumerate(ops)}
         back = {t: list(self._backward(t, ops[t])) for t in reversed(range(len(ops)))}
         part, parts = self._shared_out(there, back)
         zero = "if (!add) std::memset(g, 0, sizeof(float) * parameters), add = true;"
@@ -201,6 +215,10 @@ class _Writer:
         ops = [(t, op) for t, op in reversed([*enumerate(self.graph.ops)]) if op.output in self.moving]
         self.written.clear()
         places = [w for _, op in ops for w in op.weights if w is not None and w.trained]
+        if self.graph.computed:
+            raise Unsupported(
+                "weights are computed from parameters, so that norms of gradients do not add up"
+            )
         if len(places) > len(set(places)) or self.graph.mixes:
             raise Unsupported(
                 "a layer is used twice, or mixes samples, so that norms of their gradients do not add up"
@@ -234,9 +252,20 @@ class _Writer:
         return f"        for (int n = 0; n < nb; n++) gather<{size}>(rows + n * LANES, {to}, {before});"
 
     def _backward(self, t: int, op: Op) -> Iterator[str]:
-        if op.output in self.moving:
-            yield from op.backward(f"L{t}", _At(self, t, back=True))
-            self.written.update(op.inputs)
+        if op.output not in self.moving:
+            return
+        for v in dict.fromkeys(op.computed):
+            if v in self.gradients and v not in self.written:
+                room = self.gradients[v]
+                yield f"std::memset((void*)(v + {room.offset}), 0, sizeof(V) * {room.size});"
+        yield from self._shared(op, list(op.backward(f"L{t}", _At(self, t, back=True))))
+        self.written.update(op.reads)
+
+    def _shared(self, op: Op, lines: list[str]) -> list[str]:
+        """Calls for what all samples share: its vectors of neighbours are the blocks."""
+        if op.output not in self.graph.computed:
+            return lines
+        return [f"{{ const int nb = {self.values[op.output].size}; (void)nb; {line} }}" for line in lines]
 
     def _agreements(self, t: int, op: Op) -> Iterator[str]:
         for same in op.agreements(f"L{t}", _At(self, t)):
@@ -292,10 +321,15 @@ class _At:
 
     def w(self, i: int) -> str:
         place = self.op.weights[i]
+        if place is not None and place.value is not None:
+            return f"(float*)(v + {self.writer.values[place.value].offset}) + {place.offset}"
         return "nullptr" if place is None else f"{'p' if place.trained else 'q'} + {place.offset}"
 
     def dw(self, i: int) -> str:
         place = self.op.weights[i]
+        if place is not None and place.value is not None:
+            room = self.writer.gradients.get(place.value)
+            return "nullptr" if room is None else f"(float*)(v + {room.offset}) + {place.offset}"
         lost = place is None or not place.trained or self.only == "inputs"
         return "nullptr" if lost or place is None else f"g + {place.offset}"
 

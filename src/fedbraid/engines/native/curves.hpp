@@ -33,6 +33,7 @@ CURVE(Expm1, exp(x) - 1.f, exp(x))
 CURVE(Log, any_log(x), 1.f / x)
 CURVE(Log1p, any_log(1.f + x), 1.f / (1.f + x))
 CURVE(Sqrt, root(x), 0.5f / root(x))
+CURVE(Length, root(x), keep(x > 0.f, 0.5f / root(x)))  // of a sum of squares: level where there is none
 CURVE(Rsqrt, 1.f / root(x), -0.5f / (x * root(x)))
 CURVE(Reciprocal, 1.f / x, -1.f / (x * x))
 CURVE(Abs, size(x), pick(x > 0.f, splat(1.f), keep(x < 0.f, splat(-1.f))))

@@ -691,6 +691,38 @@ struct Adaptive {
     }
 };
 
+// [C][D][INNER] to [O][C][K][INNER]: what a window along the depth sees at each of its places.
+template <int C, int D, int INNER, int O, int K, int S, int P, int A>
+struct Depths {
+    // f(place in x or -1, place in y) for each plane.
+    template <class F>
+    INLINE void planes(int nb, F f) {
+        for (int n = 0; n < nb; n++)
+            for (int o = 0; o < O; o++)
+                for (int c = 0; c < C; c++)
+                    for (int k = 0; k < K; k++) {
+                        const int d = o * S - P + k * A;
+                        const int64_t from = ((int64_t)(n * C + c) * D + d) * INNER;
+                        f(d < 0 || d >= D ? -1 : from, ((int64_t)((n * O + o) * C + c) * K + k) * INNER);
+                    }
+    }
+    OP void forward(const V* x, V* y, int nb) {
+        planes(nb, [=](int64_t from, int64_t to) {
+            if (from < 0)
+                std::memset((void*)(y + to), 0, sizeof(V) * INNER);
+            else
+                std::memcpy((void*)(y + to), x + from, sizeof(V) * INNER);
+        });
+    }
+    template <bool ADD>
+    OP void backward(const V* dy, V* dx, int nb) {
+        if (!ADD) std::memset((void*)dx, 0, sizeof(V) * C * D * INNER * nb);
+        planes(nb, [=](int64_t from, int64_t to) {
+            for (int j = 0; from >= 0 && j < INNER; j++) dx[from + j] += dy[to + j];
+        });
+    }
+};
+
 // Zeros around an image, or less of it where a border is negative: [C][H][W] to [C][OY][OX].
 template <int C, int H, int W, int TOP, int LEFT, int OY, int OX>
 struct Border {

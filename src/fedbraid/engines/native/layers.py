@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from fedbraid.engines.native import ops, products, values
@@ -138,6 +138,36 @@ def _transposed(call: Call, layer: nn.ConvTranspose1d | nn.ConvTranspose2d, x: V
     return call.builder.emit(ops.Transposed, (x,), call.shape, (layer.weight, layer.bias), conv=back)
 
 
+def _volume(call: Call, layer: nn.Conv3d, x: Value) -> Value:
+    """A convolution of images, one for each place along the depth, of what the kernel sees there."""
+    if layer.padding_mode != "zeros" or len(x.shape) != 4:
+        raise Unsupported(f"the convolution {call.where!r} has a padding other than zeros, or no volumes")
+    stride, apart, kernel = (_triple(n) for n in (layer.stride, layer.dilation, layer.kernel_size))
+    padding: Any = layer.padding
+    if padding == "same" and any(k % 2 == 0 for k in kernel):
+        raise Unsupported(f"the convolution {call.where!r} pads unevenly")
+    if isinstance(padding, str):
+        padding = tuple(d * (k // 2) if padding == "same" else 0 for d, k in zip(apart, kernel))
+    border = _triple(padding)
+    if any(d > 1 and s > 1 for d, s in zip(apart[1:], stride[1:])):
+        raise Unsupported(f"the convolution {call.where!r} has dilation and a stride")
+    (c, d, h, w), (o, depth, *sides) = x.shape, call.shape
+    seen = call.builder.emit(
+        ops.Depths, (x,), (depth, c * kernel[0], h, w), c=c, d=d, inner=h * w, out=depth, kernel=kernel[0],
+        stride=stride[0], padding=border[0], dilation=apart[0],
+    )  # fmt: skip
+    made = call.builder.emit(
+        ops.Conv, (seen,), (depth, o, *sides), (layer.weight, layer.bias), i=c * kernel[0] // layer.groups, h=h, w=w,
+        o=o // layer.groups, kernel=kernel[1:], stride=stride[1:], padding=border[1:], groups=layer.groups,
+        dilation=apart[1:], rows=depth,
+    )  # fmt: skip
+    return moved_to(call.builder, made, (1, 0, 2, 3))
+
+
+def _triple(value: Any) -> tuple[int, ...]:
+    return (int(value),) * 3 if isinstance(value, int) else tuple(map(int, value))
+
+
 def _border(call: Call, sides: Any, x: Value) -> Value:
     """Zeros before and after the last dimensions, the last one first."""
     whole = [*sides, *[0] * 4][: max(4, len(sides))]
@@ -247,6 +277,42 @@ def _adaptive_pool(call: Call, layer: Any, x: Value) -> Value:
     )  # fmt: skip
 
 
+def _pool_volume(call: Call, layer: Any, x: Value) -> Value:
+    """Windows of a volume: of its images, and then of what they give along the depth."""
+    if len(x.shape) != 4 or getattr(layer, "return_indices", False):
+        raise Unsupported(f"the pooling {call.where!r} has return_indices, or gets no volumes")
+    largest = isinstance(layer, (nn.MaxPool3d, nn.AdaptiveMaxPool3d))
+    (c, d, h, w), (_, depth, rows, columns) = x.shape, call.shape
+    kernel: ops.Shape
+    stride: ops.Shape
+    border: ops.Shape
+    if isinstance(layer, (nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d)):
+        if d % depth or h % rows or w % columns:
+            raise Unsupported(f"the pooling {call.where!r} cuts {d}x{h}x{w} into uneven windows")
+        kernel = stride = (d // depth, h // rows, w // columns)
+        border, up, divisor = (0, 0, 0), False, math.prod(kernel)
+    else:
+        kernel, border, up = _triple(layer.kernel_size), _triple(layer.padding), layer.ceil_mode
+        stride = _triple(layer.stride or layer.kernel_size)
+        divisor = 0 if largest or not layer.count_include_pad else math.prod(kernel)
+        divisor = getattr(layer, "divisor_override", None) or divisor
+    if (largest and any(n != 1 for n in _triple(getattr(layer, "dilation", 1)))) or (up and not largest):
+        raise Unsupported(f"the pooling {call.where!r} has dilation, or is a mean with ceil_mode")
+    beyond = [_windows(*size, up)[1] for size in zip((d, h, w), kernel, stride, border)]
+    kind: type[ops.Pool] = ops.MaxPool if largest else ops.MeanPool
+    more: list[dict[str, Any]] = (
+        [{}, {}] if largest else [{"divisor": divisor}, {"divisor": 1 if divisor else 0}]
+    )
+    flat = call.builder.emit(
+        kind, (x,), (c, d, rows, columns), c=c * d, h=h, w=w, kernel=kernel[1:], stride=stride[1:],
+        padding=border[1:], beyond=tuple(beyond[1:]), **more[0],
+    )  # fmt: skip
+    return call.builder.emit(
+        kind, (flat,), call.shape, c=c, h=d, w=rows * columns, kernel=(kernel[0], 1), stride=(stride[0], 1),
+        padding=(border[0], 0), beyond=(beyond[0], 0), **more[1],
+    )  # fmt: skip
+
+
 def _group_norm(call: Call, layer: nn.GroupNorm, x: Value) -> Value:
     return call.builder.emit(
         ops.Norm, (x,), x.shape, (layer.weight, layer.bias),
@@ -254,7 +320,7 @@ def _group_norm(call: Call, layer: nn.GroupNorm, x: Value) -> Value:
     )  # fmt: skip
 
 
-def _batch_norm(call: Call, layer: nn.BatchNorm1d | nn.BatchNorm2d, x: Value) -> Value:
+def _batch_norm(call: Call, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, x: Value) -> Value:
     if not (layer.training and layer.track_running_stats) or layer.momentum is None:
         raise Unsupported(f"the layer {call.where!r} keeps no running statistics")
     running = (layer.running_mean, layer.running_var)
@@ -266,7 +332,9 @@ def _batch_norm(call: Call, layer: nn.BatchNorm1d | nn.BatchNorm2d, x: Value) ->
     )  # fmt: skip
 
 
-def _instance_norm(call: Call, layer: nn.InstanceNorm1d | nn.InstanceNorm2d, x: Value) -> Value:
+def _instance_norm(
+    call: Call, layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d, x: Value
+) -> Value:
     if layer.track_running_stats:
         raise Unsupported(f"the layer {call.where!r} keeps running statistics")
     return call.builder.emit(
@@ -331,7 +399,7 @@ def _rms_norm(call: Call, layer: nn.RMSNorm, x: Value) -> Value:
 
 
 def _dropout(call: Call, layer: nn.Dropout, x: Value) -> Value:
-    return dropout(call, layer.p, x, channels=isinstance(layer, (nn.Dropout1d, nn.Dropout2d)))
+    return dropout(call, layer.p, x, channels=isinstance(layer, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)))
 
 
 def _reshaped(call: Call, layer: nn.Module, x: Value) -> Value | None:
@@ -404,14 +472,11 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
     """(outputs, last states), as the layer gives them; one operation a layer and direction."""
     if layer.mode not in _CELLS or layer.proj_size:
         raise Unsupported(f"the layer {call.where!r} has {layer.mode} cells or a projection")
-    if len(call.args) + len(call.kwargs) > 1:
-        given = [*call.args[1:], *call.kwargs.values()]
-        flat = [s for g in given for s in (g if isinstance(g, (tuple, list)) else (g,)) if s is not None]
-        if any(not isinstance(s, Constant) or s.tensor.any() for s in flat):
-            raise Unsupported(f"the layer {call.where!r} starts from states other than zero")
     if call.builder.batch(call.source) != (0 if layer.batch_first else 1):
         raise Unsupported(f"the layer {call.where!r} takes samples for steps: look at batch_first")
-    steps, last = x.shape[0], []
+    steps, first = x.shape[0], _first_states(call)
+    last: list[tuple[Value, int]] = []
+    cells = layer.mode == "LSTM" and _asks_for_cells(call.node)
     for k in range(layer.num_layers):
         if k and layer.dropout:
             x = _dropout(call, nn.Dropout(layer.dropout), x)
@@ -419,18 +484,42 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
         for back in range(2 if layer.bidirectional else 1):
             end = f"_l{k}" + ("_reverse" if back else "")
             names = [f"{n}{end}" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-            sides.append(call.builder.emit(
-                ops.Recurrent, (x,), (steps, layer.hidden_size), tuple(getattr(layer, n, None) for n in names),
-                cell=_CELLS[layer.mode], i=x.shape[1], h=layer.hidden_size, t=steps, reversed=bool(back),
-            ))  # fmt: skip
-            last.append((sides[-1], 0 if back else steps - 1))
+            mine = [part(call.builder, state, 0, len(last), 1, drop=True) for state in first]
+            made = call.builder.emit(
+                ops.Recurrent, (x, *mine), (steps + cells, layer.hidden_size),
+                tuple(getattr(layer, n, None) for n in names), cell=_CELLS[layer.mode], i=x.shape[1],
+                h=layer.hidden_size, t=steps, reversed=bool(back), cells=cells,
+            )  # fmt: skip
+            sides.append(part(call.builder, made, 0, 0, steps))
+            last.append((made, 0 if back else steps - 1))
         x = sides[0] if len(sides) == 1 else concat(call.builder, sides, 1)
     states = _States(call.builder, last)
-    return (x, (states, _Cells())) if layer.mode == "LSTM" else (x, states)
+    if layer.mode != "LSTM":
+        return x, states
+    return x, (states, _States(call.builder, [(made, steps) for made, _ in last]))
+
+
+def _first_states(call: Call) -> list[Value]:
+    """What a recurrent net starts from, all layers' together: states, and an LSTM's cells; none where it is zero."""
+    given = call.argument(1, "hx")
+    flat = [s for s in (given if isinstance(given, (tuple, list)) else (given,)) if s is not None]
+    if all(isinstance(s, Constant) and not s.trained and not s.tensor.any() for s in flat):
+        return []
+    return [s if isinstance(s, Value) else same_for_all(call, s, s.tensor.shape) for s in flat]
+
+
+def _asks_for_cells(node: fx.Node) -> bool:
+    """Whether anybody reads the second half of an LSTM's last states."""
+    for user in node.users:
+        if user.target is not operator.getitem:
+            return True
+        if user.args[1] != 0 and any(u.target is not operator.getitem or u.args[1] != 0 for u in user.users):
+            return True
+    return False
 
 
 class _States(Several):
-    """The last states of a recurrent net, taken out of its outputs when somebody asks for them."""
+    """The last states (or cells) of a recurrent net, taken out of what it gives when somebody asks for them."""
 
     def __init__(self, builder: Builder, last: list[tuple[Value, int]]) -> None:
         self.builder, self.last = builder, last
@@ -442,13 +531,6 @@ class _States(Several):
     def whole(self) -> Value:
         values = [part(self.builder, value, 0, step, 1) for value, step in self.last]
         return concat(self.builder, values, 0)
-
-
-class _Cells(Several):
-    """The last cells of an LSTM, which are not kept apart."""
-
-    def __getitem__(self, index: int) -> Value:
-        raise Unsupported("the model reads the last cell of an LSTM")
 
 
 # Attention --------------------------------------------------------------------------------------------
@@ -601,6 +683,11 @@ def _as_conv(given: SimpleNamespace) -> Any:
     return _conv
 
 
+def _as_volume(given: SimpleNamespace) -> Any:
+    _as_conv(given)
+    return _volume
+
+
 def _as_embedding(given: SimpleNamespace) -> Any:
     given.num_embeddings, given.embedding_dim = given.weight.tensor.shape
     return _embedding
@@ -623,12 +710,27 @@ def _normalised(call: Call) -> Value | None:
     square = curve(call, "WholePower<2>", x)
     length = between(
         call,
-        curve(call, "Sqrt", mean_over(call, square, d, total=True)),
+        curve(call, "Length", mean_over(call, square, d, total=True)),
         call.argument(3, "eps", 1e-12),
         math.inf,
     )
     full = repeated(call.builder, Value(length.id, (*x.shape[:d], 1, *x.shape[d + 1 :])), x.shape)
     return call.builder.emit(ops.Divide, (x, full), x.shape, n=math.prod(x.shape))
+
+
+def _length(call: Call) -> Value | None:
+    """norm: how long rows are."""
+    order, dim = call.kwargs.get("ord", call.argument(1, "p", 2)), call.argument(2, "dim")
+    dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    x = call.args[0]
+    if not isinstance(x, Value) or order not in (2, "fro", None) or not all(isinstance(d, int) for d in dims):
+        return None
+    if len(dims) > 1 and name(call.node.target) == "linalg_norm" and order == 2:
+        return None
+    found = curve(call, "WholePower<2>", x)
+    for d in sorted((dimension(call, d) for d in dims), reverse=True):
+        found = mean_over(call, found, d, total=True)
+    return Value(curve(call, "Length", found).id, call.shape)
 
 
 def _variance(call: Call, root: bool = False) -> Value | None:
@@ -676,6 +778,7 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,
     nn.Conv1d: _conv,
     nn.Conv2d: _conv,
+    nn.Conv3d: _volume,
     nn.ConvTranspose1d: _transposed,
     nn.ConvTranspose2d: _transposed,
     nn.ZeroPad1d: _zeros,
@@ -692,11 +795,14 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.AdaptiveAvgPool2d: _adaptive_pool,
     nn.AdaptiveMaxPool1d: _adaptive_pool,
     nn.AdaptiveMaxPool2d: _adaptive_pool,
+    **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d), _pool_volume),
     nn.GroupNorm: _group_norm,
     nn.BatchNorm1d: _batch_norm,
     nn.BatchNorm2d: _batch_norm,
+    nn.BatchNorm3d: _batch_norm,
     nn.InstanceNorm1d: _instance_norm,
     nn.InstanceNorm2d: _instance_norm,
+    nn.InstanceNorm3d: _instance_norm,
     nn.ReLU: _map("Relu"),
     nn.ReLU6: _map("Relu6"),
     nn.Tanh: _map("Tanh"),
@@ -727,6 +833,7 @@ LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Dropout: _dropout,
     nn.Dropout1d: _dropout,
     nn.Dropout2d: _dropout,
+    nn.Dropout3d: _dropout,
     nn.MultiheadAttention: _attention,
     nn.TransformerEncoderLayer: _encoder_layer,
     nn.TransformerEncoder: _encoder,
@@ -774,6 +881,8 @@ BOTH: dict[str, Handle] = {
     "masked_fill": values.masked_fill,
     "matmul": products.matmul,
     "bmm": products.matmul,
+    "mm": products.matmul,
+    "norm": _length,
     **dict.fromkeys(("max", "maximum"), _larger),
     **dict.fromkeys(("min", "minimum"), _smaller),
     "amax": values.amax,
@@ -818,6 +927,10 @@ FUNCTIONS: dict[Any, Handle] = {
     F.max_pool2d: _as(nn.MaxPool2d),
     torch.max_pool1d: _as(nn.MaxPool1d),
     torch.max_pool2d: _as(nn.MaxPool2d),
+    F.max_pool3d: _as(nn.MaxPool3d),
+    torch.max_pool3d: _as(nn.MaxPool3d),
+    F.avg_pool3d: _as(nn.AvgPool3d),
+    F.adaptive_avg_pool3d: _as(nn.AdaptiveAvgPool3d),
     F.avg_pool1d: _as(nn.AvgPool1d),
     F.avg_pool2d: _as(nn.AvgPool2d),
     F.adaptive_avg_pool1d: _as(nn.AdaptiveAvgPool1d),
@@ -832,6 +945,7 @@ FUNCTIONS: dict[Any, Handle] = {
     F.linear: _weighed(_as_linear, "weight bias", bias=None),
     F.conv1d: _weighed(_as_conv, "weight bias stride padding dilation groups", **_CONV),
     F.conv2d: _weighed(_as_conv, "weight bias stride padding dilation groups", **_CONV),
+    F.conv3d: _weighed(_as_volume, "weight bias stride padding dilation groups", **_CONV),
     F.layer_norm: _weighed(lambda given: _layer_norm, "normalized_shape weight bias eps", **_AFFINE),
     F.group_norm: _weighed(lambda given: _group_norm, "num_groups weight bias eps", **_AFFINE),
     F.rms_norm: _weighed(lambda given: _rms_norm, "normalized_shape weight eps", **_AFFINE | {"eps": None}),
@@ -853,6 +967,7 @@ FUNCTIONS: dict[Any, Handle] = {
     torch.where: values.where,
     **dict.fromkeys((torch.cat, torch.concat), values.cat),
     torch.stack: values.stack,
+    **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm), _length),
 }  # fmt: skip
 METHODS: dict[str, Handle] = {
     **BOTH,

@@ -6,7 +6,7 @@ A block is `lanes` samples side by side; sizes are in vectors, of a block where 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
@@ -18,10 +18,14 @@ WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as i
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor's numbers lie: in the vector that is trained, or among the constants beside it."""
+    """Where a tensor's numbers lie: in the vector that is trained, among the constants beside it, or in a value.
+
+    Such a value is computed from parameters alone, and the same for all samples.
+    """
 
     offset: int
     trained: bool = True
+    value: int | None = None
 
 
 class At(Protocol):
@@ -58,6 +62,15 @@ class Op:
     reads_output: ClassVar[bool] = False
     mixes: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
     moves: ClassVar[bool] = True  # with its inputs, so that there is a gradient
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The values that its weights are."""
+        return tuple(w.value for w in self.weights if w is not None and w.value is not None)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.inputs + self.computed
 
     @property
     def once(self) -> bool:
@@ -245,13 +258,17 @@ _CELLS = {"GruCell": (3, 4, 2), "LstmCell": (4, 5, 4), "TanhCell": (1, 1, 1)}  #
 
 @dataclass(frozen=True, kw_only=True)
 class Recurrent(Op):
-    """One layer of a recurrent net in one direction: [t][i] to [t][h]; weights wi, wh, bi, bh."""
+    """One layer of a recurrent net in one direction: [t][i] to [t][h]; weights wi, wh, bi, bh.
+
+    With `cells` the last cell is one more row. More inputs are the state before the first step, and the cell.
+    """
 
     cell: str
     i: int
     h: int
     t: int
     reversed: bool = False
+    cells: bool = False
     reads_output: ClassVar[bool] = True
 
     @property
@@ -266,24 +283,33 @@ class Recurrent(Op):
         gates, _, joint = _CELLS[self.cell]
         i, h, g, j = (-(-n // lanes) * lanes for n in (self.i, self.h, gates * self.h, joint * self.h))
         more = blocks * max(gates * self.h, 2 * self.h)
-        if self.h % lanes or self.h < WIDE_ROWS:
+        if self.h % lanes or self.h < WIDE_ROWS or len(self.inputs) > 1:
             return max(more, PIECE * max(i + g, h + j))
         packed = gates * h * max(i, h) // lanes + 1
         return packed + (self.t * blocks + 1) * (i + 2 * h) + more + i // lanes + 1
 
     def type(self) -> str:
-        return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {flag(self.reversed)}>"
+        options = [self.reversed, self.cells, len(self.inputs) > 1]
+        while not options[-1] and len(options) > 1:
+            options.pop()
+        return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {', '.join(map(flag, options))}>"
+
+    def _first(self, of: Callable[[int], str]) -> str:
+        return ", ".join(of(i) if len(self.inputs) > i else "nullptr" for i in (1, 2))
 
     def forward(self, L: str, at: At) -> str:
         weights = ", ".join(at.w(k) for k in range(4))
-        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {at.scratch}, nb, samples);"
+        given = f"{at.x()}, {self._first(at.x)}, {weights}"
+        return f"{L}::forward({given}, {at.y}, {at.kept}, {at.scratch}, nb, samples);"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         grads = ", ".join(at.dw(k) for k in range(4))
         add = at.add() if at.dx() != "nullptr" else "false"
+        states = [self._first(at.x), self._first(at.dx), self._first(at.add).replace("nullptr", "false")]
+        first = f", {{{', '.join(states)}}}" if len(self.inputs) > 1 else ""
         yield (
             f"{L}::backward<{add}>({at.x()}, {at.y}, {at.w(0)}, {at.w(1)}, {at.dy}, {at.dx()}, {grads},"
-            f" {at.kept}, {at.scratch}, nb, samples);"
+            f" {at.kept}, {at.scratch}, nb, samples{first});"
         )
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
@@ -296,7 +322,7 @@ class Recurrent(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Conv(Op):
-    """A convolution of [i][h][w], for each of `groups` groups of i inputs and o outputs."""
+    """A convolution of [i][h][w], for each of `groups` groups of i inputs and o outputs, of each of `rows` images."""
 
     i: int
     h: int
@@ -307,6 +333,7 @@ class Conv(Op):
     padding: tuple[int, int]
     groups: int = 1
     dilation: tuple[int, int] = (1, 1)
+    rows: int = 1
 
     @property
     def once(self) -> bool:
@@ -336,7 +363,7 @@ class Conv(Op):
 
     @property
     def kept(self) -> int:
-        return self._kept * self.groups
+        return self._kept * self.groups * self.rows
 
     def scratch(self, lanes: int, blocks: int) -> int:
         if tile := self._tile:
@@ -364,18 +391,21 @@ class Conv(Op):
             dx, w, _, dy, _, loop, nb = self._where(L, at.dx(), at.w(0), "nullptr", at.dy, at.kept)
             yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
 
-    def squares(self, L: str, at: At) -> Iterator[str]:
+    def squares(self, L: str, at: At) -> Iterator[str] | None:
+        if self.rows > 1:
+            return None
         loop = (
             f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
         )
         each = f"{at.x()} + k * {L}::in_size, {at.dy} + k * {L}::out_size, {at.kept} + k * {L}::kept"
-        yield f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"
+        return iter([f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"])
 
     def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
         """The places of one call, group by group and block by block where there are groups."""
+        nb = "nb" if self.rows == 1 else f"nb * {self.rows}"
         if self.groups == 1:
-            return x, w, b, y, kept, "", "nb"
-        loop = f"for (int n = 0; n < nb; n++) for (int s = 0, k = n * {self.groups}; s < {self.groups}; s++, k++) "
+            return x, w, b, y, kept, "", nb
+        loop = f"for (int n = 0; n < {nb}; n++) for (int s = 0, k = n * {self.groups}; s < {self.groups}; s++, k++) "
         each = [f"{x} + k * {L}::in_size", f"{w} + s * {L}::weights", f"{b} + s * {self.o}"]
         each = ["nullptr" if at.startswith("nullptr") else at for at in each]
         return each[0], each[1], each[2], f"{y} + k * {L}::out_size", f"{kept} + k * {L}::kept", loop, "1"
@@ -427,7 +457,7 @@ class Pooled(Conv):
     def suits(cls, conv: Conv, pool: MaxPool) -> bool:
         """Whether a convolution of an input and a pooling of what it gives are one."""
         whole = pool.kernel == pool.stride and pool.padding == pool.beyond == (0, 0)
-        return conv.groups == 1 and not conv._tile and whole
+        return conv.groups == conv.rows == 1 and not conv._tile and whole
 
     @classmethod
     def of(cls, conv: Conv, pool: MaxPool) -> Pooled:
@@ -533,6 +563,37 @@ class Border(Op):
 
     def type(self) -> str:
         return f"Border<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depths(Op):
+    """[c][d][inner] to [out][c][kernel][inner]: what each place along the depth sees, zeros where that is outside."""
+
+    c: int
+    d: int
+    inner: int
+    out: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+    reads_inputs: ClassVar[bool] = False
+
+    def type(self) -> str:
+        numbers = (
+            self.c,
+            self.d,
+            self.inner,
+            self.out,
+            self.kernel,
+            self.stride,
+            self.padding,
+            self.dilation,
+        )
+        return f"Depths<{', '.join(map(str, numbers))}>"
 
     def backward(self, L: str, at: At) -> Iterator[str]:
         yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
@@ -1142,3 +1203,71 @@ class Compare(Op):
 
     def forward(self, L: str, at: At) -> str:
         return f"{L}::forward({at.x()}, {at.y}, {number(self.value)}, nb);"
+
+
+# Parameters alone -------------------------------------------------------------------------------------
+
+
+def _floats(place: str) -> str:
+    return f"(float*)({place})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken(Op):
+    """A tensor's n numbers, trained or not, to compute with."""
+
+    n: int
+
+    def type(self) -> str:
+        return f"Taken<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.w(0)}, {_floats(at.y)});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dw(0) != "nullptr":
+            yield f"{L}::backward({_floats(at.dy)}, {at.dw(0)});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Op):
+    """[outer][dim][inner] to [outer][inner], or with `spread` the other way round, times a number."""
+
+    outer: int
+    dim: int
+    inner: int
+    scale: float = 1.0
+    spread: bool = False
+    reads_inputs: ClassVar[bool] = False
+
+    def type(self) -> str:
+        return f"Sums<{self.outer}, {self.dim}, {self.inner}>"
+
+    def forward(self, L: str, at: At) -> str:
+        way = "spread" if self.spread else "sum"
+        return f"{L}::{way}<false>({_floats(at.x())}, {_floats(at.y)}, {number(self.scale)});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        way = "sum" if self.spread else "spread"
+        yield f"{L}::{way}<{at.add()}>({_floats(at.dy)}, {_floats(at.dx())}, {number(self.scale)});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices(Op):
+    """The product of two matrices, [m][k] by [k][n]."""
+
+    m: int
+    k: int
+    n: int
+
+    def type(self) -> str:
+        return f"Matrices<{self.m}, {self.k}, {self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({_floats(at.x(0))}, {_floats(at.x(1))}, {_floats(at.y)});"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        for i, way in enumerate(("first", "second")):
+            if at.dx(i) != "nullptr":
+                to = f"{_floats(at.dy)}, {_floats(at.dx(i))}"
+                yield f"{L}::{way}<{at.add(i)}>({_floats(at.x(1 - i))}, {to});"

@@ -69,9 +69,10 @@ struct TanhCell {
 
 // The same nets with samples as rows of numbers, row t * samples + s: vectors lie along
 // the features, so that none of their places is empty, and weights are read as they come.
-template <class Cell, int I, int H, int T, bool REVERSED>
+template <class Cell, int I, int H, int T, bool REVERSED, bool CELL>
 struct RecurrentRows {
     static constexpr int G = Cell::GATES * H, K = Cell::KEPT * H, J = Cell::JOINT * H, IR = round_up(I), HV = H / LANES;
+    static constexpr int R = T + CELL;
     static constexpr bool pays = H % LANES == 0 && H >= WIDE_ROWS;
     typedef RowMap<I, G> Input;
     typedef RowMap<H, G> Hidden;
@@ -87,15 +88,16 @@ struct RecurrentRows {
 
     INLINE int when(int s) { return REVERSED ? T - 1 - s : s; }
 
-    template <int F>
+    // BLOCK rows of F numbers are a block of x, the first T of them the steps.
+    template <int F, int BLOCK = T>
     INLINE void to_rows(const V* x, float* rows, int nb, int samples) {
         for (int t = 0; t < T; t++)  // what a block writes beyond its samples the next writes over
             for (int n = 0; n < nb; n++)
-                scatter<F>(x + (int64_t)(n * T + t) * F, rows + (int64_t)(t * samples + n * LANES) * round_up(F));
+                scatter<F>(x + (int64_t)(n * BLOCK + t) * F, rows + (int64_t)(t * samples + n * LANES) * round_up(F));
     }
 
     // Empty places get the last sample's row, or the given one.
-    template <int F, bool ADD>
+    template <int F, bool ADD, int BLOCK = T>
     INLINE void from_rows(const float* rows, V* x, int nb, int samples, const float* none) {
         for (int t = 0; t < T; t++)
             for (int n = 0; n < nb; n++) {
@@ -105,7 +107,7 @@ struct RecurrentRows {
                     const float* last = none ? none : rows + (int64_t)(t * samples + samples - 1) * round_up(F);
                     at[l] = s < samples ? rows + (int64_t)(t * samples + s) * round_up(F) : last;
                 }
-                V* to = x + (int64_t)(n * T + t) * F;
+                V* to = x + (int64_t)(n * BLOCK + t) * F;
                 if (!ADD) {
                     gather<F>(at, to);
                     continue;
@@ -137,7 +139,15 @@ struct RecurrentRows {
                 for (int j = 0; j < HV; j++) Cell::template step<HV>(at, (V*)(from_h + n * G), before, k_last, h, j);
             }
         }
-        from_rows<H, false>(hs, y, nb, samples, nullptr);
+        from_rows<H, false, R>(hs, y, nb, samples, nullptr);
+        for (int n = 0; CELL && n < nb; n++) {
+            const float* at[LANES];
+            for (int l = 0; l < LANES; l++) {
+                const int s = n * LANES + l < samples ? n * LANES + l : samples - 1;
+                at[l] = k + (when(T - 1) * (int64_t)samples + s) * K + (Cell::KEPT - 1) * H;
+            }
+            gather<H>(at, y + (int64_t)(n * R + T) * H);
+        }
     }
 
     template <bool ADD>
@@ -146,8 +156,9 @@ struct RecurrentRows {
         const int64_t each = (T * (int64_t)nb + 1) * LANES, rows = T * samples;
         float *w = (float*)scratch, *xs = w + packed * LANES, *hs = xs + each * IR, *ds = hs + each * H, *k = (float*)kept;
         float *dh = ds + each * H, *carry = dh + (int64_t)samples * H, *none = dh + (int64_t)nb * LANES * most(G, 2 * H);
-        to_rows<H>(y, hs, nb, samples), to_rows<H>(dy, ds, nb, samples);
+        to_rows<H, R>(y, hs, nb, samples), to_rows<H, R>(dy, ds, nb, samples);
         std::memset(dh, 0, sizeof(float) * 2 * samples * H);
+        for (int n = 0; CELL && n < nb; n++) scatter<H>(dy + (int64_t)(n * R + T) * H, carry + (int64_t)n * LANES * H);
         float* rest = w + Joint::size;
         Joint::template pack<false>(wh, w);
         if constexpr (J < G) Rest::template pack<false>(wh + (int64_t)J * H, rest);
@@ -188,88 +199,115 @@ struct RecurrentRows {
 
 // Blocks ----------------------------------------------------------------------------------------------------
 
-template <class Cell, int I, int H, int T, bool REVERSED>
+// With CELL, the last cell follows the outputs; with FIRST, it starts from states (and cells) that it is given.
+template <class Cell, int I, int H, int T, bool REVERSED, bool CELL = false, bool FIRST = false>
 struct Recurrent {
     static constexpr int G = Cell::GATES * H, K = Cell::KEPT * H, J = Cell::JOINT * H;
-    static constexpr int kept = T * K;
+    static constexpr int kept = T * K, R = T + CELL;
     typedef Linear<I, G> Input;
     typedef Linear<H, G> Hidden;
     typedef Linear<H, J> Joint;
     typedef Linear<H, G == J ? H : G - J> Rest;
     static constexpr int most(int a, int b) { return a > b ? a : b; }
-    typedef RecurrentRows<Cell, I, H, T, REVERSED> Rows;
+    typedef RecurrentRows<Cell, I, H, T, REVERSED, CELL> Rows;
+    static constexpr bool by_rows = Rows::pays && !FIRST;
     static constexpr int64_t scratch(int blocks) {
         int64_t here = most(blocks * most(G, 2 * H), PIECE * most(Input::turned, Joint::turned));
-        return Rows::pays ? Rows::scratch(blocks) : here;
+        return by_rows ? Rows::scratch(blocks) : here;
     }
 
     INLINE int when(int s) { return REVERSED ? T - 1 - s : s; }
 
-    OP void forward(const V* x, const float* wi, const float* wh, const float* bi, const float* bh, V* y, V* kept,
-                    V* from_h, int nb, int samples) {
-        if constexpr (Rows::pays)
+    struct Start {  // the given states, and their gradients, which may be written or added to
+        const V *h0, *c0;
+        V *dh0, *dc0;
+        bool add_h, add_c;
+    };
+
+    OP void forward(const V* x, const V* h0, const V* c0, const float* wi, const float* wh, const float* bi,
+                    const float* bh, V* y, V* kept, V* from_h, int nb, int samples) {
+        if constexpr (by_rows)
             Rows::forward(x, wi, wh, bi, bh, y, kept, from_h, nb, samples);
         else
-            forward_blocks(x, wi, wh, bi, bh, y, kept, from_h, nb);
+            forward_blocks(x, h0, c0, wi, wh, bi, bh, y, kept, from_h, nb);
     }
 
-    static void forward_blocks(const V* x, const float* wi, const float* wh, const float* bi, const float* bh, V* y, V* kept,
-                               V* from_h, int nb) {
+    // What the first step finds before it: of block n, from the place where a cell lies in what is kept.
+    INLINE const V* state(const V* h0, int n) { return FIRST ? h0 + n * H : nullptr; }
+    INLINE const V* cell(const V* c0, int n) { return FIRST && c0 ? c0 + (n - Cell::KEPT + 1) * H : nullptr; }
+
+    static void forward_blocks(const V* x, const V* h0, const V* c0, const float* wi, const float* wh, const float* bi,
+                               const float* bh, V* y, V* kept, V* from_h, int nb) {
         Input::template run<I, G, 1, I, false>(x, wi, bi, kept, nb * T, I, K);
         for (int s = 0; s < T; s++) {
             int t = when(s), last = when(s - 1);
-            if (s)
-                Hidden::template run<H, G, 1, H, false>(y + last * H, wh, bh, from_h, nb, T * H, G);
+            if (s || FIRST)
+                Hidden::template run<H, G, 1, H, false>(s ? y + last * H : h0, wh, bh, from_h, nb, s ? R * H : H, G);
             else
                 for (int n = 0; n < nb; n++)
                     for (int j = 0; j < G; j++) from_h[n * G + j] = splat(bh ? bh[j] : 0.f);
             for (int n = 0; n < nb; n++) {
-                V *k = kept + (n * T + t) * K, *h = y + (n * T + t) * H, *from = from_h + n * G;
-                const V *before = s ? y + (n * T + last) * H : nullptr, *k_last = s ? kept + (n * T + last) * K : nullptr;
+                V *k = kept + (n * T + t) * K, *h = y + (n * R + t) * H, *from = from_h + n * G;
+                const V* before = s ? y + (n * R + last) * H : state(h0, n);
+                const V* k_last = s ? kept + (n * T + last) * K : cell(c0, n);
                 for (int j = 0; j < H; j++) Cell::template step<H>(k, from, before, k_last, h, j);
             }
         }
+        for (int n = 0; CELL && n < nb; n++)
+            std::memcpy((void*)(y + (n * R + T) * H), kept + (n * T + when(T - 1)) * K + (Cell::KEPT - 1) * H, sizeof(V) * H);
     }
 
     template <bool ADD>
     OP void backward(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi,
-                     float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb, int samples) {
-        if constexpr (Rows::pays)
+                     float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb, int samples, Start at = {}) {
+        if constexpr (by_rows)
             Rows::template backward<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, samples);
         else
-            backward_blocks<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb);
+            backward_blocks<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, at);
+    }
+
+    INLINE void leave(const V* from, V* to, int nb, bool add) {
+        for (int j = 0; to && j < nb * H; j++) to[j] = add ? to[j] + from[j] : from[j];
     }
 
     template <bool ADD>
     static void backward_blocks(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi,
-                                float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb) {
+                                float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb, Start at) {
         V *dh = scratch, *carry = scratch + nb * H;
         std::memset((void*)scratch, 0, sizeof(V) * 2 * nb * H);
+        for (int n = 0; CELL && n < nb; n++) std::memcpy((void*)(carry + n * H), dy + (n * R + T) * H, sizeof(V) * H);
         for (int s = T - 1; s >= 0; s--) {
             int t = when(s), last = when(s - 1);
             for (int n = 0; n < nb; n++) {
                 V *k = kept + (n * T + t) * K, *d = dh + n * H;
-                const V *before = s ? y + (n * T + last) * H : nullptr, *k_last = s ? kept + (n * T + last) * K : nullptr;
-                const V* from = dy + (n * T + t) * H;
+                const V* before = s ? y + (n * R + last) * H : state(at.h0, n);
+                const V* k_last = s ? kept + (n * T + last) * K : cell(at.c0, n);
+                const V* from = dy + (n * R + t) * H;
                 for (int j = 0; j < H; j++) {
                     d[j] += from[j];
                     Cell::template back<H>(k, before, k_last, d, carry + n * H, j);
                 }
             }
-            if (!s) break;
+            if (!s && !FIRST) break;
             Joint::template run<J, H, H, 1, true>(kept + t * K, wh, nullptr, dh, nb, T * K, H);
             if constexpr (J < G)
                 Rest::template run<G - J, H, H, 1, true>(kept + t * K + Cell::OTHER * H, wh + J * H, nullptr, dh, nb, T * K,
                                                          H);
         }
+        if (FIRST) leave(dh, at.dh0, nb, at.add_h), leave(carry, at.dc0, nb, at.add_c);
         if (dx) Input::template run<G, I, I, 1, ADD>(kept, wi, nullptr, dx, nb * T, K, I);
         if (dwi) Input::weight_pieces(x, kept, dwi, scratch, nb * T, I, K);
         if (dbi) Input::bias(kept, dbi, nb * T, K, true);
         constexpr int later = REVERSED ? 0 : 1;  // the first state that follows another, in the order of the rows
         for (int n = 0; dwh && n < nb; n++) {
-            const V *k = kept + (n * T + later) * K, *h = y + (n * T + 1 - later) * H;
+            const V *k = kept + (n * T + later) * K, *h = y + (n * R + 1 - later) * H;
             Joint::weight_pieces(h, k, dwh, scratch, T - 1, H, K);
             if constexpr (J < G) Rest::weight_pieces(h, k + Cell::OTHER * H, dwh + J * H, scratch, T - 1, H, K);
+        }
+        if (FIRST && dwh) {
+            const V* k = kept + when(0) * K;
+            Joint::weight_pieces(at.h0, k, dwh, scratch, nb, H, T * K);
+            if constexpr (J < G) Rest::weight_pieces(at.h0, k + Cell::OTHER * H, dwh + J * H, scratch, nb, H, T * K);
         }
         if (dbh) {
             Joint::bias(kept, dbh, nb * T, K, true);

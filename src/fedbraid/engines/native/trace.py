@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbraid.core.layout import Layout
 from fedbraid.data import tree
@@ -35,6 +37,7 @@ class Graph:
     inputs: int  # how many of the values are given
     limits: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
     result: Shape  # of the output, as the model gives it
+    computed: frozenset[int] = frozenset()  # values made of parameters alone, the same for all samples
 
     @property
     def tokens(self) -> list[int | None]:
@@ -49,6 +52,8 @@ class Graph:
     @property
     def once(self) -> bool:
         """Whether every parameter's gradient is written exactly once: none is spare, tied or used again."""
+        if self.computed:
+            return False
         used = [w.offset for op in self.ops for w in op.weights if w is not None and w.trained]
         whole = sorted(used) == [s.offset for s in self.layout]
         return whole and all(op.once and op.moves for op in self.ops)
@@ -134,6 +139,10 @@ _MADE = (
     torch.eye,
 )  # of sizes that are followed; random ones are none of ours
 _LIKE = {"to", "type_as", "expand_as"}
+_IN_PLACE = {
+    f"{name}_" for name in ("add", "sub", "mul", "div", "clamp", "pow", "neg", "exp", "sqrt", "relu", "tanh")
+}
+_IN_PLACE |= {"iadd", "isub", "imul", "itruediv", "ipow"}
 _BATCHES = (3, 5)  # what differs between the two runs is the batch
 
 
@@ -150,6 +159,17 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_functions=_MADE)
         self._autowrap_search.append(torch)
         self.counts = iter(counts)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Not where weights are computed: what computes them is followed."""
+        if isinstance(m, (parametrize.ParametrizationList, parametrizations._WeightNorm)):
+            return False
+        computes = parametrize.is_parametrized(m) or any(
+            isinstance(hook, WeightNorm) for hook in m._forward_pre_hooks.values()
+        )
+        if computes and isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)):
+            return False
+        return super().is_leaf_module(m, module_qualified_name)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         try:
@@ -226,6 +246,9 @@ class Builder:
         ] = {}  # of values that are parts of an input: its, and where
         self.moved: dict[int, tuple[Value, Shape]] = {}  # permuted values: what they were, and the order
         self.masks: set[int] = set()  # values that are comparisons
+        self.computed: dict[fx.Node, Value] = {}  # what parameters alone have been made into
+        self.shared: set[int] = set()  # values that are the same for all samples
+        self._made: dict[int, fx.Node] = {}  # who made a tensor of parameters alone, by its storage
         self._constants: list[Tensor] = []
         self._count = 0
         places = {s.name: s.offset for s in layout}
@@ -246,7 +269,10 @@ class Builder:
         count = len(self.limits)
         ops = _joined(_used(self.ops, output.id), output.id, count)
         constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
-        return Graph(self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape)
+        shared = frozenset(self.shared)
+        return Graph(
+            self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape, shared
+        )
 
     def _inputs(self, node: fx.Node) -> Any:
         """The first values: one, or several by name or place."""
@@ -287,11 +313,19 @@ class Builder:
         if found is not None and numbers.is_contiguous():
             return Place(found[0] + int(numbers.storage_offset() - found[1].storage_offset()))
         if constant.trained:
-            raise Unsupported("the model computes with a trained tensor outside a layer")
+            return self._place_of_computed(numbers)
         at = self._count
         self._constants.append(numbers.to(torch.float32).contiguous())
         self._count += numbers.numel()
         return Place(at, trained=False)
+
+    def _place_of_computed(self, numbers: Tensor) -> Place:
+        from fedbraid.engines.native import computed
+
+        node = self._made.get(numbers.untyped_storage().data_ptr())
+        if node is None or not numbers.is_contiguous():
+            raise Unsupported("the model computes with a trained tensor outside a layer")
+        return Place(int(numbers.storage_offset()), value=computed.value(self, node).id)
 
     def came_from(self, made: Value, x: Value, moved: Callable[[Tensor], Tensor]) -> None:
         """Remember which numbers of an input a value is, if the one that it was made from is some."""
@@ -357,12 +391,14 @@ class Builder:
 
     def _constant(self, node: fx.Node, given: list[Any]) -> Any:
         first = self.runs[0][node]
+        if isinstance(first, tuple) and any(map(_holds_trained, given)):
+            return tuple(Constant(each, True) if isinstance(each, Tensor) else each for each in first)
         if not isinstance(first, Tensor):
             return first
         layer = self.layer(node) if node.op == "call_module" else nn.Identity()
         if isinstance(layer, nn.Embedding) and len(given) == 1:
             return Constant(_rows(layer.weight, given[0].tensor), layer.weight.requires_grad)
-        trained = any(isinstance(g, Constant) and g.trained for g in given)
+        trained = any(map(_holds_trained, given))
         trained |= any(p.requires_grad for p in (first, *layer.parameters()))
         batch = self.batch(node)
         if batch is not None:  # one for each sample: the same for all of them?
@@ -370,7 +406,19 @@ class Builder:
             if not torch.equal(one.expand_as(first), first):
                 raise Unsupported(f"{node.name!r} differs from sample to sample")
             first = one.squeeze(batch)
+        elif trained:
+            self._remember(node, first)
         return Constant(first, trained)
+
+    def _remember(self, node: fx.Node, made: Tensor) -> None:
+        """Who made a tensor of parameters alone; views of it are found by its storage."""
+        storage = made.untyped_storage().data_ptr()
+        if storage in self._trained:
+            return
+        if storage in self._made and str(getattr(node.target, "__name__", node.target)) in _IN_PLACE:
+            raise Unsupported(f"{node.name!r} changes in place what is computed from parameters")
+        if made.is_contiguous() and made.storage_offset() == 0:
+            self._made.setdefault(storage, node)
 
     def layer(self, node: fx.Node) -> nn.Module:
         found: nn.Module = self.modules[str(node.target)]
@@ -416,12 +464,17 @@ def _holds_value(known: Any) -> bool:
     return several or isinstance(known, (Value, Several))
 
 
+def _holds_trained(known: Any) -> bool:
+    several = isinstance(known, (tuple, list)) and any(map(_holds_trained, known))
+    return several or (isinstance(known, Constant) and known.trained)
+
+
 def _used(ops: list[Op], output: int) -> list[Op]:
     """The operations that the output depends on."""
     needed, kept = {output}, []
     for op in reversed(ops):
         if op.output in needed:
-            needed.update(op.inputs)
+            needed.update(op.reads)
             kept.append(op)
     return kept[::-1]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedbraid.engines.native import ops, products, values
+from fedbraid.engines.native import losses, ops, products, values
 from fedbraid.engines.native.products import attend, dropout, operand, times
 from fedbraid.engines.native.trace import Builder, Constant, Several, Unsupported, Value
 from fedbraid.engines.native.values import (
@@ -774,6 +774,10 @@ BOTH: dict[str, Handle] = {
     "masked_fill": values.masked_fill,
     "matmul": products.matmul,
     "bmm": products.matmul,
+    "detach": lambda call: call.builder.still(call.args[0]) if isinstance(call.args[0], Value) else None,
+    "gather": losses.gather,
+    "logsumexp": losses.logsumexp,
+    "logical_and": losses.both,
     **dict.fromkeys(("max", "maximum"), _larger),
     **dict.fromkeys(("min", "minimum"), _smaller),
     "amax": values.amax,
@@ -837,6 +841,7 @@ FUNCTIONS: dict[Any, Handle] = {
     F.rms_norm: _weighed(lambda given: _rms_norm, "normalized_shape weight eps", **_AFFINE | {"eps": None}),
     F.embedding: _embedded,
     F.normalize: _normalised,
+    **losses.FUNCTIONS,
     F.scaled_dot_product_attention: products.scaled_dot_product,
     torch.einsum: products.einsum,
     operator.matmul: products.matmul,
@@ -848,7 +853,8 @@ FUNCTIONS: dict[Any, Handle] = {
     operator.neg: BOTH["neg"],
     **dict.fromkeys((operator.eq, operator.ne, operator.lt, operator.gt, operator.le, operator.ge), values.compare),
     operator.invert: values.compare,
-    operator.getitem: values.getitem,
+    operator.and_: losses.both,
+    operator.getitem: lambda call: (values.getitem if isinstance(call.args[0], Value) else losses.looked_up)(call),
     getattr: values.attribute,
     torch.where: values.where,
     **dict.fromkeys((torch.cat, torch.concat), values.cat),
@@ -861,6 +867,10 @@ METHODS: dict[str, Handle] = {
     "mul_": values.multiply,
     "div_": values.divided,
     "bool": values.compare,
+    "__getitem__": losses.looked_up,
     **dict.fromkeys(("expand", "expand_as"), values.expand),
-    **dict.fromkeys(("view", "contiguous", "float", "long", "int", "to", "type_as", "clone"), reshape),
+    **dict.fromkeys(
+        ("view", "view_as", "reshape_as", "contiguous", "float", "long", "int", "to", "type_as", "clone"),
+        reshape,
+    ),
 }

@@ -113,6 +113,9 @@ struct Chunk {
     float share[CHUNK];
     uint64_t key[CHUNK];
     int samples = 0;
+    bool random = false;  // without seeds nothing is dropped
+
+    const uint64_t* keys() const { return random ? key : nullptr; }
 
     int close() {
         int blocks = (samples + LANES - 1) / LANES;
@@ -126,14 +129,15 @@ double chunk_gradient(Chunk& c, const float* p, const float* q, float* g, bool a
     float loss[CHUNK];
     double sum = 0;
     int blocks = c.close();
-    Model::forward(p, q, workspace, c.inputs, c.key, blocks, c.samples);
+    Model::targets(c.targets, workspace, blocks);
+    Model::forward(p, q, workspace, c.inputs, c.keys(), blocks, c.samples);
     for (int n = 0; n < blocks; n++) {
         V share = load(c.share + n * LANES);
         Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, share, loss + n * LANES,
                   workspace + Model::output_gradient + n * Model::outputs, nullptr);
     }
     for (int s = 0; s < c.samples; s++) sum += double(c.share[s]) * loss[s];
-    Model::backward(p, q, g, workspace, c.inputs, c.key, blocks, c.samples, add);
+    Model::backward(p, q, g, workspace, c.inputs, c.keys(), blocks, c.samples, add);
     return sum;
 }
 
@@ -161,6 +165,7 @@ struct Gradient {
         double all = 0;
         for (int64_t b = 0; b < batch; b++) all += weight ? weight[client * batch + b] : 1.f;
         Chunk c;
+        c.random = noise;
         int64_t number = 0;
         for (int64_t b = 0; b < batch; b++) {
             int64_t k = client * batch + b;
@@ -267,6 +272,7 @@ struct Evaluation {
         float loss[CHUNK];
         int64_t top[CHUNK];
         int blocks = c.close();
+        Model::targets(c.targets, workspace, blocks);
         Model::forward(x, constants, workspace, c.inputs, nullptr, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES,

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 from fedbraid.core.layout import Layout
 from fedbraid.data import tree
-from fedbraid.data.call import logits
+from fedbraid.data.call import Loss, logits
 from fedbraid.data.tree import Tree
-from fedbraid.engines.native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape
+from fedbraid.engines.native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape, Still
 
 
 class Unsupported(Exception):
@@ -35,11 +35,18 @@ class Graph:
     inputs: int  # how many of the values are given
     limits: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
     result: Shape  # of the output, as the model gives it
+    targets: bool = False  # whether they are given too, behind the inputs, and the output is the loss
+    skip: int | None = None  # what a target may be besides
 
     @property
     def tokens(self) -> list[int | None]:
         """How many different numbers each input may be, where it is of numbers of things."""
-        return [None if limit is None else int(limit.min()) for limit in self.limits]
+        return [None if limit is None else int(limit.min()) for limit in self.limits[: self.inputs]]
+
+    @property
+    def given(self) -> int:
+        """How many of the values are a sample's own."""
+        return self.inputs + self.targets
 
     @cached_property
     def mixes(self) -> bool:
@@ -49,9 +56,22 @@ class Graph:
     @property
     def once(self) -> bool:
         """Whether every parameter's gradient is written exactly once: none is spare, tied or used again."""
-        used = [w.offset for op in self.ops for w in op.weights if w is not None and w.trained]
-        whole = sorted(used) == [s.offset for s in self.layout]
-        return whole and all(op.once and op.moves for op in self.ops)
+        writers = [op for op in self.ops if op.trains and op.output in self.moving]
+        used = [w.offset for op in writers for w in op.weights if w is not None and w.trained]
+        return sorted(used) == [s.offset for s in self.layout] and all(op.once for op in writers)
+
+    @cached_property
+    def moving(self) -> set[int]:
+        """The values that depend on a trained parameter and move the output, and so need a gradient."""
+        moving: set[int] = set()
+        for op in self.ops:
+            if op.moves and (op.trains or moving.intersection(op.inputs)):
+                moving.add(op.output)
+        seen = {self.output}
+        for op in reversed(self.ops):
+            if op.moves and op.output in seen:
+                seen.update(op.inputs)
+        return moving & seen
 
 
 @dataclass(frozen=True)
@@ -81,14 +101,21 @@ class Several:
         raise Unsupported("what a layer gives besides its output is used as a tensor")
 
 
-def trace(module: nn.Module, layout: Layout, sample: Tree) -> Graph:
-    """The graph of a module on inputs shaped like the first of `sample`; raises Unsupported."""
+def trace(
+    module: nn.Module, layout: Layout, sample: Tree, loss: Loss | None = None, targets: Tensor | None = None
+) -> Graph:
+    """The graph of a module on inputs shaped like the first of `sample`, to its outputs or to a loss of theirs.
+
+    Raises Unsupported.
+    """
     module.train()
+    given = (sample,) if loss is None else (sample, targets)
     try:
-        whole = _Called(module, sample)
-        traced = fx.GraphModule(whole, _Tracer().trace(whole))
+        traced = _followed(lambda: _Called(module, sample) if loss is None else _Judged(module, sample, loss))
         traced.graph.eliminate_dead_code()
-        runs = [_Record(traced).record(tree.take(sample, [0] * n)) for n in _BATCHES]
+        runs = [_Record(traced).record(*(tree.take(g, [0] * n) for g in given), seed=n) for n in _BATCHES]
+    except Unsupported:
+        raise
     except Exception as error:
         raise Unsupported(f"the model cannot be traced ({_first_line(error)})") from error
     try:
@@ -116,6 +143,37 @@ class _Called(nn.Sequential):
         return out if isinstance(out, fx.Proxy) else logits(out)
 
 
+class _Judged(_Called):
+    """A model and a loss of its outputs."""
+
+    def __init__(self, module: nn.Module, sample: Tree, loss: Loss) -> None:
+        super().__init__(module, sample)
+        self.loss = loss
+
+    def forward(self, inputs: Any, targets: Any) -> Any:  # type: ignore[override]
+        out = super().forward(inputs)
+        try:
+            return self.loss(out, targets)
+        except Exception as error:
+            raise Unsupported(f"the loss cannot be traced ({_first_line(error)})") from error
+
+
+def _followed(made: Callable[[], nn.Module]) -> fx.GraphModule:
+    """A module as it was traced, twice, so that one which is another the next time is noticed."""
+    both = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        before = torch.get_rng_state()
+        for _ in range(2):
+            root = made()
+            both.append((root, _Tracer().trace(root)))
+        drew = not torch.equal(before, torch.get_rng_state())
+    kept = [[t for n, t in vars(root).items() if n.startswith("_tensor_constant")] for root, _ in both]
+    same = len(kept[0]) == len(kept[1]) and all(map(torch.equal, *kept))
+    if drew or not same or str(both[0][1]) != str(both[1][1]):
+        raise Unsupported("the model or its loss is another each time: it draws numbers, counts or remembers")
+    return fx.GraphModule(*both[0])
+
+
 _MADE_LIKE = {
     torch.zeros_like,
     torch.ones_like,
@@ -125,6 +183,10 @@ _MADE_LIKE = {
     "new_full",
     "new_tensor",
 }
+_SHAPES = {
+    "getattr", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous",
+    "type", "get_device", "element_size", "is_tensor",
+}  # fmt: skip
 _LIKE = {"to", "type_as", "expand_as"}
 _BATCHES = (3, 5)  # what differs between the two runs is the batch
 
@@ -136,14 +198,28 @@ def _first_line(error: Exception) -> str:
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Modules that are no part of the model, such as a loss, are what they do."""
+        mine = any(m is each for each in self.root.modules())
+        return super().call_module(m, forward, args, kwargs) if mine else forward(*args, **kwargs)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        made: fx.Proxy = super().create_proxy(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            made.node.meta["still"] = True
+        return made
+
 
 class _Record(fx.Interpreter):
     """Runs the graph once and keeps what every node gave."""
 
-    def record(self, x: Tree) -> dict[fx.Node, Any]:
+    def record(self, *given: Tree, seed: int) -> dict[fx.Node, Any]:
         self.results: dict[fx.Node, Any] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # the user's random state stays as it is
-            self.run(x)
+            torch.manual_seed(seed)
+            self.run(*given)
         return self.results
 
     def run_node(self, n: fx.Node) -> Any:
@@ -162,6 +238,8 @@ class Builder:
         self.shapes: list[Shape] = []
         self.ops: list[Op] = []
         self.limits: list[Tensor | None] = []
+        self.counts: list[int] = []  # how many leaves each argument has
+        self.skips: dict[int, set[int | None]] = {}  # what an input's numbers may be besides
         self.places: dict[
             int, tuple[int, Tensor]
         ] = {}  # of values that are parts of an input: its, and where
@@ -184,15 +262,20 @@ class Builder:
                 self.known[node] = self._node(node)
         if not isinstance(output, Value) or not self.ops:
             raise Unsupported("the model's output is not one tensor that a layer made")
-        count = len(self.limits)
+        count = self.counts[0]
         ops = _joined(_used(self.ops, output.id), output.id, count)
         constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
-        return Graph(self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape)
+        skips = self.skips.get(count, set())
+        return Graph(
+            self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape,
+            targets=len(self.counts) > 1, skip=next(iter(skips)) if len(skips) == 1 else None,
+        )  # fmt: skip
 
     def _inputs(self, node: fx.Node) -> Any:
         """The first values: one, or several by name or place."""
         given = self.runs[0][node]
-        self.limits = [None] * len(tree.leaves(given))
+        self.counts.append(len(tree.leaves(given)))
+        self.limits += [None] * self.counts[-1]
         made = tree.map(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
         for v, shape in enumerate(self.shapes):
             self.places[v] = (v, torch.arange(math.prod(shape)).view(shape))
@@ -240,11 +323,12 @@ class Builder:
             given, places = self.places[x.id]
             self.places[made.id] = (given, moved(places.view(x.shape)).reshape(made.shape))
 
-    def limit(self, x: Value, count: int) -> bool:
-        """That a value's numbers must be below `count`; whether they are an input's."""
+    def limit(self, x: Value, count: int, skip: int | None = None) -> bool:
+        """That a value's numbers must be below `count`, or `skip`; whether they are an input's."""
         if x.id not in self.places:
             return False
         given, places = self.places[x.id]
+        self.skips.setdefault(given, set()).add(skip)
         known = self.limits[given]
         if known is None:
             known = self.limits[given] = torch.full(self.shapes[given], 2**24)
@@ -279,6 +363,8 @@ class Builder:
         if not any(_holds_value(g) for g in given) or self._only_shaped(node):
             return self._constant(node, given)
         if not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
+            if any(isinstance(g, Value) for g in given) and _name(node.target) not in _SHAPES:
+                raise Unsupported(f"{node.name!r} makes a number of what samples hold")
             return result  # arithmetic on shapes
         args, kwargs = self._of(node.args), self._of(node.kwargs)
         if node.target is operator.getitem and isinstance(args[0], (tuple, list, dict)):
@@ -287,8 +373,22 @@ class Builder:
             return args[0][args[1]]
         if node.target is not getattr:
             args, kwargs = (_whole(given) for given in (args, kwargs))
-        call = values.Call(self, node, result, tuple(args), dict(kwargs))
-        return layers.apply(call)
+        made = layers.apply(values.Call(self, node, result, tuple(args), dict(kwargs)))
+        return self._still(made) if "still" in node.meta else made
+
+    def _still(self, made: Any) -> Any:
+        """What was computed without gradients."""
+        if isinstance(made, (tuple, list)):
+            return tuple(map(self._still, made))
+        if not isinstance(made, Value):
+            raise Unsupported("several results are computed without gradients at once")
+        return self.still(made)
+
+    def still(self, x: Value) -> Value:
+        """A value that is taken for given on the way back; an input is anyway."""
+        if x.id in self.places or x.id in self.masks:
+            return x
+        return self.emit(Still, (x,), x.shape, n=math.prod(x.shape))
 
     def _only_shaped(self, node: fx.Node) -> bool:
         """Whether a value only tells the shape or type of something that does not depend on it."""
@@ -311,6 +411,9 @@ class Builder:
             if not torch.equal(one.expand_as(first), first):
                 raise Unsupported(f"{node.name!r} differs from sample to sample")
             first = one.squeeze(batch)
+        again = self.runs[1][node] if batch is None else self.runs[1][node].select(batch, 0)
+        if not torch.equal(first, again):
+            raise Unsupported(f"{node.name!r} is another each time")
         return Constant(first, trained)
 
     def layer(self, node: fx.Node) -> nn.Module:
@@ -322,6 +425,10 @@ class Builder:
         nodes: list[fx.Node] = []
         fx.node.map_arg(argument, nodes.append)
         return all(isinstance(self.runs[0][n], Tensor) or self.runs[0][n] == self.runs[1][n] for n in nodes)
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def _batch(results: list[Tensor], what: str) -> int | None:

@@ -387,6 +387,8 @@ def attribute(call: Call) -> Value | None:
     x, asked = call.args
     if isinstance(x, Found) and asked == "values":
         return x.values
+    if isinstance(x, Value) and asked == "data":
+        return call.builder.still(x)
     if (
         asked not in ("T", "mT")
         or not isinstance(x, Value)

@@ -61,18 +61,18 @@ struct Examples {
         for (int s = 0; s < c.samples; s++) c.share[s] = 1;
         int blocks = c.close();
         Model::targets(c.targets, workspace, blocks);
-        Model::forward(p, all.constants, workspace, c.inputs, c.keys(), blocks, c.samples);
+        Model::forward(p, all.constants, workspace, c.inputs, c.key, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, load(c.share + n * LANES),
                       loss + n * LANES, workspace + Model::output_gradient + n * Model::outputs, nullptr);
         for (int s = 0; s < c.samples; s++) sum += loss[s];
-        Model::squares(p, all.constants, workspace, c.inputs, c.keys(), blocks, c.samples, squares);
+        Model::squares(p, all.constants, workspace, c.inputs, c.key, blocks, c.samples, squares);
         for (int n = 0; n < blocks; n++)
             for (int l = 0; l < LANES; l++) {
                 float norm = std::sqrt(squares[n][l]);
                 factors[n][l] = norm > clip ? clip / norm : 1.f;
             }
-        Model::scaled(p, all.constants, g, workspace, c.inputs, c.keys(), blocks, c.samples, factors, add);
+        Model::scaled(p, all.constants, g, workspace, c.inputs, c.key, blocks, c.samples, factors, add);
         return sum;
     }
 

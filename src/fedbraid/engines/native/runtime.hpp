@@ -113,9 +113,6 @@ struct Chunk {
     float share[CHUNK];
     uint64_t key[CHUNK];
     int samples = 0;
-    bool random = false;  // without seeds nothing is dropped
-
-    const uint64_t* keys() const { return random ? key : nullptr; }
 
     int close() {
         int blocks = (samples + LANES - 1) / LANES;
@@ -130,14 +127,14 @@ double chunk_gradient(Chunk& c, const float* p, const float* q, float* g, bool a
     double sum = 0;
     int blocks = c.close();
     Model::targets(c.targets, workspace, blocks);
-    Model::forward(p, q, workspace, c.inputs, c.keys(), blocks, c.samples);
+    Model::forward(p, q, workspace, c.inputs, c.key, blocks, c.samples);
     for (int n = 0; n < blocks; n++) {
         V share = load(c.share + n * LANES);
         Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, share, loss + n * LANES,
                   workspace + Model::output_gradient + n * Model::outputs, nullptr);
     }
     for (int s = 0; s < c.samples; s++) sum += double(c.share[s]) * loss[s];
-    Model::backward(p, q, g, workspace, c.inputs, c.keys(), blocks, c.samples, add);
+    Model::backward(p, q, g, workspace, c.inputs, c.key, blocks, c.samples, add);
     return sum;
 }
 
@@ -165,7 +162,6 @@ struct Gradient {
         double all = 0;
         for (int64_t b = 0; b < batch; b++) all += weight ? weight[client * batch + b] : 1.f;
         Chunk c;
-        c.random = noise;
         int64_t number = 0;
         for (int64_t b = 0; b < batch; b++) {
             int64_t k = client * batch + b;

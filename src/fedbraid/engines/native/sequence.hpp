@@ -144,11 +144,14 @@ struct Draw {
     }
 };
 
-// EACH numbers that follow each other are dropped together; no key: nothing is.
+// Without a key, or without a seed that it was made of, nothing is dropped.
+INLINE bool drops(const uint64_t* key) { return key && *key; }
+
+// EACH numbers that follow each other are dropped together.
 template <int N, int EACH, uint32_t LAYER>
 struct Dropout {
     OP void forward(const V* x, V* y, const uint64_t* key, float drop, float scale, int nb) {
-        if (!key) {
+        if (!drops(key)) {
             std::memcpy((void*)y, x, sizeof(V) * N * nb);
             return;
         }
@@ -156,7 +159,7 @@ struct Dropout {
     }
     template <bool ADD>
     OP void backward(const V* dy, V* dx, const uint64_t* key, float drop, float scale, int nb) {
-        if (key) return run<ADD>(dy, dx, key, drop, scale, nb);
+        if (drops(key)) return run<ADD>(dy, dx, key, drop, scale, nb);
         for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] : dy[k];
     }
     template <bool ADD>
@@ -629,7 +632,7 @@ struct Attention {
                     }
                     softmax_row<S>(p + i * S);
                 }
-                if (key && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
+                if (drops(key) && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
                 Product<T, E, S, S, 1, 1, W::row, O::row, 1>::template run<false>(p, vs + W::at(n, h), y + O::at(n, h));
             }
     }
@@ -648,12 +651,12 @@ struct Attention {
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
                 const V *p = kept + (int64_t)(n * HEADS + h) * T * S, *o = dy + O::at(n, h);
-                bool drops = key && drop > 0;
-                const V* u = drops ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
+                bool some = drops(key) && drop > 0;
+                const V* u = some ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
                 if (dv) Product<S, E, T, 1, S, 1, O::row, W::row, 1>::template run<ADD_V>(u, o, dv + W::at(n, h));
                 if (!dq && !dk) continue;
                 Product<T, S, E, O::row, 1, W::row, 1, S, 1>::template run<false>(o, vs + W::at(n, h), ds);
-                if (drops) dropped(ds, ds, key + n * LANES, h, drop, scale);
+                if (some) dropped(ds, ds, key + n * LANES, h, drop, scale);
                 for (int i = 0; i < T; i++) {
                     const V* row = p + i * S;
                     V* to = ds + i * S;

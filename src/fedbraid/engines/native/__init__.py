@@ -125,10 +125,11 @@ class Native:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         lib = library(self.source, self.flags)
         self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
-        self._evaluate = lib.fedbraid_evaluate
+        self._evaluate, self._together = lib.fedbraid_evaluate, lib.fedbraid_gradient
         p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         more: list[Any] = [f, f, p, p] if private else []
-        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int, *more]
+        self._together.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
+        self._gradient.argtypes = [*self._together.argtypes, *more]
         self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
 
     def alone(self) -> Native:
@@ -260,7 +261,7 @@ class Native:
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
             )
-        if self.examples is None and (self.graph.targets or not proven(self.source, self.flags)):
+        if self.graph.targets or (self.examples is None and not proven(self.source, self.flags)):
             self._prove(task)
 
     def _prove(self, task: Task) -> None:
@@ -283,9 +284,10 @@ class Native:
         want = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in slots]
         )
-        got, _ = _aside(self, y[None].clone(), batch)
+        plain = self.alone()
+        plain.examples, plain._gradient = None, self._together
+        got, _ = _aside(plain, y[None].clone(), batch)
         off = float(torch.linalg.vector_norm(got[0, : len(want)] - want))
-        self._buffer = torch.empty(0, self.size)
         if off > 0.01 * float(torch.linalg.vector_norm(want)) + 1e-6:
             raise NativeUnavailable(
                 f"the compiled model's gradient is not autograd's: it is {off:.2g} away from it"

@@ -1410,9 +1410,12 @@ def odd_images() -> nn.Module:
 )
 def test_sanitizers_find_nothing(tmp_path, model, shape, tokens):
     """Generated code, compiled into a program with address and undefined-behaviour sanitizers."""
-    source = Native(make_task(model, shape, tokens=tokens, buffers="average"), flags=QUICK).source
+    sanitized(tmp_path, Native(make_task(model, shape, tokens=tokens, buffers="average"), flags=QUICK).source)
+
+
+def sanitized(tmp_path, source, main=MAIN) -> None:
     cpp, program = tmp_path / "main.cpp", tmp_path / "main"
-    cpp.write_text(source + MAIN)
+    cpp.write_text(source + main)
     flags = [f for f in QUICK if f not in ("-shared", "-fPIC")]
     checks = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = [*build.compiler(), *flags, *checks, str(cpp), "-o", str(program)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_native import (
+    MAIN,
     QUICK,
     ROWS,
     Chain,
@@ -18,6 +19,7 @@ from test_native import (
     autograd_with_zeros,
     make_batch,
     points,
+    sanitized,
     to_three,
 )  # fmt: skip
 from torch import nn
@@ -336,9 +338,9 @@ def test_other_refusals():
 def test_a_gradient_that_is_not_the_loss_s_is_noticed(model):
     """Whether the model drops something or not."""
     task = own(lambda o, t: smoothed(Reversed.apply(o), t), model=model)
-    if Native.supports(task) is None:
-        with pytest.raises(NativeUnavailable, match="not autograd's"):
-            Native(task, flags=QUICK)
+    assert Native.supports(task) is None
+    with pytest.raises(NativeUnavailable, match="not autograd's"):
+        Native(task, flags=QUICK)
 
 
 @pytest.mark.parametrize("bad", [-1, 3])
@@ -355,6 +357,22 @@ def test_labels_beyond_the_outputs_are_refused(bad):
     want, theirs = Loop(task)(points(task, 1), batch)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(losses, theirs)
+
+
+def mixture(outputs, targets):
+    """What reads and writes by number."""
+    likely = outputs.log_softmax(1)
+    more = F.cross_entropy(outputs, targets, reduction="none", label_smoothing=0.1, weight=BY_CLASS)
+    picked = F.nll_loss(likely, targets, reduction="none") + likely.gather(1, targets[:, None]).square()[:, 0]
+    return more + BY_CLASS[targets] * picked + (F.one_hot(targets, 3) * outputs.detach()).sum(1)
+
+
+def test_sanitizers_find_nothing(tmp_path):
+    grad = Native(own(mixture, model=dropping), flags=QUICK)
+    main = MAIN.replace("*t = new int64_t[rows],", "*unused = nullptr,").replace(
+        "uint32_t seed = 1;", "uint32_t seed = 1; float* t = new float[rows]; (void)unused;"
+    )
+    sanitized(tmp_path, grad.source, main.replace("draw() % Model::outputs", "float(draw() % 3)"))
 
 
 def uneven(loss) -> Task:

@@ -186,6 +186,10 @@ LOSSES = {
     "focal with weights": (focal_with_weights, "class", {}),
     "without gradient": (without_gradient, "class", {}),
     "by hand": (by_hand, "class", {}),
+    "of the sample's own class": (
+        lambda o, t: -o.log_softmax(1)[torch.arange(o.shape[0]), t] + o[torch.arange(t.size(0)), t] ** 2, "class", {},
+    ),
+    "rows of a matrix": (lambda o, t: -(o.log_softmax(1) * torch.eye(3)[t]).sum(1), "class", {}),
     "data": (lambda o, t: (o - t).square().mean(1) * (o.data ** 2).mean(1), "numbers", {}),
 }  # fmt: skip
 
@@ -313,6 +317,7 @@ REFUSED = {
     "another each time": lambda o, t: smoothed(o, t) * random.random(),
     "mixes the samples": lambda o, t: smoothed(o, t) - o.mean(0).sum(),
     "draws numbers": lambda o, t: smoothed(o + torch.randn(3), t),
+    "something other than tensors": lambda o, t: smoothed(o, t) * torch.arange(o.shape[0]),
     "'randn_like' ": lambda o, t: smoothed(o + torch.randn_like(o), t),
     "classes that are not the targets": lambda o, t: smoothed(o, (t * 2).clamp(max=2)),
 }  # fmt: skip

@@ -854,7 +854,7 @@ FUNCTIONS: dict[Any, Handle] = {
     **dict.fromkeys((operator.eq, operator.ne, operator.lt, operator.gt, operator.le, operator.ge), values.compare),
     operator.invert: values.compare,
     operator.and_: losses.both,
-    operator.getitem: lambda call: (values.getitem if isinstance(call.args[0], Value) else losses.looked_up)(call),
+    operator.getitem: losses.getitem,
     getattr: values.attribute,
     torch.where: values.where,
     **dict.fromkeys((torch.cat, torch.concat), values.cat),
@@ -867,7 +867,7 @@ METHODS: dict[str, Handle] = {
     "mul_": values.multiply,
     "div_": values.divided,
     "bool": values.compare,
-    "__getitem__": losses.looked_up,
+    "__getitem__": losses.getitem,
     **dict.fromkeys(("expand", "expand_as"), values.expand),
     **dict.fromkeys(
         ("view", "view_as", "reshape_as", "contiguous", "float", "long", "int", "to", "type_as", "clone"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fedbraid.engines.native import ops
+from fedbraid.engines.native import ops, values
 from fedbraid.engines.native.ops import Shape
-from fedbraid.engines.native.trace import Constant, Unsupported, Value
+from fedbraid.engines.native.trace import Constant, Numbering, Unsupported, Value
 from fedbraid.engines.native.values import (
     Call,
     Handle,
@@ -23,6 +23,7 @@ from fedbraid.engines.native.values import (
     lying,
     mean_over,
     part,
+    repeated,
     total,
 )
 
@@ -202,9 +203,21 @@ def gather(call: Call) -> Value | None:
     )  # fmt: skip
 
 
-def looked_up(call: Call) -> Value | None:
-    """Rows of a tensor that no sample changes, by number: `weights[targets]`."""
-    return _looked_up(call, call.args[0], call.args[1])
+def getitem(call: Call) -> Any:
+    """Also rows of a tensor that no sample changes, `weights[targets]`, and `outputs[arange(samples), targets]`."""
+    x, index = call.args
+    if not isinstance(x, Value):
+        return _looked_up(call, x, index)
+    match index:
+        case (Numbering(), Value(shape=()) as t) if call.builder.batch(call.source) == 0 and x.shape:
+            if not call.builder.limit(t, x.shape[0]):
+                raise Unsupported(f"{call.where!r} picks by numbers that the model computed")
+            inner = math.prod(x.shape[1:])
+            t = repeated(call.builder, Value(t.id, (1,)), (inner,))
+            return call.builder.emit(
+                ops.Pick, (x, t), x.shape[1:], outer=1, n=x.shape[0], k=1, inner=inner, skip=NOBODY
+            )
+    return values.getitem(call)
 
 
 def _looked_up(call: Call, table: Any, index: Any) -> Value | None:

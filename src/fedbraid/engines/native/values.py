@@ -250,7 +250,7 @@ def getitem(call: Call) -> Any:
         if k is None:
             continue
         if source == batch:
-            if k != slice(None):
+            if not isinstance(k, slice) or k != slice(None):
                 return None
         elif isinstance(k, slice):
             start, stop, step = k.indices(x.shape[dim])

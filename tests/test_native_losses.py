@@ -305,6 +305,25 @@ class Counts:
         return smoothed(outputs, targets) * self.calls
 
 
+class CountsTensors(Counts):
+    """In a tensor that stays where it is."""
+
+    def __init__(self) -> None:
+        self.calls = torch.zeros(())
+
+
+class Makes:
+    """Weights when they are first needed."""
+
+    def __init__(self) -> None:
+        self.weights = None
+
+    def __call__(self, outputs, targets):
+        if self.weights is None:
+            self.weights = torch.tensor([0.5, 1.0, 2.5])
+        return self.weights[targets] * smoothed(outputs, targets)
+
+
 REFUSED = {
     "looks at inputs": lambda outputs, targets, inputs: smoothed(outputs, targets) + inputs.mean(1),
     "looks at reference": lambda outputs, targets, reference: smoothed(outputs, targets),
@@ -333,6 +352,8 @@ def test_what_cannot_be_followed_is_said(why):
 
 def test_other_refusals():
     assert "another each time" in Native.supports(own(Counts()))
+    assert "another each time" in Native.supports(own(CountsTensors()))
+    assert Native.supports(own(Makes())) is None
     assert "torch.uint8" in Native.supports(
         own(lambda o, t: (o.sum(1) - t).abs(), targets("class").to(torch.uint8))
     )
@@ -378,6 +399,17 @@ def test_sanitizers_find_nothing(tmp_path):
         "uint32_t seed = 1;", "uint32_t seed = 1; float* t = new float[rows]; (void)unused;"
     )
     sanitized(tmp_path, grad.source, main.replace("draw() % Model::outputs", "float(draw() % 3)"))
+
+
+def test_a_column_of_targets_is_a_class():
+    """The other is any number."""
+    both = torch.stack([targets("class"), torch.arange(ROWS) - 40], 1)
+    task = own(lambda o, t: smoothed(o, t[:, 0]) + 0.01 * (o[:, 0] - t[:, 1]).abs(), both)
+    grad = Native(task, threads=2, flags=QUICK)
+    assert_equals_autograd(task, grad, 2, 13)
+    both[3, 0] = 3
+    with pytest.raises(DataError, match="a label is 3, but the loss knows 0 to 2 only"):
+        grad(points(task, 1), Batch(task.inputs, both, torch.arange(8)[None]))
 
 
 def uneven(loss) -> Task:

@@ -333,7 +333,7 @@ def _refuse_beyond(
     if (
         leaf.shape[1:] == limit.shape and limit.numel() > 1 and int(limit.max()) > count
     ):  # tables of its columns
-        beyond = ((leaf < 0) | (leaf >= limit)).nonzero()
+        beyond = (((leaf < 0) | (leaf >= limit)) & (limit < 2**24)).nonzero()
         bad = None if not len(beyond) else int(leaf[tuple(beyond[0])])
         count = count if bad is None else int(limit[tuple(beyond[0][1:])])
     else:

@@ -163,19 +163,24 @@ class _Judged(_Called):
 
 
 def _followed(made: Callable[[], nn.Module]) -> fx.GraphModule:
-    """A module as it was traced, twice, so that one which is another the next time is noticed."""
-    both = []
+    """A module as it was traced twice in a row: the first time may make what later ones find, but no more than that."""
+    seen: list[tuple[str, list[Tensor]]] = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         before = torch.get_rng_state()
-        for _ in range(2):
+        for _ in range(3):
             root = made()
-            both.append((root, _Tracer().trace(root)))
-        drew = not torch.equal(before, torch.get_rng_state())
-    kept = [[t for n, t in vars(root).items() if n.startswith("_tensor_constant")] for root, _ in both]
-    same = len(kept[0]) == len(kept[1]) and all(map(torch.equal, *kept))
-    if drew or not same or str(both[0][1]) != str(both[1][1]):
-        raise Unsupported("the model or its loss is another each time: it draws numbers, counts or remembers")
-    return fx.GraphModule(*both[0])
+            graph = _Tracer().trace(root)
+            kept = [t.detach().clone() for n, t in vars(root).items() if n.startswith("_tensor_constant")]
+            seen.append((str(graph), kept))
+            if not torch.equal(before, torch.get_rng_state()):
+                break
+            if len(seen) > 1 and _same(*seen[-2:]):
+                return fx.GraphModule(root, graph)
+    raise Unsupported("the model or its loss is another each time: it draws numbers, counts or remembers")
+
+
+def _same(one: tuple[str, list[Tensor]], other: tuple[str, list[Tensor]]) -> bool:
+    return one[0] == other[0] and len(one[1]) == len(other[1]) and all(map(torch.equal, one[1], other[1]))
 
 
 _MADE_LIKE = {

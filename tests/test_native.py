@@ -583,6 +583,22 @@ def of_each(functions):
     return lambda x: sum((k % 3 - 1.4) * f(x) for k, f in enumerate(functions))
 
 
+class Looks(nn.Module):
+    """A body whose gradient nobody takes, with trained layers in it, and a way around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.words, self.net = nn.Embedding(7, 5), nn.GRU(5, 4, batch_first=True)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(8, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            _, last = self.net(self.words(x))
+            seen = self.body(last[0])
+        return self.head(torch.cat([seen.tanh(), self.words(x)[:, 0, :4].detach() + self.body(seen)], 1))
+
+
 OPERATIONS = {
     "linear of rows": (lambda: Chain(lambda: nn.Linear(6, 5), nn.Tanh, *to_three(20)), (4, 6), 0),
     "linear of wide rows": (Wide, (3, 6), 0),
@@ -769,6 +785,7 @@ OPERATIONS = {
         lambda: Recurrent(nn.LSTM, lambda out, hc: hc[0].permute(1, 0, 2).flatten(1), bidirectional=True), (4,), 7,
     ),
     "frozen": (frozen_part, (6,), 0),
+    "without gradients": (Looks, (5,), 7),
     "tied": (tied, (5,), 7),
 }  # fmt: skip
 

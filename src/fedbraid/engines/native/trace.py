@@ -105,6 +105,19 @@ class Several:
         raise Unsupported("what a layer gives besides its output is used as a tensor")
 
 
+class _StillSeveral(Several):
+    """The same, computed without gradients."""
+
+    def __init__(self, builder: Builder, given: Several) -> None:
+        self.builder, self.given = builder, given
+
+    def __getitem__(self, index: int) -> Value:
+        return self.builder.still(self.given[index])
+
+    def whole(self) -> Value:
+        return self.builder.still(self.given.whole())
+
+
 def trace(
     module: nn.Module, layout: Layout, sample: Tree, loss: Loss | None = None, targets: Tensor | None = None
 ) -> Graph:
@@ -389,9 +402,9 @@ class Builder:
         """What was computed without gradients."""
         if isinstance(made, (tuple, list)):
             return tuple(map(self._still, made))
-        if not isinstance(made, Value):
-            raise Unsupported("several results are computed without gradients at once")
-        return self.still(made)
+        if isinstance(made, Several):
+            return _StillSeveral(self, made)
+        return self.still(made) if isinstance(made, Value) else made
 
     def still(self, x: Value) -> Value:
         """A value that is taken for given on the way back; an input is anyway."""

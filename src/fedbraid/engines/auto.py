@@ -16,6 +16,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -380,7 +381,14 @@ def _key(task: Task, work: Work, cohort: int) -> str:
 
 
 def _model(task: Task) -> str:
-    return _hash((task.whole.fingerprint.hex(), task.sketch.text, str(task.loss), tree.shapes(task.inputs)))
+    return _hash((task.whole.fingerprint.hex(), task.sketch.text, _loss(task), tree.shapes(task.inputs)))
+
+
+def _loss(task: Task) -> str:
+    """What a loss is called in any process: a function of the user's by its code, not by where it lies."""
+    code = getattr(getattr(task.loss, "func", task.loss), "__code__", None)
+    does = "" if code is None else f" {code.co_names} {code.co_code.hex()}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(task.loss)) + does
 
 
 def _hash(facts: tuple[Any, ...]) -> str:

@@ -24,7 +24,8 @@ from torch import Tensor
 from fedbraid.core.rule import Examples
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
-from fedbraid.data.task import LOSSES, Task
+from fedbraid.data.call import by_signature
+from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.engines.gradients import Torch
 from fedbraid.engines.native import normals, swap
@@ -36,8 +37,6 @@ from fedbraid.engines.native.build import (
     compiler,
     lanes,
     library,
-    prove,
-    proven,
 )
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.trace import Graph, Unsupported, trace
@@ -69,7 +68,7 @@ class Native:
         try:
             graph = _graph(task)
             if examples:
-                generate(graph, str(task.loss), lanes(), ROOM, examples)
+                generate(graph, _kind(task), lanes(), ROOM, examples)
         except Unsupported as why:
             return str(why)
         if compiler() is None:
@@ -80,7 +79,7 @@ class Native:
     def prepare(cls, task: Task) -> bool:
         """Have the code of this task compiled beside whatever runs; whether there can be any."""
         try:
-            build_beside(generate(_graph(task), str(task.loss), lanes(), ROOM))
+            build_beside(generate(_graph(task), _kind(task), lanes(), ROOM))
         except (Unsupported, NativeUnavailable):
             return False
         return True
@@ -89,7 +88,7 @@ class Native:
     def ready(cls, task: Task) -> bool:
         """Whether this task can run natively without compiling first."""
         try:
-            return built(generate(_graph(task), str(task.loss), lanes(), ROOM))
+            return built(generate(_graph(task), _kind(task), lanes(), ROOM))
         except (Unsupported, NativeUnavailable):
             return False
 
@@ -102,13 +101,14 @@ class Native:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.examples = examples
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
-        self.size, self.classifies = task.whole.size, task.loss != "mse"
+        self.size, self.classifies = task.whole.size, task.loss in ("cross_entropy", "logistic")
         self.guesses = self.classifies and task.like[1].ndim == 1
-        self.graph, self.loss, self.flags, self.statistics = graph, str(task.loss), flags, task.whole.buffers
+        self.graph, self.loss, self.flags, self.statistics = graph, _kind(task), flags, task.whole.buffers
         self.task, self.fillers = task, [_filler(leaf) for leaf in tree.leaves(task.like[0])]
         self._compile(ROOM)
         self._plain: Torch | None = None  # for inputs longer than any that train
         self._looked_at: Tree = None  # a table whose numbers are known to be in range
+        self._labels: Tensor | None = None  # and one of targets
         self._buffer = torch.empty(0, self.size)
         if isinstance(table := _lone(task.inputs), Tensor):
             use_large_pages(table)
@@ -123,10 +123,11 @@ class Native:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         lib = library(self.source, self.flags)
         self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
-        self._evaluate = lib.fedbraid_evaluate
+        self._evaluate, self._together = lib.fedbraid_evaluate, lib.fedbraid_gradient
         p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         more: list[Any] = [f, f, p, p] if private else []
-        self._gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int, *more]
+        self._together.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
+        self._gradient.argtypes = [*self._together.argtypes, *more]
         self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
 
     def alone(self) -> Native:
@@ -142,7 +143,14 @@ class Native:
         if self.graph.mixes and size > self.most:
             self._compile(-(-size // ROOM) * ROOM)
         at, rows = y.to(torch.float32).contiguous(), batch.rows.to(torch.int64).contiguous()
-        targets = self._targets(batch.targets)
+        targets, wanted = batch.targets, rows
+        if self.graph.targets:
+            self._look_at_targets(targets)
+            if (
+                targets.dtype != torch.float32 or not targets.is_contiguous()
+            ):  # of those alone that are asked for
+                targets, wanted = batch.y().flatten(0, 1), torch.arange(m * size)
+        targets = self._targets(targets)
         weight = None if batch.weight is None else batch.weight.to(torch.float32).contiguous()
         noise = None if batch.noise is None else torch.from_numpy(batch.noise.view(np.int64))
         self._look_at(batch.inputs)
@@ -160,7 +168,7 @@ class Native:
             self._gradient(
                 at.data_ptr(), self.graph.constants.data_ptr(), None if noise is None else noise.data_ptr(),
                 self._buffer.data_ptr(), losses.data_ptr(), m, size,
-                rows.data_ptr() if plain else None, rows.data_ptr(),
+                rows.data_ptr() if plain else None, wanted.data_ptr(),
                 None if weight is None else weight.data_ptr(),
                 inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads, *more,
             )
@@ -182,10 +190,15 @@ class Native:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""
         x = x.to(torch.float32).contiguous()
         self._look_at(inputs)
+        if self.graph.targets:
+            self._look_at_targets(targets)
         whole = self._whole(inputs)
-        if whole is None:
+        if whole is None or self.graph.targets:  # which knows no outputs, and so no classes
             self._plain = self._plain or Torch(self.task)
             return self._plain.evaluate(x, inputs, targets)
+        return self._judged(x, whole, targets)
+
+    def _judged(self, x: Tensor, whole: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         inputs, targets = _rows(whole), self._targets(targets)
         losses = torch.empty(len(inputs))
         best = torch.empty(len(inputs), dtype=torch.int64) if self.guesses else None
@@ -223,6 +236,16 @@ class Native:
                 _refuse_beyond(leaf, limit)
         self._looked_at = inputs
 
+    def _look_at_targets(self, targets: Tensor) -> None:
+        """Refuse numbers of classes that the loss does not know."""
+        if targets is self._labels:
+            return
+        limit, skip = self.graph.limits[self.graph.inputs], self.graph.skip
+        if limit is not None and targets.numel():
+            some = targets if skip is None else targets.masked_fill(targets == skip, 0)
+            _refuse_beyond(some, limit, "a label is {}, but the loss knows 0 to {} only")
+        self._labels = targets
+
     def _check(self, task: Task) -> None:
         """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
         rows = task.rows[:2]  # a block of them is not cut
@@ -230,35 +253,42 @@ class Native:
         module = task.module().eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
-        got, _ = _aside(self.evaluate, task.whole.flatten(module), x, y)
+        self._look_at(x)
+        got, _ = _aside(self._judged, task.whole.flatten(module), self._whole(x), y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
             )
-        if self.examples is None and not task.stochastic and not proven(self.source, self.flags):
-            self._prove(task)
+        self._prove(task)
 
     def _prove(self, task: Task) -> None:
-        """Refuse to train by a gradient that is not autograd's; a library that stood this is not asked again."""
+        """Refuse to train by a gradient that is not autograd's: two models whose code is the same may differ in a hook."""
         count = TRIED if self.graph.mixes else 4
         batch, y = Batch(task.inputs, task.targets, task.rows[None, :count]), task.vector(0)
         if self.graph.mixes and len(task.rows) < count:
             return  # statistics of a few samples say nothing
         module, (x, t) = task.whole.load(task.module(), y).train(), batch.alone()
-        task.per_example(task.run(module, x), t, x).mean().backward()  # type: ignore[no-untyped-call]
+        if task.stochastic:  # without seeds nothing is dropped
+            for each in module.modules():
+                each.training = each.training and bool(getattr(each, "track_running_stats", False))
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            task.per_example(task.run(module, x), t, x).mean().backward()  # type: ignore[no-untyped-call]
+            if not torch.equal(before, torch.get_rng_state()):
+                return  # something is drawn all the same
         named = dict(module.named_parameters())
         slots = [named[slot.name] for slot in task.whole if not slot.buffer]
         want = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in slots]
         )
-        got, _ = _aside(self, y[None].clone(), batch)
+        plain = self.alone()
+        plain.examples, plain._gradient = None, self._together
+        got, _ = _aside(plain, y[None].clone(), batch)
         off = float(torch.linalg.vector_norm(got[0, : len(want)] - want))
-        self._buffer = torch.empty(0, self.size)
         if off > 0.01 * float(torch.linalg.vector_norm(want)) + 1e-6:
             raise NativeUnavailable(
                 f"the compiled model's gradient is not autograd's: it is {off:.2g} away from it"
             )
-        prove(self.source, self.flags)
 
 
 def _aside(work: Callable[..., R], *args: Any) -> R:
@@ -292,19 +322,21 @@ def use_large_pages(table: Tensor, page: int = 2**21, collapse: int = 25) -> Non
     threading.Thread(target=ask, args=(table,), daemon=True).start()
 
 
-def _refuse_beyond(leaf: Tensor, limit: Tensor) -> None:
+def _refuse_beyond(
+    leaf: Tensor, limit: Tensor, why: str = "an input is {}, but the model looks up 0 to {} only"
+) -> None:
     count = int(limit.min())
     if (
         leaf.shape[1:] == limit.shape and limit.numel() > 1 and int(limit.max()) > count
     ):  # tables of its columns
-        beyond = ((leaf < 0) | (leaf >= limit)).nonzero()
+        beyond = (((leaf < 0) | (leaf >= limit)) & (limit < 2**24)).nonzero()
         bad = None if not len(beyond) else int(leaf[tuple(beyond[0])])
         count = count if bad is None else int(limit[tuple(beyond[0][1:])])
     else:
         low, high = (int(n) for n in leaf.aminmax())
         bad = low if low < 0 else high if high >= count else None
     if bad is not None:
-        raise DataError(f"an input is {bad}, but the model looks up 0 to {count - 1} only")
+        raise DataError(why.format(bad, count - 1))
 
 
 def _raise(status: int) -> None:
@@ -341,9 +373,15 @@ def _graph(task: Task) -> Graph:
     return found
 
 
+def _kind(task: Task) -> str:
+    """The loss's name, one for all of the user's."""
+    return task.loss if isinstance(task.loss, str) else "own"
+
+
 def _followed(task: Task) -> Graph:
-    if not isinstance(task.loss, str) or task.loss not in LOSSES:
-        raise Unsupported("the loss is a custom function")
+    asked = by_signature(task.loss).order if callable(task.loss) else ()
+    if more := [name for name in asked if name not in ("outputs", "targets")]:
+        raise Unsupported(f"the loss looks at {' and '.join(more)} besides outputs and targets")
     given, targets = task.like
     inputs = tree.map(lambda leaf: leaf.values if isinstance(leaf, Padded) else leaf, given)
     leaves = tree.leaves(inputs)
@@ -369,7 +407,35 @@ def _followed(task: Task) -> Graph:
             )
     if (tail := task.whole.buffers) is not None and tail.stop < task.whole.size:
         raise Unsupported("personal parts stand behind the running statistics")
-    graph = trace(task.module(), task.whole, tree.numbers(tree.take(inputs, slice(1))))
+    sample, padded = (
+        tree.numbers(tree.take(inputs, slice(1))),
+        any(isinstance(leaf, Padded) for leaf in tree.leaves(given)),
+    )
+    if callable(task.loss):
+        graph = _judged(task, sample, targets)
+    else:
+        graph = _plain(task, sample, targets)
+    if padded and (graph.mixes or not _blind_to_padding(task, given, inputs)):
+        raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
+    return graph
+
+
+def _judged(task: Task, sample: Tree, targets: Tensor) -> Graph:
+    """The model and the user's loss of it, as one."""
+    whole = not targets.is_floating_point()
+    if targets.dtype not in (torch.float32, torch.int64, torch.int32, torch.bool):
+        raise Unsupported(f"the targets are {targets.dtype}, which the loss may compute with otherwise")
+    if whole and targets.numel() and int(targets.max()) >= 2**24:
+        raise Unsupported("the targets are numbers beyond 2^24, which float32 does not tell apart")
+    graph = trace(task.module(), task.whole, sample, task.per_example, targets[:1])
+    if graph.result:
+        raise Unsupported(f"the loss gives {graph.result} for each sample, not one number")
+    return graph
+
+
+def _plain(task: Task, sample: Tree, targets: Tensor) -> Graph:
+    """The model, whose outputs a loss of the library's is of."""
+    graph = trace(task.module(), task.whole, sample)
     wanted = tuple(targets.shape[1:])
     fits = len(graph.result) > 0 and graph.result[1:] == wanted
     if task.loss != "cross_entropy":
@@ -378,9 +444,6 @@ def _followed(task: Task) -> Graph:
         raise Unsupported(f"the model's outputs have shape {graph.result} for targets of {wanted}")
     if task.loss != "mse" and targets.is_floating_point() and not bool((targets == targets.long()).all()):
         raise Unsupported("the targets are not numbers of classes")
-    padded = any(isinstance(leaf, Padded) for leaf in tree.leaves(given))
-    if padded and (graph.mixes or not _blind_to_padding(task, given, inputs)):
-        raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
     return graph
 
 
@@ -396,11 +459,16 @@ def _blind_to_padding(task: Task, inputs: Tree, whole: Tree) -> bool:
     rows = order[torch.linspace(0, len(order) - 1, min(TRIED, len(order))).long()]
     module, draw = task.module().eval(), torch.Generator().manual_seed(0)
     start = task.whole.flatten(module)
+
+    def given(some: Tree, at: Tensor) -> Tensor:
+        out = task.run(module, tree.numbers(tree.take(some, at)))
+        return task.per_example(out, tree.take(task.like[1], at)) if callable(task.loss) else out
+
     for _ in range(MODELS):
         x = start + 0.1 * torch.randn(start.shape, generator=draw)
         task.whole.load(module, x)
-        padded = task.run(module, tree.numbers(tree.take(whole, rows)))
-        cut = torch.cat([task.run(module, tree.numbers(tree.take(inputs, row[None]))) for row in rows])
+        padded = given(whole, rows)
+        cut = torch.cat([given(inputs, row[None]) for row in rows])
         if not torch.allclose(padded, cut, rtol=1e-4, atol=1e-5 * max(1.0, float(cut.abs().max()))):
             return False
     return True

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -110,18 +109,6 @@ def built(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
     """Whether the library of this source is in the cache."""
     command = compiler()
     return command is not None and _ours(_path(command, flags, source))
-
-
-def proven(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
-    """Whether what the library of this source computes has been compared with autograd."""
-    command = compiler()
-    return command is not None and _ours(_path(command, flags, source).with_suffix(".right"))
-
-
-def prove(source: str, flags: tuple[str, ...] = FLAGS) -> None:
-    if (command := compiler()) is not None:
-        with suppress(OSError):  # it is only compared again
-            _path(command, flags, source).with_suffix(".right").touch(mode=0o600)
 
 
 def _path(command: list[str], flags: tuple[str, ...], source: str) -> Path:

@@ -14,7 +14,7 @@ _CHUNK = 64  # samples that go through the layers together,
 _ROOM = 3 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
 _MODELS = 2  # or than so many models
 
-_LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError"}
+_LOSSES = {"cross_entropy": "CrossEntropy", "logistic": "Logistic", "mse": "SquaredError", "own": "Own"}
 _KERNELS = (
     "kernels.hpp",
     "images.hpp",
@@ -73,11 +73,11 @@ class _Writer:
     def __init__(self, graph: Graph, loss: str, lanes: int, blocks: int, examples: bool) -> None:
         self.graph, self.loss, self.lanes, self.blocks, self.examples = graph, loss, lanes, blocks, examples
         self.sizes = [math.prod(s) for s in graph.shapes]
-        self.moving = self._moving()
+        self.moving = graph.moving
         self.by_rows = self._by_rows()
         self.written: set[int] = set()  # values whose gradient has been written so far
         n = len(graph.ops)
-        made = dict.fromkeys(range(graph.inputs), 0) | {op.output: t for t, op in enumerate(graph.ops)}
+        made = dict.fromkeys(range(graph.given), 0) | {op.output: t for t, op in enumerate(graph.ops)}
         uses = {v: [t for t, op in enumerate(graph.ops) if v in op.reads] or [n] for v in made}
         needed = {v: max([uses[v][-1], *self._way_back(v)]) for v in made}
         needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.reads_output}
@@ -104,19 +104,6 @@ class _Writer:
         if v in self.graph.computed:
             return _Buffer(-(-self.sizes[v] // self.lanes), first, last)
         return self._per_block(self.sizes[v], first, last)
-
-    def _moving(self) -> set[int]:
-        """The values that depend on a trained parameter and move the output, and so need a gradient."""
-        moving: set[int] = set()
-        for op in self.graph.ops:
-            trained = any(w is not None and w.trained for w in op.weights)
-            if op.moves and (trained or moving.intersection(op.reads)):
-                moving.add(op.output)
-        seen = {self.graph.output}
-        for op in reversed(self.graph.ops):
-            if op.moves and op.output in seen:
-                seen.update(op.reads)
-        return moving & seen
 
     def _way_back(self, v: int) -> list[int]:
         """When the operations that read a value take it back, those that then read it again."""
@@ -154,6 +141,8 @@ class _Writer:
     def _loss(self) -> str:
         classes, places = self.graph.result[0] if self.graph.result else 1, math.prod(self.graph.result[1:])
         sizes = f"{classes}, {places}" if self.loss == "cross_entropy" else f"{classes * places}"
+        if self.loss == "own":
+            sizes = str(self.sizes[self.graph.inputs])
         return f"{_LOSSES[self.loss]}<{sizes}>"
 
     def model(self) -> tuple[str, int]:
@@ -179,6 +168,10 @@ class _Writer:
             f"    static void forward({_THERE}) {{",
             *([] if self.by_rows else map(self._gather, range(self.graph.inputs))),
             *(f"        forward_{t}({_names(_THERE)});" for t in there),
+            "    }",
+            "",
+            "    static void targets(const Loss::Target* const* t, V* v, int nb) {",
+            self._targets() if self.loss == "own" else "        (void)t, (void)v, (void)nb;",
             "    }",
             "",
             f"    static void backward({_BACK}) {{",
@@ -250,6 +243,11 @@ class _Writer:
         size, before = self.sizes[v], sum(self.sizes[:v])
         to = f"v + {self.values[v].offset} + n * {size}"
         return f"        for (int n = 0; n < nb; n++) gather<{size}>(rows + n * LANES, {to}, {before});"
+
+    def _targets(self) -> str:
+        """Targets have a table of their own, so that inputs are read where they lie."""
+        size, at = self.sizes[self.graph.inputs], self.values[self.graph.inputs].offset
+        return f"        for (int n = 0; n < nb; n++) gather<{size}>(t + n * LANES, v + {at} + n * {size});"
 
     def _backward(self, t: int, op: Op) -> Iterator[str]:
         if op.output not in self.moving:

@@ -54,6 +54,13 @@ CURVE(Power, each_lane(x, [](float a) { return std::pow(a, from_bits(P)); }),
 template <Bits A, Bits B, Bits C>
 CURVE(Elu, pick(x > 0.f, x * from_bits(C), from_bits(A) * (exp(x * from_bits(B)) - 1.f)),
       pick(x > 0.f, splat(from_bits(C)), from_bits(A) * from_bits(B) * exp(x * from_bits(B))))
+// Half the square up to D, then a line; the same divided by D.
+template <Bits D>
+CURVE(Huber, pick(size(x) < from_bits(D), 0.5f * x * x, from_bits(D) * (size(x) - 0.5f * from_bits(D))),
+      pick(size(x) < from_bits(D), x, pick(x > 0.f, splat(from_bits(D)), splat(-from_bits(D)))))
+template <Bits D>
+CURVE(SmoothL1, pick(size(x) < from_bits(D), 0.5f * x * x / from_bits(D), size(x) - 0.5f * from_bits(D)),
+      pick(size(x) < from_bits(D), x / from_bits(D), pick(x > 0.f, splat(1.f), splat(-1.f))))
 template <Bits BETA>
 CURVE(Softplus, softplus(x * from_bits(BETA)) / from_bits(BETA), sigmoid(x * from_bits(BETA)))
 template <Bits AT>

@@ -60,6 +60,7 @@ struct Examples {
         double sum = 0;
         for (int s = 0; s < c.samples; s++) c.share[s] = 1;
         int blocks = c.close();
+        Model::targets(c.targets, workspace, blocks);
         Model::forward(p, all.constants, workspace, c.inputs, c.key, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, load(c.share + n * LANES),

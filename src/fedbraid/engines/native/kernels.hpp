@@ -638,3 +638,17 @@ struct SquaredError {
         for (int l = 0; l < LANES; l++) loss[l] = sum[l];
     }
 };
+
+// What the last operation gives is the loss: the user's own, of T numbers a sample that the model's operations read.
+template <int T>
+struct Own {
+    typedef float Target;
+    static constexpr int targets = T;
+
+    static bool valid(const Target*) { return true; }
+
+    OP void run(const V* z, const Target* const*, V share, float* loss, V* dz, int64_t*) {
+        store(loss, *z);
+        if (dz) *dz = share;
+    }
+};

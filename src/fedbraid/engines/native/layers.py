@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fedbraid.engines.native import ops, products, values
+from fedbraid.engines.native import losses, ops, products, values
 from fedbraid.engines.native.products import attend, dropout, operand, times
 from fedbraid.engines.native.trace import Builder, Constant, Several, Unsupported, Value
 from fedbraid.engines.native.values import (
@@ -883,6 +883,10 @@ BOTH: dict[str, Handle] = {
     "bmm": products.matmul,
     "mm": products.matmul,
     "norm": _length,
+    "detach": lambda call: call.builder.still(call.args[0]) if isinstance(call.args[0], Value) else None,
+    "gather": losses.gather,
+    "logsumexp": losses.logsumexp,
+    "logical_and": losses.both,
     **dict.fromkeys(("max", "maximum"), _larger),
     **dict.fromkeys(("min", "minimum"), _smaller),
     "amax": values.amax,
@@ -951,6 +955,7 @@ FUNCTIONS: dict[Any, Handle] = {
     F.rms_norm: _weighed(lambda given: _rms_norm, "normalized_shape weight eps", **_AFFINE | {"eps": None}),
     F.embedding: _embedded,
     F.normalize: _normalised,
+    **losses.FUNCTIONS,
     F.scaled_dot_product_attention: products.scaled_dot_product,
     torch.einsum: products.einsum,
     operator.matmul: products.matmul,
@@ -962,7 +967,8 @@ FUNCTIONS: dict[Any, Handle] = {
     operator.neg: BOTH["neg"],
     **dict.fromkeys((operator.eq, operator.ne, operator.lt, operator.gt, operator.le, operator.ge), values.compare),
     operator.invert: values.compare,
-    operator.getitem: values.getitem,
+    operator.and_: losses.both,
+    operator.getitem: losses.getitem,
     getattr: values.attribute,
     torch.where: values.where,
     **dict.fromkeys((torch.cat, torch.concat), values.cat),
@@ -976,6 +982,10 @@ METHODS: dict[str, Handle] = {
     "mul_": values.multiply,
     "div_": values.divided,
     "bool": values.compare,
+    "__getitem__": losses.getitem,
     **dict.fromkeys(("expand", "expand_as"), values.expand),
-    **dict.fromkeys(("view", "contiguous", "float", "long", "int", "to", "type_as", "clone"), reshape),
+    **dict.fromkeys(
+        ("view", "view_as", "reshape_as", "contiguous", "float", "long", "int", "to", "type_as", "clone"),
+        reshape,
+    ),
 }

@@ -73,6 +73,11 @@ class Op:
         return self.inputs + self.computed
 
     @property
+    def trains(self) -> bool:
+        """Whether a weight of its own is trained."""
+        return any(w is not None and w.trained for w in self.weights)
+
+    @property
     def once(self) -> bool:
         """Whether each number of a weight's gradient is written once for all samples of a chunk."""
         return True
@@ -102,7 +107,7 @@ class Op:
 
         None where there are none, though there are weights.
         """
-        return None if any(w is not None and w.trained for w in self.weights) else iter(())
+        return None if self.trains else iter(())
 
     def agreements(self, L: str, at: At) -> Iterator[str]:
         """That the room made here is what the kernels take."""
@@ -1271,3 +1276,80 @@ class Matrices(Op):
             if at.dx(i) != "nullptr":
                 to = f"{_floats(at.dy)}, {_floats(at.dx(i))}"
                 yield f"{L}::{way}<{at.add(i)}>({_floats(at.x(1 - i))}, {to});"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Still(Op):
+    """The same n numbers, taken for given on the way back."""
+
+    n: int
+    moves: ClassVar[bool] = False
+
+    def type(self) -> str:
+        return f"Affine<{self.n}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x()}, {at.y}, 1.f, 0.f, nb);"
+
+
+# Losses -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropy(Op):
+    """Cross-entropy of c classes at t places; the weight at 0 weighs classes, and the class `skip` costs nothing."""
+
+    c: int
+    t: int
+    steps: tuple[int, int]  # of classes and places
+    smooth: float
+    skip: int
+
+    @property
+    def kept(self) -> int:
+        return self.t
+
+    def type(self) -> str:
+        return f"Entropy<{self.c}, {self.t}, {self.steps[0]}, {self.steps[1]}, {self.skip}>"
+
+    def forward(self, L: str, at: At) -> str:
+        given = f"{at.x(0)}, {at.x(1)}, {at.w(0)}"
+        return f"{L}::forward({given}, {at.y}, {at.kept}, {number(self.smooth)}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dx() != "nullptr":
+            given = f"{at.x(0)}, {at.x(1)}, {at.w(0)}, {at.kept}, {at.dy}"
+            yield f"{L}::backward<{at.add()}>({given}, {at.dx()}, {number(self.smooth)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick(Op):
+    """From [outer][n][inner] by the numbers [outer][k][inner] of the second input; `skip` gives 0."""
+
+    outer: int
+    n: int
+    k: int
+    inner: int
+    skip: int
+
+    def type(self) -> str:
+        return f"Pick<{self.outer}, {self.n}, {self.k}, {self.inner}, {self.skip}>"
+
+    def forward(self, L: str, at: At) -> str:
+        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+
+    def backward(self, L: str, at: At) -> Iterator[str]:
+        if at.dx() != "nullptr":
+            yield f"{L}::backward<{at.add()}>({at.x(1)}, {at.dy}, {at.dx()}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneHot(Op):
+    """Each of n numbers of classes as c numbers, 1 in its place."""
+
+    n: int
+    c: int
+    moves: ClassVar[bool] = False
+
+    def type(self) -> str:
+        return f"OneHot<{self.n}, {self.c}>"

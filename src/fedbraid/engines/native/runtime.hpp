@@ -126,6 +126,7 @@ double chunk_gradient(Chunk& c, const float* p, const float* q, float* g, bool a
     float loss[CHUNK];
     double sum = 0;
     int blocks = c.close();
+    Model::targets(c.targets, workspace, blocks);
     Model::forward(p, q, workspace, c.inputs, c.key, blocks, c.samples);
     for (int n = 0; n < blocks; n++) {
         V share = load(c.share + n * LANES);
@@ -267,6 +268,7 @@ struct Evaluation {
         float loss[CHUNK];
         int64_t top[CHUNK];
         int blocks = c.close();
+        Model::targets(c.targets, workspace, blocks);
         Model::forward(x, constants, workspace, c.inputs, nullptr, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES,

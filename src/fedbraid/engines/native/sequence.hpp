@@ -144,11 +144,14 @@ struct Draw {
     }
 };
 
-// EACH numbers that follow each other are dropped together; no key: nothing is.
+// Without a key, or without a seed that it was made of, nothing is dropped.
+INLINE bool drops(const uint64_t* key) { return key && *key; }
+
+// EACH numbers that follow each other are dropped together.
 template <int N, int EACH, uint32_t LAYER>
 struct Dropout {
     OP void forward(const V* x, V* y, const uint64_t* key, float drop, float scale, int nb) {
-        if (!key) {
+        if (!drops(key)) {
             std::memcpy((void*)y, x, sizeof(V) * N * nb);
             return;
         }
@@ -156,7 +159,8 @@ struct Dropout {
     }
     template <bool ADD>
     OP void backward(const V* dy, V* dx, const uint64_t* key, float drop, float scale, int nb) {
-        run<ADD>(dy, dx, key, drop, scale, nb);
+        if (drops(key)) return run<ADD>(dy, dx, key, drop, scale, nb);
+        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] : dy[k];
     }
     template <bool ADD>
     INLINE void run(const V* x, V* y, const uint64_t* key, float drop, float scale, int nb) {
@@ -263,6 +267,95 @@ struct LogSoftmax {
                     dx[k] = ADD ? dx[k] + g : g;
                 }
             }
+    }
+};
+
+// Minus the logarithm of the softmax of Z's class, at T places of C classes each: `w` weighs classes, `smooth` is the share
+// that is all classes' instead, and the class SKIP costs nothing. Classes lie CS apart, places TS.
+template <int C, int T, int CS, int TS, int SKIP>
+struct Entropy {
+    // The class, and what it weighs; numbers beyond were refused before.
+    struct Named {
+        int id[LANES];
+        V mine, any;
+
+        Named(V t, const float* w, float smooth) {
+            for (int l = 0; l < LANES; l++) {
+                int k = int(t[l]);
+                id[l] = k < 0 || k >= C ? 0 : k;
+                any[l] = k == SKIP ? 0.f : smooth / C;
+                mine[l] = k == SKIP ? 0.f : (1.f - smooth) * (w ? w[id[l]] : 1.f);
+            }
+        }
+    };
+
+    INLINE float all(const float* w) {
+        float sum = 0;
+        for (int c = 0; c < C; c++) sum += w ? w[c] : 1.f;
+        return sum;
+    }
+
+    OP void forward(const V* x, const V* t, const float* w, V* y, V* kept, float smooth, int nb) {
+        float weights = all(w);
+        for (int64_t k = 0; k < (int64_t)nb * T; k++) {
+            const V* z = x + k / T * C * T + k % T * TS;
+            V top = z[0], sum = {}, along = {};
+            for (int c = 1; c < C; c++) top = max(z[c * CS], top);
+            for (int c = 0; c < C; c++) sum += exp(z[c * CS] - top);
+            V base = kept[k] = top + log(sum);
+            if (smooth != 0)
+                for (int c = 0; c < C; c++) along += (base - z[c * CS]) * (w ? w[c] : 1.f);
+            Named at(t[k], w, smooth);
+            V off;
+            for (int l = 0; l < LANES; l++) off[l] = base[l] - z[at.id[l] * CS][l];
+            y[k] = pick(at.mine + at.any * weights == 0.f, V{}, at.mine * off + at.any * along);
+        }
+    }
+
+    template <bool ADD>
+    OP void backward(const V* x, const V* t, const float* w, const V* kept, const V* dy, V* dx, float smooth, int nb) {
+        float weights = all(w);
+        for (int64_t k = 0; k < (int64_t)nb * T; k++) {
+            const int64_t from = k / T * C * T + k % T * TS;
+            Named at(t[k], w, smooth);
+            V whole = (at.mine + at.any * weights) * dy[k], any = at.any * dy[k], mine = at.mine * dy[k];
+            for (int c = 0; c < C; c++) {
+                V g = exp(x[from + c * CS] - kept[k]) * whole - any * (w ? w[c] : 1.f);
+                V& to = dx[from + c * CS];
+                to = ADD ? to + g : g;
+            }
+            for (int l = 0; l < LANES; l++) ((float*)(dx + from + at.id[l] * CS))[l] -= mine[l];
+        }
+    }
+};
+
+// From [OUTER][N][INNER], by numbers [OUTER][K][INNER] of places along N; SKIP gives 0.
+template <int OUTER, int N, int K, int INNER, int SKIP>
+struct Pick {
+    INLINE int64_t at(int64_t k, float number) {
+        int id = int(number);
+        return (k / (K * INNER) * N + (id < 0 || id >= N ? 0 : id)) * INNER + k % INNER;
+    }
+    OP void forward(const V* x, const V* t, V* y, int nb) {
+        for (int64_t k = 0; k < (int64_t)nb * OUTER * K * INNER; k++)
+            for (int l = 0; l < LANES; l++)
+                ((float*)(y + k))[l] = int(t[k][l]) == SKIP ? 0.f : ((const float*)(x + at(k, t[k][l])))[l];
+    }
+    template <bool ADD>
+    OP void backward(const V* t, const V* dy, V* dx, int nb) {
+        if (!ADD) std::memset((void*)dx, 0, sizeof(V) * OUTER * N * INNER * nb);
+        for (int64_t k = 0; k < (int64_t)nb * OUTER * K * INNER; k++)
+            for (int l = 0; l < LANES; l++)
+                if (int(t[k][l]) != SKIP) ((float*)(dx + at(k, t[k][l])))[l] += ((const float*)(dy + k))[l];
+    }
+};
+
+// Each number of a class as C numbers, 1 in its place.
+template <int N, int C>
+struct OneHot {
+    OP void forward(const V* t, V* y, int nb) {
+        for (int64_t k = 0; k < (int64_t)N * nb; k++)
+            for (int c = 0; c < C; c++) y[k * C + c] = keep(t[k] == float(c), splat(1.f));
     }
 };
 
@@ -539,7 +632,7 @@ struct Attention {
                     }
                     softmax_row<S>(p + i * S);
                 }
-                if (key && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
+                if (drops(key) && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
                 Product<T, E, S, S, 1, 1, W::row, O::row, 1>::template run<false>(p, vs + W::at(n, h), y + O::at(n, h));
             }
     }
@@ -558,12 +651,12 @@ struct Attention {
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
                 const V *p = kept + (int64_t)(n * HEADS + h) * T * S, *o = dy + O::at(n, h);
-                bool drops = key && drop > 0;
-                const V* u = drops ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
+                bool some = drops(key) && drop > 0;
+                const V* u = some ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
                 if (dv) Product<S, E, T, 1, S, 1, O::row, W::row, 1>::template run<ADD_V>(u, o, dv + W::at(n, h));
                 if (!dq && !dk) continue;
                 Product<T, S, E, O::row, 1, W::row, 1, S, 1>::template run<false>(o, vs + W::at(n, h), ds);
-                if (drops) dropped(ds, ds, key + n * LANES, h, drop, scale);
+                if (some) dropped(ds, ds, key + n * LANES, h, drop, scale);
                 for (int i = 0; i < T; i++) {
                     const V* row = p + i * S;
                     V* to = ds + i * S;

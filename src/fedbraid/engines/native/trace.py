@@ -16,9 +16,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbraid.core.layout import Layout
 from fedbraid.data import tree
-from fedbraid.data.call import logits
+from fedbraid.data.call import Loss, logits
 from fedbraid.data.tree import Tree
-from fedbraid.engines.native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape
+from fedbraid.engines.native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape, Still
 
 
 class Unsupported(Exception):
@@ -38,11 +38,18 @@ class Graph:
     limits: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
     result: Shape  # of the output, as the model gives it
     computed: frozenset[int] = frozenset()  # values made of parameters alone, the same for all samples
+    targets: bool = False  # whether they are given too, behind the inputs, and the output is the loss
+    skip: int | None = None  # what a target may be besides
 
     @property
     def tokens(self) -> list[int | None]:
         """How many different numbers each input may be, where it is of numbers of things."""
-        return [None if limit is None else int(limit.min()) for limit in self.limits]
+        return [None if limit is None else int(limit.min()) for limit in self.limits[: self.inputs]]
+
+    @property
+    def given(self) -> int:
+        """How many of the values are a sample's own."""
+        return self.inputs + self.targets
 
     @cached_property
     def mixes(self) -> bool:
@@ -54,9 +61,22 @@ class Graph:
         """Whether every parameter's gradient is written exactly once: none is spare, tied or used again."""
         if self.computed:
             return False
-        used = [w.offset for op in self.ops for w in op.weights if w is not None and w.trained]
-        whole = sorted(used) == [s.offset for s in self.layout]
-        return whole and all(op.once and op.moves for op in self.ops)
+        writers = [op for op in self.ops if op.trains and op.output in self.moving]
+        used = [w.offset for op in writers for w in op.weights if w is not None and w.trained]
+        return sorted(used) == [s.offset for s in self.layout] and all(op.once for op in writers)
+
+    @cached_property
+    def moving(self) -> set[int]:
+        """The values that depend on a trained parameter and move the output, and so need a gradient."""
+        moving: set[int] = set()
+        for op in self.ops:
+            if op.moves and (op.trains or moving.intersection(op.reads)):
+                moving.add(op.output)
+        seen = {self.output}
+        for op in reversed(self.ops):
+            if op.moves and op.output in seen:
+                seen.update(op.reads)
+        return moving & seen
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,10 @@ class Constant:
     trained: bool  # whether it is, or was computed from, what is trained
 
 
+class Numbering:
+    """The places of all samples in their batch, with which each is told to look at its own."""
+
+
 class Several:
     """What is not one tensor, but gives some when asked for an item."""
 
@@ -86,14 +110,35 @@ class Several:
         raise Unsupported("what a layer gives besides its output is used as a tensor")
 
 
-def trace(module: nn.Module, layout: Layout, sample: Tree) -> Graph:
-    """The graph of a module on inputs shaped like the first of `sample`; raises Unsupported."""
+class _StillSeveral(Several):
+    """The same, computed without gradients."""
+
+    def __init__(self, builder: Builder, given: Several) -> None:
+        self.builder, self.given = builder, given
+
+    def __getitem__(self, index: int) -> Value:
+        return self.builder.still(self.given[index])
+
+    def whole(self) -> Value:
+        return self.builder.still(self.given.whole())
+
+
+def trace(
+    module: nn.Module, layout: Layout, sample: Tree, loss: Loss | None = None, targets: Tensor | None = None
+) -> Graph:
+    """The graph of a module on inputs shaped like the first of `sample`, to its outputs or to a loss of theirs.
+
+    Raises Unsupported.
+    """
     module.train()
+    given = (sample,) if loss is None else (sample, targets)
     try:
-        whole = _Called(module, sample)
-        traced = _traced(whole, tree.take(sample, [0]))
+        traced = _followed(
+            lambda: _Called(module, sample) if loss is None else _Judged(module, sample, loss),
+            tuple(tree.take(g, [0]) for g in given),
+        )
         traced.graph.eliminate_dead_code()
-        runs = [_Record(traced).record(tree.take(sample, [0] * n)) for n in _BATCHES]
+        runs = [_Record(traced).record(*(tree.take(g, [0] * n) for g in given), seed=n) for n in _BATCHES]
     except Unsupported:
         raise
     except Exception as error:
@@ -123,6 +168,42 @@ class _Called(nn.Sequential):
         return out if isinstance(out, fx.Proxy) else logits(out)
 
 
+class _Judged(_Called):
+    """A model and a loss of its outputs."""
+
+    def __init__(self, module: nn.Module, sample: Tree, loss: Loss) -> None:
+        super().__init__(module, sample)
+        self.loss = loss
+
+    def forward(self, inputs: Any, targets: Any) -> Any:  # type: ignore[override]
+        out = super().forward(inputs)
+        try:
+            return self.loss(out, targets)
+        except Exception as error:
+            raise Unsupported(f"the loss cannot be traced ({_first_line(error)})") from error
+
+
+def _followed(made: Callable[[], nn.Module], given: tuple[Tree, ...]) -> fx.GraphModule:
+    """A module as it was traced twice in a row: the first time may make what later ones find, but no more than that."""
+    seen: list[tuple[str, list[Tensor]]] = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        before = torch.get_rng_state()
+        for _ in range(3):
+            root = made()
+            graph = _traced(root, given)
+            kept = [t.detach().clone() for n, t in vars(root).items() if n.startswith("_tensor_constant")]
+            seen.append((str(graph), kept))
+            if not torch.equal(before, torch.get_rng_state()):
+                break
+            if len(seen) > 1 and _same(*seen[-2:]):
+                return _runs(root, graph)
+    raise Unsupported("the model or its loss is another each time: it draws numbers, counts or remembers")
+
+
+def _same(one: tuple[str, list[Tensor]], other: tuple[str, list[Tensor]]) -> bool:
+    return one[0] == other[0] and len(one[1]) == len(other[1]) and all(map(torch.equal, one[1], other[1]))
+
+
 _MADE_LIKE = {
     torch.zeros_like,
     torch.ones_like,
@@ -138,6 +219,10 @@ _MADE = (
     torch.full,
     torch.eye,
 )  # of sizes that are followed; random ones are none of ours
+_SHAPES = {
+    "getattr", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous",
+    "type", "get_device", "element_size", "is_tensor",
+}  # fmt: skip
 _LIKE = {"to", "type_as", "expand_as"}
 _IN_PLACE = {
     f"{name}_" for name in ("add", "sub", "mul", "div", "clamp", "pow", "neg", "exp", "sqrt", "relu", "tanh")
@@ -180,19 +265,32 @@ class _Tracer(fx.Tracer):
                 raise _HowMany(obj.node) from error
             return iter([operator.getitem(obj, k) for k in range(count)])
 
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Modules that are no part of the model, such as a loss, are what they do."""
+        mine = any(m is each for each in self.root.modules())
+        return super().call_module(m, forward, args, kwargs) if mine else forward(*args, **kwargs)
 
-class _HowMany(Exception):
-    """Asked about the parts of what a node gives."""
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        made: fx.Proxy = super().create_proxy(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            made.node.meta["still"] = True
+        return made
 
 
-def _traced(module: nn.Module, sample: Tree) -> fx.GraphModule:
-    """A module as a graph; where a loop asks how many parts there are, the sample tells, and it is followed again."""
+class _HowMany(BaseException):
+    """Asked about the parts of what a node gives; nobody on the way may take it for an error."""
+
+
+def _traced(module: nn.Module, given: tuple[Tree, ...]) -> fx.Graph:
+    """A module as a graph; where a loop asks how many parts there are, a sample tells, and it is followed again."""
     counts: list[int] = []
     while True:
         try:
-            return _runs(module, _Tracer(counts).trace(module))
+            return _Tracer(counts).trace(module)
         except _HowMany as asked:
-            counts.append(_count(module, asked.args[0], sample))
+            counts.append(_count(module, asked.args[0], given))
 
 
 def _runs(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -202,7 +300,7 @@ def _runs(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _count(module: nn.Module, node: fx.Node, sample: Tree) -> int:
+def _count(module: nn.Module, node: fx.Node, given: tuple[Tree, ...]) -> int:
     """Of how many parts the tuple is that a node gives for the sample, by the graph as far as it."""
     before, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for other in node.graph.nodes:
@@ -210,19 +308,20 @@ def _count(module: nn.Module, node: fx.Node, sample: Tree) -> int:
         if other is node:
             break
     before.output(copied[node])
-    given = _Record(_runs(module, before)).record(sample)[copied[node]]
-    if not isinstance(given, (tuple, list)):
+    parts = _Record(_runs(module, before)).record(*given, seed=0)[copied[node]]
+    if not isinstance(parts, (tuple, list)):
         raise Unsupported(f"the model goes through {node.name!r} number by number")
-    return len(given)
+    return len(parts)
 
 
 class _Record(fx.Interpreter):
     """Runs the graph once and keeps what every node gave."""
 
-    def record(self, x: Tree) -> dict[fx.Node, Any]:
+    def record(self, *given: Tree, seed: int) -> dict[fx.Node, Any]:
         self.results: dict[fx.Node, Any] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # the user's random state stays as it is
-            self.run(x)
+            torch.manual_seed(seed)
+            self.run(*given)
         return self.results
 
     def run_node(self, n: fx.Node) -> Any:
@@ -241,6 +340,8 @@ class Builder:
         self.shapes: list[Shape] = []
         self.ops: list[Op] = []
         self.limits: list[Tensor | None] = []
+        self.counts: list[int] = []  # how many leaves each argument has
+        self.skips: dict[int, set[int | None]] = {}  # what an input's numbers may be besides
         self.places: dict[
             int, tuple[int, Tensor]
         ] = {}  # of values that are parts of an input: its, and where
@@ -266,18 +367,20 @@ class Builder:
                 self.known[node] = self._node(node)
         if not isinstance(output, Value) or not self.ops:
             raise Unsupported("the model's output is not one tensor that a layer made")
-        count = len(self.limits)
+        count = self.counts[0]
         ops = _joined(_used(self.ops, output.id), output.id, count)
         constants = torch.cat([c.reshape(-1) for c in self._constants]) if self._constants else torch.zeros(1)
-        shared = frozenset(self.shared)
+        skips = self.skips.get(count, set())
         return Graph(
-            self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape, shared
-        )
+            self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape, frozenset(self.shared),
+            targets=len(self.counts) > 1, skip=next(iter(skips)) if len(skips) == 1 else None,
+        )  # fmt: skip
 
     def _inputs(self, node: fx.Node) -> Any:
         """The first values: one, or several by name or place."""
         given = self.runs[0][node]
-        self.limits = [None] * len(tree.leaves(given))
+        self.counts.append(len(tree.leaves(given)))
+        self.limits += [None] * self.counts[-1]
         made = tree.map(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
         for v, shape in enumerate(self.shapes):
             self.places[v] = (v, torch.arange(math.prod(shape)).view(shape))
@@ -333,11 +436,12 @@ class Builder:
             given, places = self.places[x.id]
             self.places[made.id] = (given, moved(places.view(x.shape)).reshape(made.shape))
 
-    def limit(self, x: Value, count: int) -> bool:
-        """That a value's numbers must be below `count`; whether they are an input's."""
+    def limit(self, x: Value, count: int, skip: int | None = None) -> bool:
+        """That a value's numbers must be below `count`, or `skip`; whether they are an input's."""
         if x.id not in self.places:
             return False
         given, places = self.places[x.id]
+        self.skips.setdefault(given, set()).add(skip)
         known = self.limits[given]
         if known is None:
             known = self.limits[given] = torch.full(self.shapes[given], 2**24)
@@ -372,6 +476,8 @@ class Builder:
         if not any(_holds_value(g) for g in given) or self._only_shaped(node):
             return self._constant(node, given)
         if not isinstance(result, (Tensor, tuple, list)) or isinstance(result, torch.Size):
+            if any(isinstance(g, Value) for g in given) and _name(node.target) not in _SHAPES:
+                raise Unsupported(f"{node.name!r} makes a number of what samples hold")
             return result  # arithmetic on shapes
         args, kwargs = self._of(node.args), self._of(node.kwargs)
         if node.target is operator.getitem and isinstance(args[0], (tuple, list, dict)):
@@ -380,8 +486,22 @@ class Builder:
             return args[0][args[1]]
         if node.target is not getattr:
             args, kwargs = (_whole(given) for given in (args, kwargs))
-        call = values.Call(self, node, result, tuple(args), dict(kwargs))
-        return layers.apply(call)
+        made = layers.apply(values.Call(self, node, result, tuple(args), dict(kwargs)))
+        return self._still(made) if "still" in node.meta else made
+
+    def _still(self, made: Any) -> Any:
+        """What was computed without gradients."""
+        if isinstance(made, (tuple, list)):
+            return tuple(map(self._still, made))
+        if isinstance(made, Several):
+            return _StillSeveral(self, made)
+        return self.still(made) if isinstance(made, Value) else made
+
+    def still(self, x: Value) -> Value:
+        """A value that is taken for given on the way back; an input is anyway."""
+        if x.id in self.places or x.id in self.masks:
+            return x
+        return self.emit(Still, (x,), x.shape, n=math.prod(x.shape))
 
     def _only_shaped(self, node: fx.Node) -> bool:
         """Whether a value only tells the shape or type of something that does not depend on it."""
@@ -391,6 +511,8 @@ class Builder:
 
     def _constant(self, node: fx.Node, given: list[Any]) -> Any:
         first = self.runs[0][node]
+        if _stops(node) and (node.op == "call_module" or any(map(_holds_trained, given))):
+            raise Unsupported(f"{node.name!r} computes with what is trained, and without its gradient")
         if isinstance(first, tuple) and any(map(_holds_trained, given)):
             return tuple(Constant(each, True) if isinstance(each, Tensor) else each for each in first)
         if not isinstance(first, Tensor):
@@ -402,12 +524,17 @@ class Builder:
         trained |= any(p.requires_grad for p in (first, *layer.parameters()))
         batch = self.batch(node)
         if batch is not None:  # one for each sample: the same for all of them?
+            if all(torch.equal(run[node], torch.arange(len(run[node]))) for run in self.runs):
+                return Numbering()
             one = first.narrow(batch, 0, 1)
             if not torch.equal(one.expand_as(first), first):
                 raise Unsupported(f"{node.name!r} differs from sample to sample")
             first = one.squeeze(batch)
         elif trained:
             self._remember(node, first)
+        again = self.runs[1][node] if batch is None else self.runs[1][node].select(batch, 0)
+        if not torch.equal(first, again):
+            raise Unsupported(f"{node.name!r} is another each time")
         return Constant(first, trained)
 
     def _remember(self, node: fx.Node, made: Tensor) -> None:
@@ -431,6 +558,10 @@ class Builder:
         return all(isinstance(self.runs[0][n], Tensor) or self.runs[0][n] == self.runs[1][n] for n in nodes)
 
 
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
 def _batch(results: list[Tensor], what: str) -> int | None:
     """The dimension in which the two runs differ."""
     first, second = (tuple(result.shape) for result in results)
@@ -438,6 +569,13 @@ def _batch(results: list[Tensor], what: str) -> int | None:
     if len(differ) > 1 or (differ and first[differ[0]] != _BATCHES[0]):
         raise Unsupported(f"{what!r} mixes the samples of a batch")
     return differ[0] if differ else None
+
+
+def _stops(node: fx.Node) -> bool:
+    """Whether gradients end at what a node computes."""
+    by_name = getattr(node.target, "__name__", node.target) in ("detach", "detach_")
+    by_data = node.target is getattr and node.args[1] == "data"
+    return by_name or by_data or (node.op.startswith("call") and "still" in node.meta)
 
 
 def _rows(table: Tensor, ids: Tensor) -> Tensor:

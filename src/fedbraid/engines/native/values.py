@@ -250,7 +250,7 @@ def getitem(call: Call) -> Any:
         if k is None:
             continue
         if source == batch:
-            if k != slice(None):
+            if not isinstance(k, slice) or k != slice(None):
                 return None
         elif isinstance(k, slice):
             start, stop, step = k.indices(x.shape[dim])
@@ -387,6 +387,8 @@ def attribute(call: Call) -> Value | None:
     x, asked = call.args
     if isinstance(x, Found) and asked == "values":
         return x.values
+    if isinstance(x, Value) and asked == "data":
+        return call.builder.still(x)
     if (
         asked not in ("T", "mT")
         or not isinstance(x, Value)

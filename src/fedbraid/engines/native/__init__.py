@@ -248,8 +248,7 @@ class Native:
 
     def _check(self, task: Task) -> None:
         """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
-        rows = task.rows[:2]  # a block of them is not cut
-        x, y = tree.map(lambda leaf: leaf[rows[None]][0], task.inputs), task.targets[rows]
+        x, y = _first(task, 2)
         module = task.module().eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
@@ -264,9 +263,10 @@ class Native:
     def _prove(self, task: Task) -> None:
         """Refuse to train by a gradient that is not autograd's: two models whose code is the same may differ in a hook."""
         count = TRIED if self.graph.mixes else 4
-        batch, y = Batch(task.inputs, task.targets, task.rows[None, :count]), task.vector(0)
         if self.graph.mixes and len(task.rows) < count:
             return  # statistics of a few samples say nothing
+        inputs, targets = _first(task, count)
+        batch, y = Batch(inputs, targets, torch.arange(len(targets))[None]), task.vector(0)
         module, (x, t) = task.whole.load(task.module(), y).train(), batch.alone()
         if task.stochastic:  # without seeds nothing is dropped
             for each in module.modules():
@@ -289,6 +289,12 @@ class Native:
             raise NativeUnavailable(
                 f"the compiled model's gradient is not autograd's: it is {off:.2g} away from it"
             )
+
+
+def _first(task: Task, count: int) -> tuple[Tree, Tensor]:
+    """So many samples, as they are in memory: a block of padded ones is not cut."""
+    rows = task.rows[:count]
+    return tree.map(lambda leaf: leaf[rows[None]][0], task.inputs), tree.take(task.targets, rows)
 
 
 def _aside(work: Callable[..., R], *args: Any) -> R:

@@ -381,3 +381,20 @@ else:
     raise AssertionError("compiled all the same")
 """
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=600)
+
+
+@pytest.mark.parametrize(("states", "sure"), [(128, True), (256, False)])
+def test_wide_recurrent_nets_are_measured_not_guessed(states, sure, monkeypatch):
+    """Their weights leave the cache at every step, and PyTorch's own products are then as fast."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.head = nn.LSTM(8, states, batch_first=True), nn.Linear(states, 3)
+
+        def forward(self, x):
+            return self.head(self.net(x)[0][:, -1])
+
+    monkeypatch.setattr(auto, "native_pays", lambda *_: True)
+    task = fb.Task.from_arrays(Reads, [(torch.randn(10, 4, 8), torch.zeros(10, dtype=torch.long))] * 2)
+    assert (auto.faster(task, WORK, LARGE) == "native") == sure

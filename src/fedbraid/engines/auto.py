@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbraid.core.device import finish
 from fedbraid.core.rule import Gradient
@@ -50,6 +50,7 @@ SHARE = 0.02  # of the work that measuring may take
 SAVED = 0.3  # of the time of plain autograd on all cores that compiled code surely saves
 CUT = 0.4  # of the longest sample that a batch must keep for code of one length to be worth trying
 FILLED, HEAVY = 0.3, 5e8  # of a vector's places, below which compiled steps of so many operations may lose
+CACHE = 2**20  # bytes of a core's own
 SERVES = 1.5  # times the work at hand: what is compiled is kept, and a model is seldom trained only once
 BATCHING = 4.0  # seconds on all cores from which vmap pays, whose first call loads half of PyTorch's compiler
 LAYER, RATE = (
@@ -143,9 +144,18 @@ def mostly_empty(task: Task, work: Work) -> bool:
     return share < FILLED and operations > HEAVY
 
 
+def reads_weights_anew(task: Task) -> bool:
+    """Whether a recurrent net's weights leave the cache between steps: both ways then wait for them."""
+    nets = [m for m in task.module().modules() if isinstance(m, nn.RNNBase)]
+    return any(
+        4 * w.numel() >= CACHE for net in nets for name, w in net.named_parameters() if "weight" in name
+    )
+
+
 def faster(task: Task, work: Work, wall: float) -> str | None:
     """What is surely faster than so many seconds of plain autograd on all cores, without measuring."""
-    if native_pays(task, work, wall) and not Frozen.suits(task) and not mostly_empty(task, work):
+    unsure = Frozen.suits(task) or mostly_empty(task, work) or reads_weights_anew(task)
+    if native_pays(task, work, wall) and not unsure:
         return "native"
     return "vmap" if wall > BATCHING and Vmap.suits(task) else None
 

@@ -280,13 +280,13 @@ def _plain(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]
         return {"loop": lambda: _time(Loop(task), task, work, 1)}
     share = -(-cohort // forks) / cohort  # of the clients, that one process has
     called, computed = _called_and_computed(task, work)
-    step, faster = called + computed, (called + computed) / (called + computed / SPED)
+    step, gain = called + computed, (called + computed) / (called + computed / SPED)
     hauled = (MESSAGE + HAUL * task.whole.size) * step / expected_seconds(task, work, 1)
     ways = {"pool": lambda: _time(Loop(task), task, work, 1) * share + hauled}
-    if faster < THREADS:
+    if gain < THREADS:
         return ways
     together = {"loop": lambda: _together(task, work, forks)}
-    first = step / faster < share * step + hauled or step > HUGE
+    first = step / gain < share * step + hauled or step > HUGE
     return {**together, **ways} if first else {**ways, **together}
 
 

@@ -24,7 +24,7 @@ from speed import LR, WORKLOADS, Bare, Stamps, TwoProcesses, Workload, bare_roun
 from torch import Tensor
 
 import fedbraid as fb
-from fedbraid.core.gather import Info, Uploads
+from fedbraid.core.gather import ServerContext, Uploads
 from fedbraid.engines.native.swap import hang_in
 from fedbraid.run.checkpoint import Checkpoint, Folder
 from fedbraid.run.state import State
@@ -86,9 +86,9 @@ def server_step(known: int, steps: int = 200) -> float:
             who, {"delta": delta}, one * 120, one * 6, one * 6, one * 0, one * 0.01, {"x": x[None]}, algorithm.gathered
         )  # fmt: skip
         acc = algorithm.gather.add(algorithm.gather.zero(x), up, gather, x)
-        info = Info(t, 5, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, LAYOUT, sizes)
-        u, gather = algorithm.gather.close(acc, gather, info)
-        u, server = algorithm.server.update(u, server, x, info)
+        ctx = ServerContext(t, 5, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, LAYOUT, sizes)
+        u, gather = algorithm.gather.close(acc, gather, ctx)
+        u, server = algorithm.server.update(u, server, x, ctx)
         x = x - u["delta"]
         times.append(time.perf_counter() - start)
     return statistics.median(times)

@@ -26,7 +26,7 @@ import torch
 from speed import LR, WORKLOADS, Bare, Stamps, trained
 
 import fedbraid as fb
-from fedbraid.core.gather import Info, Uploads
+from fedbraid.core.gather import ServerContext, Uploads
 
 WORK = WORKLOADS["W1"]
 SMALL = {"clip": 1e-3, "noise": 1.0}  # so that models live as long as they are timed
@@ -152,9 +152,11 @@ def resident(name: str, known: int, steps: int = 20, cohort: int = 100) -> int:
         )  # fmt: skip
         made = algorithm.server.account(who)
         acc = algorithm.gather.add(algorithm.gather.zero(x), who.having({**up, **made}), gather, x)
-        info = Info(t, cohort, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, layout, sizes, sent={"x": x[None]})
-        u, gather = algorithm.gather.close(acc, gather, info)
-        u, server = algorithm.server.update(u, server, x, info)
+        ctx = ServerContext(
+            t, cohort, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, layout, sizes, sent={"x": x[None]}
+        )
+        u, gather = algorithm.gather.close(acc, gather, ctx)
+        u, server = algorithm.server.update(u, server, x, ctx)
         x = x - u["delta"]
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).malloc_trim(0)  # what was freed is not needed

@@ -74,19 +74,19 @@ class Shrink(fb.Rule):
     def init(self, x):
         return {"visits": torch.zeros(1)}
 
-    def start(self, loc):
-        return {"taken": torch.zeros_like(loc.K)}
+    def start(self, ctx):
+        return {"taken": torch.zeros_like(ctx.K)}
 
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return 0.5 * g, {**s, "taken": s["taken"] + 1}
 
     def uploads(self):
         return (*super().uploads(), fb.Upload("visits", width=1), fb.Upload("taken", width=1))
 
-    def finish(self, y, s, loc):
-        return {"visits": loc.memory["visits"] + 1, "taken": s["taken"]}
+    def finish(self, y, s, ctx):
+        return {"visits": ctx.client_state["visits"] + 1, "taken": s["taken"]}
 
-    def remember(self, got, s, loc):
+    def remember(self, got, s, ctx):
         return {"visits": got["visits"]}
 
 
@@ -103,8 +103,8 @@ class Median(fb.Gather):
             "rest": fb.Mean("uniform").add(acc["rest"], up, s, x),
         }
 
-    def close(self, acc, s, info):
-        rest, _ = fb.Mean("uniform").close(acc["rest"], {}, info)
+    def close(self, acc, s, ctx):
+        rest, _ = fb.Mean("uniform").close(acc["rest"], {}, ctx)
         return {**rest, "delta": torch.cat(acc["all"]).median(0).values}, s
 
 
@@ -115,7 +115,7 @@ class Momentum(fb.Transform):
     def init(self, x, layout):
         return {"b": torch.zeros_like(x), "visits": 0.0}
 
-    def update(self, u, s, x, info):
+    def update(self, u, s, x, ctx):
         b = self.beta * s["b"] + u["delta"]
         return {**u, "delta": b}, {"b": b, "visits": float(u.get("visits", torch.zeros(1)))}
 
@@ -195,7 +195,7 @@ def test_given_cohorts_are_kept_on_resume(blobs, tmp_path):
 class Wants(fb.Transform):
     name: str = "dc"
 
-    def update(self, u, s, x, info):
+    def update(self, u, s, x, ctx):
         return {"delta": u[self.name]}, s
 
 
@@ -209,14 +209,14 @@ class Forgets(fb.Rule):
 class Drops(fb.Rule):
     """Loses what other rules keep for the round."""
 
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return g, {}
 
 
 @dataclass(frozen=True)
 class Keeps(fb.Rule):
-    def start(self, loc):
-        return {"b": torch.zeros(len(loc.K), loc.x.shape[1])}
+    def start(self, ctx):
+        return {"b": torch.zeros(len(ctx.K), ctx.x.shape[1])}
 
 
 def test_halves_that_do_not_fit_are_told_what_to_add():
@@ -281,14 +281,14 @@ def test_a_rule_that_holds_on_to_y_finds_it_as_it_was():
     found = []
 
     class Holds(fb.Rule):
-        def start(self, loc):
-            return {"held": loc.x.expand(len(loc.K), -1)}
+        def start(self, ctx):
+            return {"held": ctx.x.expand(len(ctx.K), -1)}
 
-        def step(self, g, y, s, loc):
+        def step(self, g, y, s, ctx):
             return g, {"held": y}
 
-        def remember(self, received, s, loc):
-            found.append((s["held"].clone(), loc.x - received["delta"]))
+        def remember(self, received, s, ctx):
+            found.append((s["held"].clone(), ctx.x - received["delta"]))
             return {}
 
     draw = np.random.default_rng(0)

@@ -262,9 +262,9 @@ def test_a_run_from_zero_weights_may_grow():
 class FirstLayerOnly(fb.Rule):
     """A rule per layer: everything but the first slot stands still."""
 
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         keep = torch.zeros_like(g)
-        slot = loc.layout.slots[0]
+        slot = ctx.layout.slots[0]
         keep[:, slot.offset : slot.end] = 1
         return g * keep, s
 
@@ -282,8 +282,8 @@ def test_a_client_rule_may_ask_the_layout():
 
 @dataclass(frozen=True)
 class Undeclared(fb.Rule):
-    def finish(self, y, s, loc):
-        return {"extra": loc.K}
+    def finish(self, y, s, ctx):
+        return {"extra": ctx.K}
 
 
 @dataclass(frozen=True)
@@ -291,19 +291,19 @@ class TooWide(fb.Rule):
     def uploads(self):
         return (*super().uploads(), fb.Upload("extra", width=1))
 
-    def finish(self, y, s, loc):
+    def finish(self, y, s, ctx):
         return {"extra": y}
 
 
 @dataclass(frozen=True)
 class NoState(fb.Rule):
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return g
 
 
 @dataclass(frozen=True)
 class Misshapen(fb.Rule):
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return g.sum(1), s
 
 
@@ -434,12 +434,12 @@ def test_clients_are_counted_anew_when_one_joins_or_leaves_and_only_then():
 
 def test_clusters_shares_follow_the_number_of_clients():
     from fedbraid.algorithms.memory import ClusterVarp
-    from fedbraid.core.gather import Info
+    from fedbraid.core.gather import ServerContext
 
     def shares(sizes, weights="samples"):
         sizes = np.array(sizes)
-        info = Info(0, 2, len(sizes), float(sizes.sum()), 0.1, 1.0, 1.0, 0.0, Trial().p.layout, sizes)
-        return ClusterVarp(weights, clusters=2).shares(info).tolist()
+        ctx = ServerContext(0, 2, len(sizes), float(sizes.sum()), 0.1, 1.0, 1.0, 0.0, Trial().p.layout, sizes)
+        return ClusterVarp(weights, clusters=2).shares(ctx).tolist()
 
     assert shares([1, 3]) == [0.25, 0.75]
     assert shares([1, 3, 4, 0]) == [5 / 8, 3 / 8]  # one joins, another has left

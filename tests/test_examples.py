@@ -342,7 +342,7 @@ def test_a_run_ends_before_a_visit_that_a_client_cannot_afford(blobs):
         (lambda: hidden(fb.mimelite()), "mimelite takes gradients besides those of its local steps"),
         (lambda: hidden(fb.ditto()), "ditto takes gradients besides"),
         (lambda: hidden(fb.pfedme()), "pfedme takes gradients besides"),
-        (lambda: hidden(fb.Algorithm(rule=fb.local(print))), "whose gradients nobody clips"),
+        (lambda: hidden(fb.Algorithm(rule=fb.custom_local_loop(print))), "whose gradients nobody clips"),
         (lambda: hidden(hidden()), "private already"),
         (lambda: fb.private(hidden(), noise=1.0), "private already"),
         (lambda: hidden(where="client"), "leave out where= and scales="),
@@ -383,8 +383,8 @@ def test_batch_norm_is_refused_by_name(tmp_path, running):
 
 def test_a_second_gradient_of_a_step_is_refused_where_no_rehearsal_showed_it(blobs):
     class Sly(fb.Rule):
-        def step(self, g, y, s, loc):
-            return (loc.grad(y) if loc.lr == 0.05 else g), s
+        def step(self, g, y, s, ctx):
+            return (ctx.grad(y) if ctx.lr == 0.05 else g), s
 
     with pytest.raises(fb.FedbraidError, match="a second gradient of a step's batch"):
         fb.simulate(blobs, hidden(fb.Algorithm(rule=Sly())), WORK, fb.rounds(1, clients=1))

@@ -46,7 +46,7 @@ def task(clients=6):
 class Half(fb.Rule):
     by: float = 0.5
 
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return g * self.by, s
 
 

@@ -360,8 +360,8 @@ def node_by_hand(flower, user, about, answers):
                     tree, partial(pull, run), partial(confirm, run), return_type=Message
                 )
                 order.metadata.__dict__["_message_id"] = tree.object_id
-                info = get_run(run)
-                config = get_fused_config_from_fab(get_fab(info.fab_hash, run).content, info)
+                ctx = get_run(run)
+                config = get_fused_config_from_fab(get_fab(ctx.fab_hash, run).content, ctx)
                 context = Context(run, node, about, RecordDict(), config)
                 for reply in answers(order, user["apps"].client(order, context)):
                     reply.metadata.__dict__["_message_id"] = reply.object_id
@@ -619,7 +619,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Half(fb.Rule):
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return g / 2, s
 
 

@@ -43,7 +43,9 @@ ALGORITHMS = {
     "fedshift": fb.fedshift(fb.fedpaq(c.mixed(c.kmeans(3), share=0.5))),
     "fedef": fb.fedef(c.topk(0.3)),
     "hidden": fb.hidden_state(fb.with_codecs(fb.feddyn(), up=c.mixed(c.fp16(), share=0.5), down=c.qsgd(6))),
-    "braid": fb.hidden_state(fb.with_codecs(fb.fedadavr("adabelief", 0.01, memory="int4"), up=c.qsgd(4), down=c.qsgd(4))),
+    "braid": fb.hidden_state(
+        fb.with_codecs(fb.fedadavr("adabelief", 0.01, memory="int4"), up=c.qsgd(4), down=c.qsgd(4))
+    ),
     "feedback": fb.fedshift(fb.error_feedback(fb.with_codecs(fb.scaffold(), up=c.uniform(5)))),
     "ghbm": fb.ghbm(2, 0.9),
     "scallion": fb.scallion(),
@@ -57,17 +59,32 @@ LATER = {
     "fadas": fb.fadas(0.01, 3),
 }
 RUNS = {
-    **{f"{name}/rounds/{e}": (a, ROUNDS, e) for (name, a), e in zip(ALGORITHMS.items(), [LOOP, VMAP, NATIVE, POOL] * 7)},
+    **{
+        f"{name}/rounds/{e}": (a, ROUNDS, e)
+        for (name, a), e in zip(ALGORITHMS.items(), [LOOP, VMAP, NATIVE, POOL] * 7)
+    },
     **{f"{name}/buffered": (a, BUFFERED, LOOP) for name, a in LATER.items()},
-    **{f"{name}/buffered": (ALGORITHMS[name], BUFFERED, NATIVE) for name in ("braid", "scaffold", "fedadavr", "adabest", "hidden")},
-    **{f"{name}/late": (ALGORITHMS[name], LATE, VMAP) for name in ("scaffold", "fedvarp", "feedback", "fedgbo")},
+    **{
+        f"{name}/buffered": (ALGORITHMS[name], BUFFERED, NATIVE)
+        for name in ("braid", "scaffold", "fedadavr", "adabest", "hidden")
+    },
+    **{
+        f"{name}/late": (ALGORITHMS[name], LATE, VMAP)
+        for name in ("scaffold", "fedvarp", "feedback", "fedgbo")
+    },
 }
 
 
 def fingerprint() -> str:
     from fedbraid.engines.native.build import compiler, cpu_model
 
-    here = [torch.__version__, np.__version__, cpu_model()[0], torch.backends.cpu.get_cpu_capability(), str(compiler())]
+    here = [
+        torch.__version__,
+        np.__version__,
+        cpu_model()[0],
+        torch.backends.cpu.get_cpu_capability(),
+        str(compiler()),
+    ]
     return hashlib.sha256(" ".join(here).encode()).hexdigest()[:16]
 
 

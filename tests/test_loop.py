@@ -88,7 +88,7 @@ def test_a_whole_step_is_the_step_of_the_gradient(task: fb.Task) -> None:
 class Bent(fb.Rule):
     """The gradient, but touched: no whole step may be taken."""
 
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return 1.0 * g, s
 
 

@@ -118,8 +118,8 @@ def test_late_uploads_count_from_the_model_that_they_began_with():
     )
     state = gather.init(x, layout)
     acc = gather.add(gather.zero(x), up, state, x)
-    info = fb.Info(0, 2, 4, 4.0, 0.1, 1.0, 1.0, 0.0, layout, task.sizes)
-    moved = x - gather.close(acc, state, info)[0]["delta"]
+    ctx = fb.ServerContext(0, 2, 4, 4.0, 0.1, 1.0, 1.0, 0.0, layout, task.sizes)
+    moved = x - gather.close(acc, state, ctx)[0]["delta"]
     of = lambda v: effective(layout.load(task.module(), v))  # noqa: E731
     for k, (now, was) in enumerate(zip(of(moved), of(x), strict=True)):
         wanted = sum(of(b - d)[k] - of(b)[k] for b, d in zip(sent, delta, strict=True)) / 2

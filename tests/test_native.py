@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import fedbraid as fb
 from fedbraid.core import passes, rng
 from fedbraid.core.declare import DELTA
-from fedbraid.core.gather import WIDE, Info, Uploads
+from fedbraid.core.gather import WIDE, ServerContext, Uploads
 from fedbraid.core.rows import Slab
 from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
@@ -1744,7 +1744,7 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         n = torch.full((5, 1), 20.0) + (torch.arange(5)[:, None] if t == 7 else 0)
         late = torch.full((5, 1), float(t == 9))
         lr = torch.full((5, 1), 0.03, dtype=torch.float64)
-        info = Info(t, 5, 11, 220.0, 0.03, 6.0, 6.0, 0.0, layout, np.full(11, 20))
+        ctx = ServerContext(t, 5, 11, 220.0, 0.03, 6.0, 6.0, 0.0, layout, np.full(11, 20))
         updates = []
         for i, swap in enumerate(swaps):
             monkeypatch.setattr(passes, "swapper", swap)
@@ -1762,7 +1762,7 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
                     {"delta": DELTA},
                 )
                 acc = algorithm.gather.add(acc, up, states[i], x)
-            update, states[i] = algorithm.gather.close(acc, states[i], info)
+            update, states[i] = algorithm.gather.close(acc, states[i], ctx)
             updates.append(update["delta"])
         assert torch.equal(*updates)
     assert torch.equal(states[0].total, states[1].total)

@@ -13,7 +13,7 @@ from test_properties import Watch, watch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core.gather import Info
+from fedbraid.core.gather import ServerContext
 from fedbraid.run.simulate import algorithm_from
 from fedbraid.run.step import two_strokes
 from fedbraid.study import hours
@@ -81,12 +81,12 @@ def test_what_adabests_server_adds_to_fedavgs_arithmetic():
     """After the mean a step takes no more than Table 5 says, in numbers written: SCAFFOLD/m 4, FedDyn 4, AdaBest 3."""
     d = 100
     layout, x = fb.Layout.from_shapes([("w", (d,))]), torch.zeros(d)
-    info = Info(0, 5, 100, 100.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(100), 0)
+    ctx = ServerContext(0, 5, 100, 100.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(100), 0)
 
     def written(a):
         u, server = {name: torch.ones(d) for name in a.gathered}, a.server.init(x, layout)
         with Elements() as counter:
-            two_strokes(a, u, server, x, info)
+            two_strokes(a, u, server, x, ctx)
         return counter.count / d
 
     plain = written(fb.fedavg())

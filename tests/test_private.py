@@ -11,7 +11,7 @@ import torch
 
 import fedbraid as fb
 from fedbraid.algorithms.private import Noised
-from fedbraid.core.gather import Info, Uploads
+from fedbraid.core.gather import ServerContext, Uploads
 from fedbraid.links.private import clipped as cut
 
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
@@ -123,11 +123,11 @@ def gather(a, z=0.0, planned=4.0, seed=0):
 
 def closed(g, up, x, t=0):
     layout = fb.Layout.from_shapes([("w", (len(x),))])
-    info = Info(t, 4, 9, 9.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(9, np.int64))
+    ctx = ServerContext(t, 4, 9, 9.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(9, np.int64))
     acc = g.zero(x)
     if up is not None:
         acc = g.add(acc, up, {}, x)
-    return g.close(acc, {}, info)[0]["delta"]
+    return g.close(acc, {}, ctx)[0]["delta"]
 
 
 def test_one_client_moves_the_noiseless_sum_by_no_more_than_the_clip():
@@ -289,8 +289,8 @@ def test_an_adaptive_clip_finds_the_median_norm():
     for t in range(120):
         up = uploads({"delta": cut({"delta": raw}, s["clip"], a.uploads)["delta"]}, a.uploads)
         up.sent = {"clip": s["clip"][None]}
-        info = Info(t, 20, 20, 20.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(20, np.int64))
-        u, s = g.close(g.add(g.zero(x), up, s, x), s, info)
+        ctx = ServerContext(t, 20, 20, 20.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(20, np.int64))
+        u, s = g.close(g.add(g.zero(x), up, s, x), s, ctx)
         clips.append(float(u["clip"]))
     assert clips[0] > 0.1
     assert np.mean(clips[60:]) == pytest.approx(10.5, rel=0.15)

@@ -292,12 +292,12 @@ def uploads(clients, delta, n):
 
 
 def facts(N, samples, sizes):
-    return fb.Info(0, 2, N, samples, 0.5, 1.0, 1.0, 0.0, Trial().p.layout, np.array(sizes))
+    return fb.ServerContext(0, 2, N, samples, 0.5, 1.0, 1.0, 0.0, Trial().p.layout, np.array(sizes))
 
 
-def fold(gather, s, clients, delta, n, info):
+def fold(gather, s, clients, delta, n, ctx):
     x = torch.zeros(27)
-    return gather.close(gather.add(gather.zero(x), uploads(clients, delta, n), s, x), s, info)
+    return gather.close(gather.add(gather.zero(x), uploads(clients, delta, n), s, x), s, ctx)
 
 
 @pytest.mark.parametrize("memory", [None, "int8", "int4"])

@@ -72,7 +72,7 @@ def mine(node=None):
 
 
 class Calm(fb.Rule):
-    def step(self, g, y, s, loc):
+    def step(self, g, y, s, ctx):
         return 0.5 * g, s
 
 

@@ -56,9 +56,9 @@ class Around(Gather):
         pair.rows.put(up.clients, {"n": seen + 1})
         return self.inner.add(acc, up, pair.both[0], x)
 
-    def close(self, acc, s, info):
-        u, inner = self.inner.close(acc, s["deep"][0].both[0], info)
-        return u, {"deep": [replace(s["deep"][0], both=(inner,))], 7: (info.t, 0.5, None, "x")}
+    def close(self, acc, s, ctx):
+        u, inner = self.inner.close(acc, s["deep"][0].both[0], ctx)
+        return u, {"deep": [replace(s["deep"][0], both=(inner,))], 7: (ctx.t, 0.5, None, "x")}
 
 
 class Stop(Exception):

@@ -19,7 +19,7 @@ every_trial = pytest.mark.parametrize("trial", TRIALS, ids=trial_name)
 LOOP, POOL = fb.engines.in_process(backend="loop"), fb.engines.pool(workers=2, backend="loop")
 
 
-# loc.grad ------------------------------------------------------------------------------------------------
+# ctx.grad ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Sharpness(fb.Rule):
 
     rho: float
 
-    def step(self, g, y, s, loc):
-        return loc.grad(y + self.rho * g / g.norm(dim=1, keepdim=True)), s
+    def step(self, g, y, s, ctx):
+        return ctx.grad(y + self.rho * g / g.norm(dim=1, keepdim=True)), s
 
 
 @every_trial
@@ -52,10 +52,10 @@ def test_the_gradient_that_a_step_began_with_stays():
 
     @dataclass(frozen=True)
     class Twice(fb.Rule):
-        def step(self, g, y, s, loc):
+        def step(self, g, y, s, ctx):
             before = g.clone()
-            assert torch.equal(loc.grad(y), before)
-            loc.grad(y + 1)
+            assert torch.equal(ctx.grad(y), before)
+            ctx.grad(y + 1)
             seen.append(torch.equal(g, before))
             return g, s
 
@@ -70,9 +70,9 @@ def test_the_gradient_that_a_step_began_with_stays():
 def test_outside_of_a_step_there_is_no_batch():
     @dataclass(frozen=True)
     class Late(fb.Rule):
-        def finish(self, y, s, loc):
+        def finish(self, y, s, ctx):
             if len(y) > 2:  # not in the rehearsal
-                loc.grad(y)
+                ctx.grad(y)
             return {}
 
     with pytest.raises(fb.FedbraidError, match="there is no batch"):
@@ -84,9 +84,9 @@ def test_outside_of_a_step_there_is_no_batch():
 # A loop of one's own -------------------------------------------------------------------------------------
 
 
-def plain(module, batches, loc):
+def plain(module, batches, ctx):
     """What the library does itself, but for bits."""
-    optimiser = torch.optim.SGD(module.parameters(), loc.lr, momentum=0.5)
+    optimiser = torch.optim.SGD(module.parameters(), ctx.lr, momentum=0.5)
     total = 0.0
     for x, y in batches:
         optimiser.zero_grad()
@@ -99,10 +99,10 @@ def plain(module, batches, loc):
 
 WORK = fb.Work(lr=0.2, epochs=2, batch=3, momentum=0.5)
 LOOPS = {
-    "fedavg": (fb.Algorithm(rule=fb.local(plain)), fb.fedavg()),
-    "fedadam": (replace(fb.fedadam(lr=0.05), rule=fb.local(plain), name=""), fb.fedadam(lr=0.05)),
+    "fedavg": (fb.Algorithm(rule=fb.custom_local_loop(plain)), fb.fedavg()),
+    "fedadam": (replace(fb.fedadam(lr=0.05), rule=fb.custom_local_loop(plain), name=""), fb.fedadam(lr=0.05)),
     "int8": (
-        fb.with_codecs(fb.Algorithm(rule=fb.local(plain)), up=fb.codecs.int8()),
+        fb.with_codecs(fb.Algorithm(rule=fb.custom_local_loop(plain)), up=fb.codecs.int8()),
         fb.fedpaq(fb.codecs.int8()),
     ),
 }
@@ -127,13 +127,17 @@ def test_a_loop_of_ones_own_keeps_everything_else(name, schedule):
 
 
 def test_it_is_resumed_to_the_bit(tmp_path):
-    def noisy(module, batches, loc):
+    def noisy(module, batches, ctx):
         with torch.no_grad():
             for p in module.parameters():
                 p += 0.01 * torch.randn_like(p)  # counted
-        return plain(module, batches, loc)
+        return plain(module, batches, ctx)
 
-    algorithm, task, schedule = fb.Algorithm(rule=fb.local(noisy)), Problem().task, fb.rounds(5, clients=3)
+    algorithm, task, schedule = (
+        fb.Algorithm(rule=fb.custom_local_loop(noisy)),
+        Problem().task,
+        fb.rounds(5, clients=3),
+    )
     once = fb.simulate(task, algorithm, WORK, schedule)
 
     class Stop:
@@ -152,18 +156,20 @@ def test_loops_that_do_not_go_are_sentences():
     task = Problem().task
 
     def run(fn, engine="auto"):
-        fb.simulate(task, fb.Algorithm(rule=fb.local(fn)), WORK, fb.rounds(1, clients=2), engine=engine)
+        fb.simulate(
+            task, fb.Algorithm(rule=fb.custom_local_loop(fn)), WORK, fb.rounds(1, clients=2), engine=engine
+        )
 
     with pytest.raises(fb.FedbraidError, match=r"fails for client \d+ \(TypeError"):
-        run(lambda module, batches, loc: None)
+        run(lambda module, batches, ctx: None)
     with pytest.raises(fb.FedbraidError, match=r"ZeroDivisionError.*what ran before is kept"):
-        run(lambda module, batches, loc: 1 / 0)
+        run(lambda module, batches, ctx: 1 / 0)
     with pytest.raises(fb.FedbraidError, match="use backend='loop'"):
         run(plain, VMAP)
     with pytest.raises(fb.FedbraidError, match="would never bend a gradient"):
-        fb.Algorithm(rule=fb.chain(fb.local(plain), fb.fedprox(0.1).rule))
+        fb.Algorithm(rule=fb.chain(fb.custom_local_loop(plain), fb.fedprox(0.1).rule))
     with pytest.raises(fb.FedbraidError, match="give it a function"):
-        fb.local(3)
+        fb.custom_local_loop(3)
 
 
 # Losses that look at other models ------------------------------------------------------------------------
@@ -264,11 +270,11 @@ def test_a_transform_of_ones_own_sees_the_test_set():
 
     @dataclass(frozen=True)
     class Judge(fb.Transform):
-        def update(self, u, s, x, info):
-            if info.data is not None:
-                inputs, targets = info.data.test
+        def update(self, u, s, x, ctx):
+            if ctx.data is not None:
+                inputs, targets = ctx.data.test
                 seen.append(
-                    (info.data.module(x - u["delta"])(inputs).argmax(1) == targets).double().mean().item()
+                    (ctx.data.module(x - u["delta"])(inputs).argmax(1) == targets).double().mean().item()
                 )
             return u, s
 

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec
     from fedbraid.core.declare import Download, Upload
-    from fedbraid.core.gather import Gather, Info, Mean, Staleness, Uploads
+    from fedbraid.core.gather import Gather, Mean, ServerContext, Staleness, Uploads
     from fedbraid.core.layout import Layout
-    from fedbraid.core.rule import Chain, Local, Rule, chain, local
+    from fedbraid.core.rule import Chain, ClientContext, Rule, chain, custom_local_loop
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
@@ -69,9 +69,9 @@ _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they
 _HOMES = {
     "core.algorithm": "Algorithm",
     "core.declare": "Download Upload",
-    "core.gather": "Gather Info Mean Staleness Uploads",
+    "core.gather": "Gather Mean ServerContext Staleness Uploads",
     "core.layout": "Layout",
-    "core.rule": "Chain Local Rule chain local",
+    "core.rule": "Chain ClientContext Rule chain custom_local_loop",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
     "data.arrays": "pad",

@@ -11,9 +11,9 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
-from fedbraid.core.gather import Info, Mean, Uploads
+from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
 
 
@@ -33,21 +33,21 @@ class AdaptiveBias(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1)}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"], s  # Algorithm 1, gradients (AdaBest)
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
+        return g - ctx.client_state["h_i"], s  # Algorithm 1, gradients (AdaBest)
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        last = loc.memory["last"]
-        since = (loc.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
-        mu = self.mu * self._pull(loc) if self.progressive else self.mu
-        h_i = loc.memory["h_i"] / since + mu * got["delta"]  # Algorithm 1, h_i (AdaBest)
-        return {"h_i": h_i, "last": torch.full_like(last, loc.t)}
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        last = ctx.client_state["last"]
+        since = (ctx.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
+        mu = self.mu * self._pull(ctx) if self.progressive else self.mu
+        h_i = ctx.client_state["h_i"] / since + mu * got["delta"]  # Algorithm 1, h_i (AdaBest)
+        return {"h_i": h_i, "last": torch.full_like(last, ctx.t)}
 
     @staticmethod
-    def _pull(loc: Local) -> Tensor:
+    def _pull(ctx: ClientContext) -> Tensor:
         """n̄/n_i; 1 before anybody came."""
-        mean = loc.down["n_mean"]
-        return torch.where(mean > 0, mean / loc.n, 1.0)
+        mean = ctx.download["n_mean"]
+        return torch.where(mean > 0, mean / ctx.n, 1.0)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AdaptiveServer(Transform):
     def init(self, x: Tensor, layout: Layout) -> Estimate:
         return Estimate(torch.zeros_like(x))
 
-    def settle(self, move: Tensor, s: Estimate, info: Info) -> tuple[Tensor, Estimate]:
+    def settle(self, move: Tensor, s: Estimate, ctx: ServerContext) -> tuple[Tensor, Estimate]:
         h = self.beta * (s.h + move)  # Algorithm 1, h (AdaBest), by Remark 2 β(x̄_prev − x̄)
         return h, Estimate(h)
 
@@ -101,8 +101,8 @@ class MeanSamples(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"n": up.n}
 
-    def update(self, u: Vectors, s: Visits, x: Tensor, info: Info) -> tuple[Vectors, Visits]:
-        return u, Visits(s.samples + info.cohort * float(u["n"]), s.count + info.cohort)
+    def update(self, u: Vectors, s: Visits, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Visits]:
+        return u, Visits(s.samples + ctx.cohort * float(u["n"]), s.count + ctx.cohort)
 
 
 @builder

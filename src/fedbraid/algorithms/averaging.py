@@ -10,9 +10,9 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import DELTA, Upload
-from fedbraid.core.gather import Info, Mean, Tree, Uploads
+from fedbraid.core.gather import Mean, ServerContext, Tree, Uploads
 from fedbraid.core.optim import Momentum, Optimise
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 
 
@@ -39,8 +39,8 @@ class Proximal(Rule):
     def __post_init__(self) -> None:
         number("mu", self.mu, "[0, inf)", "pushes clients away from the model")
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g + self.mu * (y - loc.x), s
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
+        return g + self.mu * (y - ctx.x), s
 
 
 @builder
@@ -59,8 +59,8 @@ class EffectiveSteps(Rule):
     def plain_steps(self) -> bool:
         return True
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-        return {"a": loc.a}
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"a": ctx.a}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Normalised(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"delta": up.vectors["delta"] / (up.lr * up.vectors["a"]).to(up.vectors["delta"])}
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        return {**u, "delta": info.lr * u["a"] * u["delta"]}, s
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
+        return {**u, "delta": ctx.lr * u["a"] * u["delta"]}, s
 
 
 @builder

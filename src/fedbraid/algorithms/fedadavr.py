@@ -14,7 +14,7 @@ from fedbraid.algorithms._build import builder
 from fedbraid.algorithms.memory import Remembered, SumOfMemories, everybody, remembering
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import Beside, Info, Uploads
+from fedbraid.core.gather import Beside, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import Ledger, Swapping
 from fedbraid.core.optim import SERVER, Optimise, Optimiser, TrustRatio, named
@@ -48,11 +48,11 @@ class VarianceReduced(Beside):
         mine.put(up.clients, up.vectors["delta"], p, age, rate=up.lr)  # eq. 4, 5 and 7
         return mine
 
-    def end(self, mine: Swapping, s: Ledger, info: Info) -> tuple[Tensor, Ledger]:
-        P_N = everybody(self.weights, info)
+    def end(self, mine: Swapping, s: Ledger, ctx: ServerContext) -> tuple[Tensor, Ledger]:
+        P_N = everybody(self.weights, ctx)
         P_S = mine.weight if self.normalise == "cohort" else P_N
         r = mine.fresh / P_S + mine.before / P_N  # eq. 6
-        return info.lr * r, mine.close()  # eq. 8
+        return ctx.lr * r, mine.close()  # eq. 8
 
     def leave(self, s: Ledger, client: int) -> Ledger:
         return s.without(client)
@@ -68,10 +68,12 @@ class ReducedOfMemories(SumOfMemories):
         super().__post_init__()
         _check_normalise(self.normalise)
 
-    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
-        P_N = everybody(self.weights, info)
+    def made(
+        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
+    ) -> Tensor:
+        P_N = everybody(self.weights, ctx)
         part = 1.0 if self.normalise == "cohort" else P_S / P_N
-        return info.lr * (part * change + (old.total / P_N).float())  # eq. 6 and 8
+        return ctx.lr * (part * change + (old.total / P_N).float())  # eq. 6 and 8
 
 
 def _check_normalise(normalise: str) -> None:

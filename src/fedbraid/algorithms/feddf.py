@@ -12,7 +12,7 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
-from fedbraid.core.gather import Gather, Info, Mean, Tree, Uploads
+from fedbraid.core.gather import Gather, Mean, ServerContext, Tree, Uploads
 from fedbraid.core.rates import downhill
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
@@ -35,9 +35,9 @@ class Ensemble(Gather):
         mean, models = acc
         return self._mean.add(mean, up, s, x), (*models, up.sent["x"] - up.vectors["delta"])
 
-    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
         mean, models = acc
-        u, s = self._mean.close(mean, s, info)
+        u, s = self._mean.close(mean, s, ctx)
         return {**u, "models": torch.cat(models)}, s
 
 
@@ -54,25 +54,25 @@ class Distil(Transform):
         whole("batch", self.batch)
         downhill("rate", self.rate)
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
-        if info.data is None:  # a rehearsal
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
+        if ctx.data is None:  # a rehearsal
             return u, s
-        student = info.data.module(x - u["delta"]).train()
-        teachers = [info.data.module(m).eval() for m in u["models"]]
+        student = ctx.data.module(x - u["delta"]).train()
+        teachers = [ctx.data.module(m).eval() for m in u["models"]]
         optimiser = torch.optim.Adam(student.parameters(), self.rate)
-        draw = rng.generator(info.data.seed, "distil", info.t)
-        count = len(next(iter(_leaves(info.data.public[0]))))
+        draw = rng.generator(ctx.data.seed, "distil", ctx.t)
+        count = len(next(iter(_leaves(ctx.data.public[0]))))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rng.key(info.data.seed, "distil", info.t))
+            torch.manual_seed(rng.key(ctx.data.seed, "distil", ctx.t))
             for _ in range(self.steps):
                 rows = torch.from_numpy(draw.choice(count, min(self.batch, count), replace=False))
                 with torch.no_grad():
-                    said = torch.stack([info.data.outputs(t, rows) for t in teachers]).mean(0)
+                    said = torch.stack([ctx.data.outputs(t, rows) for t in teachers]).mean(0)
                 optimiser.zero_grad()
-                own = log_softmax(info.data.outputs(student, rows), 1)
+                own = log_softmax(ctx.data.outputs(student, rows), 1)
                 kl_div(own, softmax(said, 1), reduction="batchmean").backward()  # type: ignore[no-untyped-call]
                 optimiser.step()
-        return {**u, "delta": x - info.layout.flatten(student)}, s
+        return {**u, "delta": x - ctx.layout.flatten(student)}, s
 
 
 def _leaves(tree: Tree) -> list[Tensor]:

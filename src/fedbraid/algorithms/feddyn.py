@@ -12,9 +12,9 @@ from fedbraid.algorithms.scaffold import Total
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import Upload
-from fedbraid.core.gather import Info, Mean, Uploads
+from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
 
 
@@ -30,11 +30,11 @@ class DynamicRegulariser(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return g - loc.memory["h_i"] - self.mu * (loc.x - y), s  # Algorithm 1, gradients (FedDyn)
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
+        return g - ctx.client_state["h_i"] - self.mu * (ctx.x - y), s  # Algorithm 1, gradients (FedDyn)
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"h_i": loc.memory["h_i"] + self.mu * got["delta"]}  # Algorithm 1, h_i (FedDyn)
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"h_i": ctx.client_state["h_i"] + self.mu * got["delta"]}  # Algorithm 1, h_i (FedDyn)
 
     def leave(self, memory: Vectors) -> Vectors:
         return {"moved": -memory["h_i"] / self.mu if self.mu else torch.zeros_like(memory["h_i"])}
@@ -53,11 +53,11 @@ class DynamicServer(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"moved": up.vectors["delta"]}
 
-    def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
-        return u, Total(s.total + info.cohort * u["moved"])  # Algorithm 1, h (FedDyn)
+    def update(self, u: Vectors, s: Total, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Total]:
+        return u, Total(s.total + ctx.cohort * u["moved"])  # Algorithm 1, h (FedDyn)
 
-    def settle(self, move: Tensor, s: Total, info: Info) -> tuple[Tensor, Total]:
-        return s.total / info.N, s
+    def settle(self, move: Tensor, s: Total, ctx: ServerContext) -> tuple[Tensor, Total]:
+        return s.total / ctx.N, s
 
     def leave(self, s: Total, share: Vectors) -> Total:
         return Total(s.total + share.get("moved", 0))

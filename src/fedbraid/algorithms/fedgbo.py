@@ -15,10 +15,10 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.declare import DELTA, Download, Upload
-from fedbraid.core.gather import Info, Mean, Uploads
+from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import Adam, Optimiser, RMSProp, SGDm
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
 
@@ -29,8 +29,8 @@ class Fixed(Rule):
 
     optimiser: Optimiser
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
-        return self.optimiser.apply(g, loc.down), s  # Table 1, U
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
+        return self.optimiser.apply(g, ctx.download), s  # Table 1, U
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class FixedAndGradient(Fixed):
     def uploads(self) -> tuple[Upload, ...]:
         return DELTA, Upload("grad")
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-        return {"grad": loc.full_grad(loc.x)}
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"grad": ctx.full_grad(ctx.x)}
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Tracked(Rule):
     def uploads(self) -> tuple[Upload, ...]:
         return DELTA, *(Upload(name, signed=name != "v") for name in self.optimiser.statistics)
 
-    def start(self, loc: Local) -> Vectors:
-        return {name: loc.down[name].expand(len(loc.K), -1) for name in self.optimiser.statistics}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {name: ctx.download[name].expand(len(ctx.K), -1) for name in self.optimiser.statistics}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         stats = self.optimiser.track(g, s)
         return self.optimiser.step(g, stats, 1), {**s, **stats}
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
         return {name: s[name] for name in self.optimiser.statistics}
 
 
@@ -99,8 +99,8 @@ class Inverted(Statistics):
         at_0 = self.optimiser.inverse(torch.zeros_like(up.sent["x"]), sent)
         return {"inverse": self.optimiser.inverse(move, sent), "inverse_of_0": at_0}
 
-    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
-        g = (u["inverse"] - u["inverse_of_0"]) / info.a + u["inverse_of_0"]  # Table 1, I
+    def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
+        g = (u["inverse"] - u["inverse_of_0"]) / ctx.a + u["inverse_of_0"]  # Table 1, I
         return u, self.optimiser.track(g, s)  # Table 1, T
 
 
@@ -108,7 +108,7 @@ class Inverted(Statistics):
 class FromGradient(Statistics):
     """Mimelite: s ← T(mean ∇f_i, s)."""
 
-    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
+    def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
         return u, self.optimiser.track(u["grad"], s)
 
 
@@ -116,7 +116,7 @@ class FromGradient(Statistics):
 class Averaged(Statistics):
     """MFL: s ← mean s_i."""
 
-    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
+    def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
         return u, {name: u[name] for name in s}
 
 

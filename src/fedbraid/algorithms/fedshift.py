@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Tree
+from fedbraid.core.gather import ServerContext, Tree
 from fedbraid.core.transform import Transform, pipeline
 
 
@@ -19,12 +19,14 @@ class Shift(Transform):
     Only matrices and kernels, which codecs quantise; biases and norms' gains stay.
     """
 
-    def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
+    def adjust(self, average: Tensor, s: Tree, ctx: ServerContext) -> Tensor:
         shifted = average.clone()
-        for slot in info.layout:
+        for slot in ctx.layout:
             if len(slot.shape) > 1 and not slot.buffer:
                 at = slice(slot.offset, slot.end)
-                shifted[at] = average[at] - info.quantised * average[at].mean()  # Algorithm 2, lines 18, 19
+                shifted[at] = (
+                    average[at] - ctx.quantized_fraction * average[at].mean()
+                )  # Algorithm 2, lines 18, 19
         return shifted
 
 

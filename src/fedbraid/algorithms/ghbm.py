@@ -11,9 +11,9 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Download
-from fedbraid.core.gather import Info, Mean
+from fedbraid.core.gather import Mean, ServerContext
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 
 
@@ -29,10 +29,10 @@ class HeavyBall(Rule):
     def plain_steps(self) -> bool:
         return True
 
-    def start(self, loc: Local) -> Vectors:
-        return {"push": self.beta / (loc.a * loc.lr) * loc.down["M"]}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {"push": self.beta / (ctx.a * ctx.lr) * ctx.download["M"]}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g + s["push"], s
 
 
@@ -63,7 +63,7 @@ class Trail(Transform):
         oldest = s.models[s.count % self.tau]
         return {"M": (oldest - x) / self.tau if s.count >= self.tau else torch.zeros_like(x)}
 
-    def update(self, u: Vectors, s: Past, x: Tensor, info: Info) -> tuple[Vectors, Past]:
+    def update(self, u: Vectors, s: Past, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Past]:
         return u, self.idle(s, x)
 
     def idle(self, s: Past, x: Tensor) -> Past:

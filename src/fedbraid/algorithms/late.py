@@ -12,7 +12,7 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
-from fedbraid.core.gather import Beside, Info, Mean, Uploads
+from fedbraid.core.gather import Beside, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import Ledger, Swapping
 from fedbraid.core.optim import Adam, Optimise
@@ -63,13 +63,15 @@ class YoungMifa(Beside):
         swapping.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
         return swapping, ages | {int(c): int(a) for c, a in zip(up.clients, up.staleness[:, 0])}
 
-    def end(self, mine: tuple[Swapping, dict[int, int]], s: Dated, info: Info) -> tuple[Tensor, Dated]:
+    def end(
+        self, mine: tuple[Swapping, dict[int, int]], s: Dated, ctx: ServerContext
+    ) -> tuple[Tensor, Dated]:
         swapping, ages = mine
         dates = dict(zip(s.clients.tolist(), s.versions.tolist())) | {
-            c: info.t - age for c, age in ages.items()
+            c: ctx.t - age for c, age in ages.items()
         }
         after = swapping.close()
-        for client in [c for c, version in dates.items() if info.t - version > self.limit]:
+        for client in [c for c, version in dates.items() if ctx.t - version > self.limit]:
             after = after.without(client)
             del dates[client]
         delta = after.total / after.seen if dates else torch.zeros_like(after.total)
@@ -125,9 +127,9 @@ class CautiousScale(Scale):
         if self.limit is not None:
             whole("limit", self.limit)
 
-    def update(self, u: Vectors, s: Any, x: Tensor, info: Info) -> tuple[Vectors, Any]:
-        late = self.limit is not None and info.stalest > self.limit
-        rate = min(self.lr, 1 / info.stalest) if late else self.lr
+    def update(self, u: Vectors, s: Any, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Any]:
+        late = self.limit is not None and ctx.max_staleness > self.limit
+        rate = min(self.lr, 1 / ctx.max_staleness) if late else self.lr
         return {**u, "delta": rate * u["delta"]}, s
 
 

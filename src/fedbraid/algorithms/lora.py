@@ -19,7 +19,7 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import Gather, Info, Mean, Sums, Tree, Uploads
+from fedbraid.core.gather import Gather, Mean, ServerContext, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Pipeline, Scale, Transform
@@ -111,9 +111,9 @@ class Products(Gather):
             delta[:, one.below] = one.product(before) - one.product(before - delta)  # −s (B_i A_i − BA)
         return self.mean.add(acc[0], up.having({**up.vectors, "delta": delta}), {}, x), x
 
-    def close(self, acc: tuple[Sums, Tensor], s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: tuple[Sums, Tensor], s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
         sums, x = acc
-        u, _ = self.mean.close(sums, {}, info)
+        u, _ = self.mean.close(sums, {}, ctx)
         delta = u["delta"].clone()
         for one in (Adapter(*each) for each in s):
             apart = one.product((x - delta)[None]) - one.product(x[None])  # s (B̄Ā − BA)

@@ -16,10 +16,10 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Upload
-from fedbraid.core.gather import Beside, Gather, Info, Mean, Uploads, check_weights, fold
+from fedbraid.core.gather import Beside, Gather, Mean, ServerContext, Uploads, check_weights, fold
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import Ledger, Swapping
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import Ints
@@ -47,22 +47,22 @@ class LastUpdates(Beside):
 class Varp(LastUpdates):
     """FedVARP (SAGA): Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i for i ∈ S."""
 
-    def end(self, mine: Swapping, s: Ledger, info: Info) -> tuple[Tensor, Ledger]:
-        return mine.fresh / mine.weight + mine.before / everybody(self.weights, info), mine.close()
+    def end(self, mine: Swapping, s: Ledger, ctx: ServerContext) -> tuple[Tensor, Ledger]:
+        return mine.fresh / mine.weight + mine.before / everybody(self.weights, ctx), mine.close()
 
 
 @dataclass(frozen=True)
 class Mifa(LastUpdates):
     """MIFA: y_i ← Δ_i for i ∈ S, then Σ p_j y_j over every client seen so far."""
 
-    def end(self, mine: Swapping, s: Ledger, info: Info) -> tuple[Tensor, Ledger]:
+    def end(self, mine: Swapping, s: Ledger, ctx: ServerContext) -> tuple[Tensor, Ledger]:
         after = mine.close()
         return (after.total / after.seen).float(), after
 
 
-def everybody(weights: str, info: Info) -> float:
+def everybody(weights: str, ctx: ServerContext) -> float:
     """Σ_N p_j before it is normalised."""
-    return info.samples if weights == "samples" else float(info.N)
+    return ctx.samples if weights == "samples" else float(ctx.N)
 
 
 # Held by clients ------------------------------------------------------------------------------------
@@ -96,20 +96,20 @@ class OwnMemory(Rule):
     def fades(self) -> bool:
         return self.fade > 0
 
-    def _held(self, loc: Local) -> Tensor:
+    def _held(self, ctx: ClientContext) -> Tensor:
         """y_i as it is today."""
-        y_i = loc.memory["y_i"]
-        return y_i * (1 - self.fade) ** (loc.t - loc.memory["t_i"]) if self.fade else y_i
+        y_i = ctx.client_state["y_i"]
+        return y_i * (1 - self.fade) ** (ctx.t - ctx.client_state["t_i"]) if self.fade else y_i
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-        moved = (loc.x - y) / loc.lr if self.rated else loc.x - y
-        change = {"change": moved - self._held(loc)}
-        return change | ({"first": self._p(loc) - loc.memory["w_i"]} if self.counted else {})
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
+        moved = (ctx.x - y) / ctx.lr if self.rated else ctx.x - y
+        change = {"change": moved - self._held(ctx)}
+        return change | ({"first": self._p(ctx) - ctx.client_state["w_i"]} if self.counted else {})
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        w = loc.memory["w_i"] + got["first"] if self.counted else self._p(loc)
-        new = {"y_i": self._held(loc) + got["change"], "w_i": w}
-        return new | ({"t_i": torch.full_like(w, loc.t)} if self.fade else {})
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        w = ctx.client_state["w_i"] + got["first"] if self.counted else self._p(ctx)
+        new = {"y_i": self._held(ctx) + got["change"], "w_i": w}
+        return new | ({"t_i": torch.full_like(w, ctx.t)} if self.fade else {})
 
     def leave(self, memory: Vectors) -> Vectors:
         w = memory["w_i"]
@@ -118,8 +118,8 @@ class OwnMemory(Rule):
         change = -w * memory["y_i"] if self.weights == "samples" else -memory["y_i"]
         return {"change": change} | ({"first": -w} if self.counted else {})
 
-    def _p(self, loc: Local) -> Tensor:
-        return loc.n if self.weights == "samples" else torch.ones_like(loc.n)
+    def _p(self, ctx: ClientContext) -> Tensor:
+        return ctx.n if self.weights == "samples" else torch.ones_like(ctx.n)
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,19 @@ class SumOfMemories(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"weight": up.p(self.weights)}
 
-    def update(self, u: Vectors, s: Remembered, x: Tensor, info: Info) -> tuple[Vectors, Remembered]:
-        P_S = info.cohort * float(u["weight"])
-        seen = info.cohort * float(u["first"]) if "first" in u else 0.0
+    def update(self, u: Vectors, s: Remembered, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Remembered]:
+        P_S = ctx.cohort * float(u["weight"])
+        seen = ctx.cohort * float(u["first"]) if "first" in u else 0.0
         new = Remembered(torch.add(s.total, u["change"].double(), alpha=P_S), s.seen + seen)
-        delta = self.made(u["change"], P_S, s, new, info)
+        delta = self.made(u["change"], P_S, s, new, ctx)
         return {**u, "delta": delta, "gathered": delta}, self.idle(new, x)
 
     def idle(self, s: Remembered, x: Tensor) -> Remembered:
         return replace(s, total=(1 - self.fade) * s.total) if self.fade else s
 
-    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
+    def made(
+        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
+    ) -> Tensor:
         """The update, of the cohort's mean change and its weight."""
         raise NotImplementedError
 
@@ -176,15 +178,19 @@ class SumOfMemories(Transform):
 class VarpOfMemories(SumOfMemories):
     """FedVARP: Σ_S p_i δ_i + Σ_N p_j y_j, the memories as they were."""
 
-    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
-        return change + (old.total / everybody(self.weights, info)).float()
+    def made(
+        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
+    ) -> Tensor:
+        return change + (old.total / everybody(self.weights, ctx)).float()
 
 
 @dataclass(frozen=True)
 class MifaOfMemories(SumOfMemories):
     """MIFA: Σ p_j y_j over every client seen so far, the memories as they are now."""
 
-    def made(self, change: Tensor, P_S: float, old: Remembered, new: Remembered, info: Info) -> Tensor:
+    def made(
+        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
+    ) -> Tensor:
         return (new.total / max(new.seen, 1.0)).float()  # less than one is noise
 
 
@@ -269,15 +275,15 @@ class ClusterVarp(Beside):
         return fresh, weight + float(p.sum()), new, count
 
     def end(
-        self, mine: tuple[Tensor, float, Tensor, Tensor], s: Clusters, info: Info
+        self, mine: tuple[Tensor, float, Tensor, Tensor], s: Clusters, ctx: ServerContext
     ) -> tuple[Tensor, Clusters]:
         fresh, weight, new, count = mine
-        delta = fresh / weight + self.shares(info).to(fresh) @ s.y
+        delta = fresh / weight + self.shares(ctx).to(fresh) @ s.y
         return delta, Clusters(torch.where(count > 0, new / count.clamp_min(1), s.y))
 
-    def shares(self, info: Info) -> Tensor:
+    def shares(self, ctx: ServerContext) -> Tensor:
         """Each cluster's share of all clients' weight."""
-        n = info.sizes if self.weights == "samples" else info.sizes > 0
+        n = ctx.sizes if self.weights == "samples" else ctx.sizes > 0
         totals = np.bincount(self.of(np.arange(len(n))), weights=n, minlength=self.count)
         return torch.from_numpy(totals / totals.sum())
 

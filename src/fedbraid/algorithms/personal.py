@@ -16,10 +16,10 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Upload
-from fedbraid.core.gather import Info, Mean, Tree
+from fedbraid.core.gather import Mean, ServerContext, Tree
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Broadcast, Caster, Direct, Plain, Sender, Sent
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
 
@@ -59,14 +59,14 @@ class Regularised(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"v_i": x.clone()}
 
-    def start(self, loc: Local) -> Vectors:
-        return {"v": loc.memory["v_i"]}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {"v": ctx.client_state["v_i"]}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         v = s["v"]
-        return g, {**s, "v": v - loc.lr * (loc.grad(v) + self.lam * (v - loc.x))}  # Algorithm 1, line 6
+        return g, {**s, "v": v - ctx.lr * (ctx.grad(v) + self.lam * (v - ctx.x))}  # Algorithm 1, line 6
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"v_i": s["v"]}
 
     def own(self, memory: Vectors) -> Tensor:
@@ -95,16 +95,16 @@ class MoreauEnvelope(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"theta_i": x.clone()}
 
-    def start(self, loc: Local) -> Vectors:
-        return {"theta": loc.memory["theta_i"]}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {"theta": ctx.client_state["theta_i"]}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         theta = y - self.rate * g
         for _ in range(self.steps - 1):
-            theta = theta - self.rate * (loc.grad(theta) + self.lam * (theta - y))  # line 7
+            theta = theta - self.rate * (ctx.grad(theta) + self.lam * (theta - y))  # line 7
         return self.lam * (y - theta), {**s, "theta": theta}  # line 8
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"theta_i": s["theta"]}
 
     def own(self, memory: Vectors) -> Tensor:
@@ -128,11 +128,11 @@ class Alone(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"y_i": x.clone()}
 
-    def begin(self, loc: Local) -> Tensor:
-        return loc.memory["y_i"]
+    def begin(self, ctx: ClientContext) -> Tensor:
+        return ctx.client_state["y_i"]
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"y_i": loc.x - got["delta"]}
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"y_i": ctx.x - got["delta"]}
 
     def own(self, memory: Vectors) -> Tensor:
         return memory["y_i"]
@@ -142,7 +142,7 @@ class Alone(Rule):
 class Stay(Transform):
     """The server's model stays what it was."""
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         return {**u, "delta": torch.zeros_like(x)}, s
 
 

@@ -23,9 +23,9 @@ from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
-from fedbraid.core.gather import Beside, Gather, Info, Mean, Staleness, Sums, Tree, Uploads
+from fedbraid.core.gather import Beside, Gather, Mean, ServerContext, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Chain, Examples, Local, Rule, Vectors, chain
+from fedbraid.core.rule import Chain, ClientContext, Examples, Rule, Vectors, chain
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links.private import Around, Clipped, OwnNoise, Scales, clipped, length, scale_of, scaled
@@ -104,17 +104,17 @@ class Noised(Gather):
         sums = Mean("uniform", self.staleness).add(acc.sums, up.having(own), s, x)
         return Cohort(sums, acc.seen | {int(c) for c in up.clients}, below)
 
-    def close(self, acc: Cohort, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: Cohort, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
         clip = s["clip"] if self.adaptive else self.clip
         mean = {
-            name: (total + self.z_sum * clip * scale_of(self.uploads[name]) * self._draw(name, total, info.t))
+            name: (total + self.z_sum * clip * scale_of(self.uploads[name]) * self._draw(name, total, ctx.t))
             / self.planned
             for name, total in acc.sums.vectors.items()
         }
-        u = mean if self.later else {**mean, **accounted(self.server, mean, self.uploads, info)}
+        u = mean if self.later else {**mean, **accounted(self.server, mean, self.uploads, ctx)}
         if not self.adaptive:
             return u, s
-        noise = self.z_below * float(self._draw("below", torch.zeros(1), info.t))
+        noise = self.z_below * float(self._draw("below", torch.zeros(1), ctx.t))
         share = 0.5 + (acc.below + noise) / self.planned
         new = s["clip"] * math.exp(-PACE * (share - MEDIAN))
         return {**u, "clip": new}, {"clip": new}
@@ -155,11 +155,11 @@ class SentClip(Transform):
     def send(self, s: Vectors, x: Tensor, N: int) -> Vectors:
         return s
 
-    def update(self, u: Vectors, s: Vectors, x: Tensor, info: Info) -> tuple[Vectors, Vectors]:
+    def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
         return u, {"clip": u["clip"]}
 
 
-def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], info: Info) -> Vectors:
+def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], ctx: ServerContext) -> Vectors:
     """What server parts make of a mean, as if one client had sent it whose samples nobody knows."""
     if not server.accounts():
         return {}
@@ -167,7 +167,7 @@ def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], i
     declared = {**uploads, **{d.name: d for d in server.accounts()}}
     vectors = {name: v[None] for name, v in mean.items()}
     as_one = Uploads(
-        np.zeros(1, np.int64), vectors, math.nan * one, info.K * one, info.a * one, 0 * one, info.lr * one.double(), info.sent,
+        np.zeros(1, np.int64), vectors, math.nan * one, ctx.K * one, ctx.a * one, 0 * one, ctx.lr * one.double(), ctx.sent,
         declared,
     )  # fmt: skip
     return {name: v[0] for name, v in server.account(as_one).items()}
@@ -348,10 +348,10 @@ def gradients_besides(rule: Rule) -> bool:
     layout, x, one = Layout.from_shapes([("w", (2, 1)), ("b", (2,))]), torch.zeros(1, 4), torch.ones(2, 1)
     memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in rule.init(x[0]).items()}
     down: Vectors = defaultdict(lambda: torch.ones(1, 4))
-    loc = Local(x, down, memory, 0.1, one, one, one, 0, layout, gradient, gradient)
-    s = rule.start(loc)
-    v, s = rule.step(torch.ones(2, 4), x.repeat(2, 1), s, loc)
-    rule.finish(x - 0.1 * v, s, loc)
+    ctx = ClientContext(x, down, memory, 0.1, one, one, one, 0, layout, gradient, gradient)
+    s = rule.start(ctx)
+    v, s = rule.step(torch.ones(2, 4), x.repeat(2, 1), s, ctx)
+    rule.finish(x - 0.1 * v, s, ctx)
     return bool(asked)
 
 
@@ -397,12 +397,12 @@ def of_mean(server: Transform, uploads: Mapping[str, Upload], with_sent: bool) -
     layout = Layout.from_shapes([("w", (2, 1)), ("b", (2,))])
     x = torch.zeros(4)
     sent = {"x": x[None], **{k: v[None] for k, v in server.send(server.init(x, layout), x, 2).items()}}
-    info = Info(
+    ctx = ServerContext(
         0, 1, 1, 1.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(1, np.int64), sent=sent if with_sent else {}
     )
     mean = {name: torch.ones(what.size(layout)) for name, what in uploads.items()}
     try:
-        return all(bool(v.isfinite().all()) for v in accounted(server, mean, uploads, info).values())
+        return all(bool(v.isfinite().all()) for v in accounted(server, mean, uploads, ctx).values())
     except KeyError:
         return False
 

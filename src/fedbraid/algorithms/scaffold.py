@@ -14,9 +14,9 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.declare import DELTA, Download, Upload
-from fedbraid.core.gather import Info, Mean, Uploads
+from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 
 
@@ -30,17 +30,17 @@ class ControlVariates(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"c_i": torch.zeros_like(x)}
 
-    def start(self, loc: Local) -> Vectors:
-        return {"correction": loc.down["c"] - loc.memory["c_i"]}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {"correction": ctx.download["c"] - ctx.client_state["c_i"]}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g + s["correction"], s  # eq. 3
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-        return {"dc": (loc.x - y) / (loc.a * loc.lr) - loc.down["c"]}  # eq. 4, option II, less c_i
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"dc": (ctx.x - y) / (ctx.a * ctx.lr) - ctx.download["c"]}  # eq. 4, option II, less c_i
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"c_i": loc.memory["c_i"] + got["dc"]}
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"c_i": ctx.client_state["c_i"] + got["dc"]}
 
     def plain_steps(self) -> bool:
         return True
@@ -69,8 +69,8 @@ class ControlVariate(Transform):
     def send(self, s: Total, x: Tensor, N: int) -> Vectors:
         return {"c": s.total / N}
 
-    def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
-        return u, Total(s.total + info.cohort * u["dc"])  # eq. 5
+    def update(self, u: Vectors, s: Total, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Total]:
+        return u, Total(s.total + ctx.cohort * u["dc"])  # eq. 5
 
     def leave(self, s: Total, share: Vectors) -> Total:
         return Total(s.total + share.get("dc", 0))
@@ -89,14 +89,14 @@ class LocalEstimate(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"h_i": torch.zeros_like(x)}
 
-    def start(self, loc: Local) -> Vectors:
-        return {"correction": loc.down["h"] - loc.memory["h_i"]}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {"correction": ctx.download["h"] - ctx.client_state["h_i"]}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g + s["correction"], s  # Algorithm 1, gradients (SCAFFOLD/m)
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"h_i": got["delta"] / (loc.a * loc.lr) - s["correction"]}  # Algorithm 1, h_i (SCAFFOLD/m)
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"h_i": got["delta"] / (ctx.a * ctx.lr) - s["correction"]}  # Algorithm 1, h_i (SCAFFOLD/m)
 
     def plain_steps(self) -> bool:
         return True
@@ -127,9 +127,9 @@ class GlobalEstimate(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"h_sent": up.sent["h"], "h_moved": up.vectors["delta"] / up.lr.to(up.vectors["delta"])}
 
-    def update(self, u: Vectors, s: Total, x: Tensor, info: Info) -> tuple[Vectors, Total]:
-        fresh = u["h_moved"] / info.a - u["h_sent"]  # Algorithm 1, h, with (N − |S|)/N for its (N − 1)/N
-        return u, Total(s.total + info.cohort * fresh)
+    def update(self, u: Vectors, s: Total, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Total]:
+        fresh = u["h_moved"] / ctx.a - u["h_sent"]  # Algorithm 1, h, with (N − |S|)/N for its (N − 1)/N
+        return u, Total(s.total + ctx.cohort * fresh)
 
     def plain_steps(self) -> bool:
         return True

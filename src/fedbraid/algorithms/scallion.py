@@ -13,7 +13,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import DELTA, Upload
 from fedbraid.core.gather import Mean, Uploads
-from fedbraid.core.rule import Local, Rule, Vectors
+from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 
 
@@ -32,17 +32,17 @@ class ScaledVariates(Rule):
     def init(self, x: Tensor) -> Vectors:
         return {"c_i": torch.zeros_like(x)}
 
-    def start(self, loc: Local) -> Vectors:
-        return {"correction": loc.down["c"] - loc.memory["c_i"]}
+    def start(self, ctx: ClientContext) -> Vectors:
+        return {"correction": ctx.download["c"] - ctx.client_state["c_i"]}
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g + s["correction"], s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-        return {"dc": self.alpha * ((loc.x - y) / (loc.a * loc.lr) - loc.down["c"])}
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"dc": self.alpha * ((ctx.x - y) / (ctx.a * ctx.lr) - ctx.download["c"])}
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return {"c_i": loc.memory["c_i"] + got["dc"]}
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"c_i": ctx.client_state["c_i"] + got["dc"]}
 
     def plain_steps(self) -> bool:
         return True

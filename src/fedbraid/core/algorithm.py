@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedbraid.core.codec import Codec
 from fedbraid.core.declare import MODEL, Crossing, Download, Upload, by_name
-from fedbraid.core.gather import Gather, Info, Mean, Uploads
+from fedbraid.core.gather import Gather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Direct, Down, Plain, Up
-from fedbraid.core.rule import Local, Rule, Vectors, finished
+from fedbraid.core.rule import ClientContext, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, FedbraidError
@@ -118,9 +118,9 @@ def rehearse(a: Algorithm) -> None:
         memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in _named("init", a.rule.init(x)).items()}
         down = {k: v for k, v in sent.items() if k != "x"}
         ones = lambda y: torch.ones(2, 4)  # noqa: E731
-        loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, ones, ones)
+        ctx = ClientContext(x[None], down, memory, 0.1, one, one, one, 0, layout, ones, ones)
         stage = "rule"
-        up, new = _rehearse_visit(a.rule, loc, layout)
+        up, new = _rehearse_visit(a.rule, ctx, layout)
         _as_declared("the rule uploads", up, a.uploads, layout)
         if new.keys() != memory.keys():
             raise ConfigError(
@@ -134,13 +134,13 @@ def rehearse(a: Algorithm) -> None:
         _as_declared("the server accounts for", made, by_name(a.server.accounts(), "account for"), layout)
         uploads = uploads.having({**up, **made})
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
-        info = Info(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64), sent=sent)
-        u, gather = a.gather.close(acc, gather, info)
-        u, server = a.server.update(u, server, x, info)
+        server_ctx = ServerContext(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64), sent=sent)
+        u, gather = a.gather.close(acc, gather, server_ctx)
+        u, server = a.server.update(u, server, x, server_ctx)
         if not isinstance(u.get("delta"), Tensor) or u["delta"].shape != x.shape:
             raise ConfigError("the server's parts end without a delta as wide as the model; let one make it")
-        a.server.settle(u["delta"], server, info)
-        a.server.adjust(x - u["delta"], server, info)
+        a.server.settle(u["delta"], server, server_ctx)
+        a.server.adjust(x - u["delta"], server, server_ctx)
     except FedbraidError:
         raise
     except KeyError as error:
@@ -154,10 +154,10 @@ def rehearse(a: Algorithm) -> None:
         ) from error
 
 
-def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Vectors]:
+def _rehearse_visit(rule: Rule, ctx: ClientContext, layout: Layout) -> tuple[Vectors, Vectors]:
     """(uploads, new memory) of two clients."""
-    started = _named("start", rule.start(loc))
-    bent = rule.step(torch.ones(2, 4), loc.x.repeat(2, 1), started, loc)
+    started = _named("start", rule.start(ctx))
+    bent = rule.step(torch.ones(2, 4), ctx.x.repeat(2, 1), started, ctx)
     if not isinstance(bent, tuple) or len(bent) != 2 or not isinstance(bent[1], dict):
         raise ConfigError(
             f"the rule's step returns {_kind(bent)}; return (direction, state), a tensor and a dict"
@@ -171,12 +171,12 @@ def _rehearse_visit(rule: Rule, loc: Local, layout: Layout) -> tuple[Vectors, Ve
         raise ConfigError(
             f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
         )
-    y = loc.x - 0.1 * v
-    extra = _named("finish", rule.finish(y, s, loc)).keys() - {d.name for d in rule.uploads()}
+    y = ctx.x - 0.1 * v
+    extra = _named("finish", rule.finish(y, s, ctx)).keys() - {d.name for d in rule.uploads()}
     if extra:
         raise ConfigError(f"the rule uploads {min(extra)!r} but does not declare it; name it in uploads()")
-    up = finished(rule, y, s, loc)
-    return up, _named("remember", rule.remember(up, s, loc))
+    up = finished(rule, y, s, ctx)
+    return up, _named("remember", rule.remember(up, s, ctx))
 
 
 def _named(hook: str, value: Any) -> Vectors:

@@ -65,7 +65,7 @@ class Served(Protocol):
 
 
 @dataclass(frozen=True)
-class Info:
+class ServerContext:
     """The facts of a server step."""
 
     t: int
@@ -75,10 +75,10 @@ class Info:
     lr: float  # weighted mean of the senders' rates
     K: float  # weighted mean of the senders' steps
     a: float  # weighted mean of the senders' effective steps
-    quantised: float  # the share of quantised senders
+    quantized_fraction: float  # the share of quantised senders
     layout: Layout
     sizes: NDArray[np.int64]  # n_j by client number, 0 for numbers that nobody has
-    stalest: int = 0  # the age of the oldest upload
+    max_staleness: int = 0  # the age of the oldest upload
     sent: Vectors = field(
         default_factory=dict
     )  # [1, ·] each: this version's model and what else is sent with it
@@ -138,7 +138,7 @@ class Gather:
         """Fold a block of uploads in; no client is in it twice."""
         raise NotImplementedError
 
-    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
         """(the update, the new state)."""
         raise NotImplementedError
 
@@ -195,7 +195,7 @@ class Mean(Gather):
         uniform = frozenset(name for name in sums if up.declared[name].uniform)
         return Sums(sums, acc.weight + float(p.sum()), acc.count + len(p), uniform)
 
-    def close(self, acc: Sums, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: Sums, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
         return {
             name: v / (acc.count if name in acc.uniform else acc.weight) for name, v in acc.vectors.items()
         }, s
@@ -219,7 +219,7 @@ class Beside(Gather):
         """Fold a block's deltas in."""
         raise NotImplementedError
 
-    def end(self, mine: Tree, s: Tree, info: Info) -> tuple[Tensor, Tree]:
+    def end(self, mine: Tree, s: Tree, ctx: ServerContext) -> tuple[Tensor, Tree]:
         """(delta, the new state)."""
         raise NotImplementedError
 
@@ -238,10 +238,10 @@ class Beside(Gather):
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return mine, self._mean.add(rest, up.having(others), {}, x)
 
-    def close(self, acc: Tree, s: Tree, info: Info) -> tuple[Vectors, Tree]:
+    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
         mine, rest = acc
-        others, _ = self._mean.close(rest, {}, info)
-        delta, s = self.end(mine, s, info)
+        others, _ = self._mean.close(rest, {}, ctx)
+        delta, s = self.end(mine, s, ctx)
         return {**others, "delta": delta}, s
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedbraid.core.check import number
-from fedbraid.core.gather import Info, Tree
+from fedbraid.core.gather import ServerContext, Tree
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Transform
@@ -237,7 +237,7 @@ class Optimise(Transform):
     def init(self, x: Tensor, layout: Layout) -> Tracked:
         return Tracked(0, self.optimiser.init(x))
 
-    def update(self, u: Vectors, s: Tracked, x: Tensor, info: Info) -> tuple[Vectors, Tracked]:
+    def update(self, u: Vectors, s: Tracked, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tracked]:
         g = u["delta"] if not self.weight_decay else u["delta"] + self.weight_decay * x
         direction, stats = self.optimiser.follow(g, s.stats, s.T + 1)
         return {**u, "delta": direction}, Tracked(s.T + 1, stats)
@@ -249,9 +249,9 @@ class TrustRatio(Transform):
 
     per_layer: bool = True
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         r = u["delta"].clone()
-        cuts = [(slot.offset, slot.end) for slot in info.layout] if self.per_layer else [(0, len(r))]
+        cuts = [(slot.offset, slot.end) for slot in ctx.layout] if self.per_layer else [(0, len(r))]
         for lo, hi in cuts:
             r[lo:hi] *= self.phi(x[lo:hi], r[lo:hi])
         return {**u, "delta": r}, s

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from fedbraid.core.work import Work
 
 Vectors = dict[str, Tensor]
-LocalLoop = Callable[[Any, Any, "Local"], Any]  # (module, batches, loc) -> the visit's mean loss
+LocalLoop = Callable[[Any, Any, "ClientContext"], Any]  # (module, batches, ctx) -> the visit's mean loss
 
 
-def _nowhere(y: Tensor) -> Tensor:
+def _outside_a_step(y: Tensor) -> Tensor:
     raise ConfigError(
-        "loc.grad is asked for outside of a step, where there is no batch; ask in step, or for full_grad"
+        "ctx.grad is asked for outside of a step, where there is no batch; ask in step, or for full_grad"
     )
 
 
-def _once(y: Tensor) -> Tensor:
+def _one_gradient_only(y: Tensor) -> Tensor:
     raise ConfigError(
         "the rule asks for a second gradient of a step's batch, whose noise would be the first one's, so that their"
         " difference tells of single examples; use a rule that takes one gradient a step, such as fedavg's"
@@ -62,12 +62,12 @@ class Batches(Protocol):
 
 
 @dataclass
-class Local:
+class ClientContext:
     """What stays fixed while a block of clients trains."""
 
     x: Tensor  # [1, d], the model they all start from
-    down: Vectors  # [1, ·] each, what else the server sent
-    memory: Vectors  # [m, ·], what each client remembers
+    download: Vectors  # [1, ·] each, what else the server sent
+    client_state: Vectors  # [m, ·], what each client remembers
     lr: float
     K: Tensor  # [m, 1], how many steps each will take
     a: Tensor  # [m, 1], how far they go: the effective number of plain steps
@@ -76,7 +76,7 @@ class Local:
     layout: Layout
     full_grad: Callable[[Tensor], Tensor]  # y[·, d] -> the gradient over each whole local set, [m, d]
     grad: Callable[[Tensor], Tensor] = field(
-        default=_nowhere
+        default=_outside_a_step
     )  # y[·, d] -> the one of the step's batch, [m, d]
     whole: Layout | None = (
         None  # the layout with the personal parts after the shared ones, where there are any
@@ -110,23 +110,23 @@ class Rule:
         """What a client remembers before its first round: named rows of any width."""
         return {}
 
-    def start(self, loc: Local) -> Vectors:
+    def start(self, ctx: ClientContext) -> Vectors:
         """State that lives for one visit."""
         return {}
 
-    def begin(self, loc: Local) -> Tensor:
+    def begin(self, ctx: ClientContext) -> Tensor:
         """Where clients start, `[1, d]` or `[m, d]`: the model that they were sent."""
-        return loc.x
+        return ctx.x
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         """Bend the gradient taken at y; g must not be kept."""
         return g, s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
         """The declared uploads; `delta` is made where it is not given."""
         return {}
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         """The client's new memory, made of what the server received of its uploads."""
         return {}
 
@@ -135,7 +135,7 @@ class Rule:
         return False
 
     def loop(self) -> LocalLoop | None:
-        """A function that trains one client's module in place of the steps, where there is one (`fb.local`)."""
+        """A function that trains one client's module in place of the steps, where there is one (`fb.custom_local_loop`)."""
         return None
 
     def examples(self) -> Examples | None:
@@ -173,22 +173,22 @@ class Chain(Rule):
     def init(self, x: Tensor) -> Vectors:
         return _merge([r.init(x) for r in self.links], "remembers")
 
-    def start(self, loc: Local) -> Vectors:
-        return _merge([r.start(loc) for r in self.links], "keeps for the round")
+    def start(self, ctx: ClientContext) -> Vectors:
+        return _merge([r.start(ctx) for r in self.links], "keeps for the round")
 
-    def begin(self, loc: Local) -> Tensor:
-        return next((r.begin(loc) for r in self.links if type(r).begin is not Rule.begin), loc.x)
+    def begin(self, ctx: ClientContext) -> Tensor:
+        return next((r.begin(ctx) for r in self.links if type(r).begin is not Rule.begin), ctx.x)
 
-    def step(self, g: Tensor, y: Tensor, s: Vectors, loc: Local) -> tuple[Tensor, Vectors]:
+    def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         for r in self.links:
-            g, s = r.step(g, y, s, loc)
+            g, s = r.step(g, y, s, ctx)
         return g, s
 
-    def finish(self, y: Tensor, s: Vectors, loc: Local) -> Vectors:
-        return _merge([r.finish(y, s, loc) for r in self.links], "uploads")
+    def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
+        return _merge([r.finish(y, s, ctx) for r in self.links], "uploads")
 
-    def remember(self, got: Vectors, s: Vectors, loc: Local) -> Vectors:
-        return _merge([r.remember(got, s, loc) for r in self.links], "remembers")
+    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return _merge([r.remember(got, s, ctx) for r in self.links], "remembers")
 
     def plain_steps(self) -> bool:
         return any(r.plain_steps() for r in self.links)
@@ -225,31 +225,31 @@ def chain(*rules: Rule) -> Rule:
 
 
 def train(
-    rule: Rule, grad: Gradient, loc: Local, batches: Batches, work: Work
+    rule: Rule, grad: Gradient, ctx: ClientContext, batches: Batches, work: Work
 ) -> tuple[Tensor, Vectors, Tensor]:
     """K local steps of every client in the block: (y `[m, d]`, the visit's state, mean loss `[m]`).
 
     Personal parts are columns after the d shared ones, which rules never see.
     """
-    m, own = len(batches.n), loc.memory.get(PERSONAL)
-    buffers = (loc.whole or loc.layout).buffers
-    start = rule.begin(loc).expand(m, -1)
+    m, own = len(batches.n), ctx.client_state.get(PERSONAL)
+    buffers = (ctx.full_layout or ctx.layout).buffers
+    start = rule.begin(ctx).expand(m, -1)
     y = start.clone() if own is None else torch.cat([start, own], 1)
-    d = loc.x.shape[1]
-    s, steps = rule.start(loc), int(batches.K.max())
-    alone = None if own is None else rule.alone(loc.K)
+    d = ctx.x.shape[1]
+    s, steps = rule.start(ctx), int(batches.K.max())
+    alone = None if own is None else rule.alone(ctx.K)
     even = int(batches.K.min()) == steps
     b = torch.zeros_like(y) if work.momentum else None
     optimiser = work.local
     moments: Vectors = {} if optimiser is None else optimiser.init(y)
     loss = torch.zeros(m, device=y.device)
     again = _Again(grad, work, y)
-    loc.grad = again if rule.examples() is None else _once
+    ctx.grad = again if rule.examples() is None else _one_gradient_only
     plain = even and own is None and buffers is None and work.plain and _straight(rule)
     descend = getattr(grad, "descend", None) if plain else None
     for k in range(steps):
         if descend is not None:
-            loss += descend(y, batches.batch(k), loc.lr)
+            loss += descend(y, batches.batch(k), ctx.lr)
             continue
         again.batch, again.y = batches.batch(k), y
         again.raw, losses = grad(y, again.batch)
@@ -257,9 +257,9 @@ def train(
         stats = None if buffers is None else y[:, buffers].clone()
         g = taken(again.raw, y, work)
         if own is None:
-            v, s_new = rule.step(g, y, s, loc)
+            v, s_new = rule.step(g, y, s, ctx)
         else:
-            v, s_new = rule.step(g[:, :d], y[:, :d], s, loc)
+            v, s_new = rule.step(g[:, :d], y[:, :d], s, ctx)
             v = torch.cat([v, g[:, d:]], 1)
         turn = None if alone is None else _turn(k < alone, d, y)
         if turn is not None:
@@ -273,19 +273,19 @@ def train(
         if turn is not None:
             v = v * turn
         if even:
-            y.add_(v, alpha=-loc.lr)
+            y.add_(v, alpha=-ctx.lr)
             s = s_new
         else:
-            on = k < loc.K
-            y = torch.where(on, y - loc.lr * v, y)
+            on = k < ctx.K
+            y = torch.where(on, y - ctx.lr * v, y)
             s = {
                 name: value if value is s[name] else torch.where(on, value, s[name])
                 for name, value in s_new.items()
             }
         if stats is not None:
             y[:, buffers] = stats  # running statistics follow the data, not the gradient
-    loc.grad = _nowhere
-    return y, s, loss / loc.K.squeeze(1)
+    ctx.grad = _outside_a_step
+    return y, s, loss / ctx.K.squeeze(1)
 
 
 def _straight(rule: Rule) -> bool:
@@ -329,7 +329,7 @@ def _turn(first: Tensor, d: int, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ByHand(Rule):
+class CustomLoop(Rule):
     """A local loop of the user's own; it prints by its name."""
 
     name: str
@@ -342,29 +342,31 @@ class ByHand(Rule):
         return self.fn
 
 
-def local(fn: LocalLoop) -> Rule:
-    """A rule from a function (module, batches, loc) that trains a client's module in place and returns its mean loss.
+def custom_local_loop(fn: LocalLoop) -> Rule:
+    """A rule from a function (module, batches, ctx) that trains a client's module in place and returns its mean loss.
 
-    `batches` gives the visit's (inputs, targets), as often as it is asked; `loc` is what any rule sees, with one client.
+    `batches` gives the visit's (inputs, targets), as often as it is asked; `ctx` is what any rule sees, with one client.
     It runs on the loop backend, in every engine and schedule. What it draws from torch is counted.
 
-    >>> def mine(module, batches, loc):  # doctest: +SKIP
-    ...     optimiser = torch.optim.Adam(module.parameters(), loc.lr)
+    >>> def mine(module, batches, ctx):  # doctest: +SKIP
+    ...     optimiser = torch.optim.Adam(module.parameters(), ctx.lr)
     ...     ...
-    >>> fb.Algorithm(rule=fb.local(mine))  # doctest: +SKIP
+    >>> fb.Algorithm(rule=fb.custom_local_loop(mine))  # doctest: +SKIP
     """
     if not callable(fn):
-        raise ConfigError(f"fb.local got {fn!r}; give it a function (module, batches, loc) -> mean loss")
-    return ByHand(getattr(fn, "__qualname__", type(fn).__name__), fn)
+        raise ConfigError(
+            f"fb.custom_local_loop got {fn!r}; give it a function (module, batches, ctx) -> mean loss"
+        )
+    return CustomLoop(getattr(fn, "__qualname__", type(fn).__name__), fn)
 
 
-def finished(rule: Rule, y: Tensor, s: Vectors, loc: Local) -> Vectors:
+def finished(rule: Rule, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
     """All that a block uploads, by the order of its declaration; the update in y's own place, where nobody holds that."""
-    made, up = rule.finish(y, s, loc), rule.uploads()
+    made, up = rule.finish(y, s, ctx), rule.uploads()
     mine = [d.name for d in up if d.update and d.name not in made]
     held = y._is_view() or any(_same(v, y) for v in (*made.values(), *s.values()))
     place = None if held or len(mine) > 1 else y
-    return {d.name: torch.sub(loc.x, y, out=place) if d.name in mine else made[d.name] for d in up}
+    return {d.name: torch.sub(ctx.x, y, out=place) if d.name in mine else made[d.name] for d in up}
 
 
 def _same(v: Tensor, y: Tensor) -> bool:

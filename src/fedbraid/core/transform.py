@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
-from fedbraid.core.gather import Info, Tree, Uploads
+from fedbraid.core.gather import ServerContext, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
 
@@ -42,7 +42,7 @@ class Transform:
         """The declared accounts of a block, each upload with what its sender was sent: `[m, ·]` or `[1, ·]`."""
         return {}
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         """From update to update."""
         return u, s
 
@@ -50,11 +50,11 @@ class Transform:
         """The state after a step that nobody came to, which leaves the model where it is."""
         return s
 
-    def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
+    def adjust(self, average: Tensor, s: Tree, ctx: ServerContext) -> Tensor:
         """Move x̄; nobody's state sees this as a gradient."""
         return average
 
-    def settle(self, move: Tensor, s: Tree, info: Info) -> tuple[Tensor | None, Tree]:
+    def settle(self, move: Tensor, s: Tree, ctx: ServerContext) -> tuple[Tensor | None, Tree]:
         """(what x̄ is sent out without, the new state); `move` is x − x̄ before any adjustment."""
         return None, s
 
@@ -91,23 +91,23 @@ class Pipeline(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {name: v for link in self.links for name, v in link.account(up).items()}
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         new = []
         for link, mine in zip(self.links, s):
-            u, state = link.update(u, mine, x, info)
+            u, state = link.update(u, mine, x, ctx)
             new.append(state)
         return u, tuple(new)
 
     def idle(self, s: Tree, x: Tensor) -> Tree:
         return tuple(link.idle(mine, x) for link, mine in zip(self.links, s))
 
-    def adjust(self, average: Tensor, s: Tree, info: Info) -> Tensor:
+    def adjust(self, average: Tensor, s: Tree, ctx: ServerContext) -> Tensor:
         for link, mine in zip(self.links, s):
-            average = link.adjust(average, mine, info)
+            average = link.adjust(average, mine, ctx)
         return average
 
-    def settle(self, move: Tensor, s: Tree, info: Info) -> tuple[Tensor | None, Tree]:
-        done = [link.settle(move, mine, info) for link, mine in zip(self.links, s)]
+    def settle(self, move: Tensor, s: Tree, ctx: ServerContext) -> tuple[Tensor | None, Tree]:
+        done = [link.settle(move, mine, ctx) for link, mine in zip(self.links, s)]
         without = [h for h, _ in done if h is not None]
         return (sum(without[1:], without[0]) if without else None), tuple(state for _, state in done)
 
@@ -133,5 +133,5 @@ class Scale(Transform):
     def __post_init__(self) -> None:
         number("server lr", self.lr, "(0, inf)", "does not step downhill")
 
-    def update(self, u: Vectors, s: Tree, x: Tensor, info: Info) -> tuple[Vectors, Tree]:
+    def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         return (u, s) if self.lr == 1 else ({**u, "delta": self.lr * u["delta"]}, s)

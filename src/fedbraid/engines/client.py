@@ -16,7 +16,7 @@ from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.link import Sender, Sizes
 from fedbraid.core.names import PERSONAL, PREVIOUS
-from fedbraid.core.rule import Gradient, Local, LocalLoop, Vectors, finished, train
+from fedbraid.core.rule import ClientContext, Gradient, LocalLoop, Vectors, finished, train
 from fedbraid.data.batches import Batch, Drawn, augmenting, batch_sizes
 from fedbraid.data.tree import Tree
 from fedbraid.engines.gradients import Loop
@@ -141,10 +141,10 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     drawn = Drawn(task, work, order.clients, order.version, setup.seed, hide)
     x = order.down["x"][None]
     K = placed(drawn.K, x.device).to(x.dtype)[:, None]
-    loc = Local(
+    ctx = ClientContext(
         x=x,
-        down={name: v[None] for name, v in order.down.items() if name != "x"},
-        memory=order.memory,
+        download={name: v[None] for name, v in order.down.items() if name != "x"},
+        client_state=order.memory,
         lr=work.rate(order.version),
         K=K,
         a=work.effective(K),
@@ -161,22 +161,22 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
     with torch.random.fork_rng(devices=[]) if task.stochastic or loop is not None else nullcontext():
         if loop is None:
             try:
-                y, s, loss = train(a.rule, grad, loc, drawn, work)
+                y, s, loss = train(a.rule, grad, ctx, drawn, work)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
                 raise _lone_sample(drawn) from error
         else:
-            y, s, loss = by_hand(loop, setup, grad, loc, drawn)
+            y, s, loss = run_custom_loop(loop, setup, grad, ctx, drawn)
         if task.compares:
             own[PREVIOUS] = y.clone()
         if PERSONAL in order.memory:
             own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
-        vectors = finished(a.rule, y, s, loc)
-    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, loc.down)
+        vectors = finished(a.rule, y, s, ctx)
+    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download)
     sent = a.up.send(vectors, order.memory, who)
-    memory = {**order.memory, **a.rule.remember(sent.received, s, loc), **sent.memory, **own}
-    rates = torch.full_like(K, loc.lr, dtype=torch.float64)
+    memory = {**order.memory, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
+    rates = torch.full_like(K, ctx.lr, dtype=torch.float64)
     return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
 
 
@@ -206,23 +206,23 @@ class Mine:
             yield self.drawn.batch(k).client(self.i).alone()
 
 
-def by_hand(
-    loop: LocalLoop, setup: Setup, grad: Gradient, loc: Local, drawn: Drawn
+def run_custom_loop(
+    loop: LocalLoop, setup: Setup, grad: Gradient, ctx: ClientContext, drawn: Drawn
 ) -> tuple[Tensor, Vectors, Tensor]:
     """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
     assert isinstance(grad, Loop)
     task, rows, losses = setup.task, [], []
-    rule, own = setup.algorithm.rule, loc.memory.get(PERSONAL)
+    rule, own = setup.algorithm.rule, ctx.client_state.get(PERSONAL)
     for i, client in enumerate(drawn.clients):
-        begin = rule.begin(loc).expand(len(drawn.clients), -1)[i]
+        begin = rule.begin(ctx).expand(len(drawn.clients), -1)[i]
         y = begin if own is None else torch.cat([begin, own[i]])
         module = task.whole.load(grad.spare, y).train()
         module.zero_grad(set_to_none=True)
         one = replace(
-            loc, memory={k: v[i : i + 1] for k, v in loc.memory.items()}, K=loc.K[i : i + 1], a=loc.a[i : i + 1],
-            n=loc.n[i : i + 1],
+            ctx, client_state={k: v[i : i + 1] for k, v in ctx.client_state.items()}, K=ctx.K[i : i + 1], a=ctx.a[i : i + 1],
+            n=ctx.n[i : i + 1],
         )  # fmt: skip
-        torch.manual_seed(rng.key(setup.seed, "local", loc.t, int(client)))
+        torch.manual_seed(rng.key(setup.seed, "local", ctx.t, int(client)))
         try:
             losses.append(float(loop(module, Mine(drawn, i), one)))
         except FedbraidError:
@@ -234,7 +234,7 @@ def by_hand(
                 " it, and resume, what ran before is kept"
             ) from error
         rows.append(task.whole.flatten(module))
-    return torch.stack(rows), rule.start(loc), torch.tensor(losses, device=loc.x.device)
+    return torch.stack(rows), rule.start(ctx), torch.tensor(losses, device=ctx.x.device)
 
 
 def first_memory(setup: Setup) -> Vectors:

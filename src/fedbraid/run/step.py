@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Info, Uploads
+from fedbraid.core.gather import ServerContext, Uploads
 from fedbraid.core.link import Caster
 from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
@@ -80,14 +80,14 @@ def advance(
             if tally.count
             else _on_average(setup, sizes, state.t)
         )
-        info = Info(
+        ctx = ServerContext(
             state.t, algorithm.gather.cohort(tally.count), N, census.samples, lr, K, a,
-            algorithm.gather.coded(tally.quantised / max(tally.count, 1)), layout, sizes, tally.stalest,
+            algorithm.gather.coded(tally.quantised / max(tally.count, 1)), layout, sizes, tally.max_staleness,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
-        u, gather = algorithm.gather.close(acc, state.gather, info)
-        new, average, server = two_strokes(algorithm, u, state.server, x, info)
+        u, gather = algorithm.gather.close(acc, state.gather, ctx)
+        new, average, server = two_strokes(algorithm, u, state.server, x, ctx)
     else:  # nobody came: the version counts on, and nothing moves
         new, average, gather = x, state.average, state.gather
         server = algorithm.server.idle(state.server, x)
@@ -125,17 +125,17 @@ def _on_average(setup: Setup, sizes: NDArray[np.int64], t: int) -> tuple[float, 
 
 
 def two_strokes(
-    algorithm: Algorithm, u: Vectors, server: Any, x: Tensor, info: Info
+    algorithm: Algorithm, u: Vectors, server: Any, x: Tensor, ctx: ServerContext
 ) -> tuple[Tensor, Tensor, Any]:
     """(what is sent out, what is evaluated, the server's new state) of a gathered update."""
-    mean, buffers = u.get("delta"), info.layout.buffers
-    u, server = algorithm.server.update(u, server, x, info)
+    mean, buffers = u.get("delta"), ctx.layout.buffers
+    u, server = algorithm.server.update(u, server, x, ctx)
     move, mean = u["delta"], u.get("gathered", mean)
     if buffers is not None and mean is not None:  # running statistics are averaged, whatever the optimiser
         move = move.clone()
         move[buffers] = mean[buffers]
-    average = algorithm.server.adjust(x - move, server, info)
-    without, server = algorithm.server.settle(move, server, info)
+    average = algorithm.server.adjust(x - move, server, ctx)
+    without, server = algorithm.server.settle(move, server, ctx)
     if without is None:
         return average, average, server
     new = average - without

@@ -58,7 +58,7 @@ class Tally:
         return self.sums["loss"] / self.count
 
     @property
-    def stalest(self) -> int:
+    def max_staleness(self) -> int:
         return max((int(s.max()) for s in self.staleness), default=0)
 
     def record(self, tick: Tick, versions: int) -> dict[str, Any]:

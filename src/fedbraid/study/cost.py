@@ -24,7 +24,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.link import Caster, Sender
 from fedbraid.core.names import PERSONAL
 from fedbraid.core.optim import Adam, RMSProp, SGDm
-from fedbraid.core.rule import Chain, Local, Rule, finished
+from fedbraid.core.rule import Chain, ClientContext, Rule, finished
 from fedbraid.core.work import Work
 from fedbraid.data.call import Forward, call
 from fedbraid.data.tree import Tree
@@ -210,19 +210,19 @@ def operations(a: Algorithm, work: Work) -> Operations:
     layout = Layout.from_shapes([("w", (d,))])
     down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout), x, 1).items()}
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
-    loc = Local(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad, again)
+    ctx = ClientContext(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad, again)
     g, y = torch.ones(1, d), x[None].clone()
     step, visit = Elements(), Elements()
     with visit:
-        s = a.rule.start(loc)
+        s = a.rule.start(ctx)
     with step:
-        _, s = a.rule.step(g, y, s, loc)
+        _, s = a.rule.step(g, y, s, ctx)
     with visit:
-        a.rule.finish(y, s, loc)
-    got = finished(a.rule, y, s, loc)
+        a.rule.finish(y, s, ctx)
+    got = finished(a.rule, y, s, ctx)
     full = full[: len(full) // 2]  # it was finished twice
     with visit:
-        a.rule.remember(got, s, loc)
+        a.rule.remember(got, s, ctx)
     local = Elements()
     if (optimiser := work.local) is not None:
         with local:

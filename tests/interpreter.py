@@ -458,7 +458,7 @@ class Mean:
     def __call__(self, updates: list[Vec], c: Cohort) -> Vec:
         return sum(p * s * u for p, s, u in zip(c.p, c.age, updates))
 
-    def cross(self, up: Up, at: Visit) -> Named:
+    def cross(self, up: Uplink, at: Visit) -> Named:
         """What is received of a visit's uploads."""
         return up(at.got, at)
 
@@ -601,7 +601,7 @@ class Optimiser:
 # Links --------------------------------------------------------------------------------------------------
 
 
-class Up:
+class Uplink:
     """What the server receives of an upload; a residual for each name under error feedback."""
 
     def __init__(self, link: Part | None, setting: Setting) -> None:
@@ -628,7 +628,7 @@ class Up:
         return at.x - got if shifted else got**2 if name == "v" else got
 
 
-class Down:
+class Downlink:
     """What clients hold after a broadcast: the decoded values, or the hidden state."""
 
     def __init__(self, link: Part | None, setting: Setting) -> None:
@@ -685,7 +685,7 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
     rule = RULES[spec.rule.name](spec.rule)
     gather = GATHERS[spec.gather.name](spec.gather, setting)
     optimise, adjust = Optimiser(spec, setting), Adjust(spec.adjust, setting)
-    up, down = Up(spec.up, setting), Down(spec.down, setting)
+    up, down = Uplink(spec.up, setting), Downlink(spec.down, setting)
     average = x = setting.x0
     server = rule.state(d)
     memories: dict[int, Named] = {}

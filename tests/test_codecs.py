@@ -474,8 +474,8 @@ def test_weights_and_mixed_nest_either_way():
         codecs.of_weights(codecs.mixed(codecs.int4(), share=0.5)),
         codecs.mixed(codecs.of_weights(codecs.int4()), share=0.5),
     ):
-        assert codec.of_model
-        assert [codec.for_client(i).of_model for i in range(2)] == [True, True]
+        assert codec.encodes_weights
+        assert [codec.for_client(i).encodes_weights for i in range(2)] == [True, True]
         assert [codec.for_client(i).lossless for i in range(2)] == [True, False]
         assert [quantises(codec, i) for i in range(2)] == [False, True]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core.link import Plain
+from fedbraid.core.link import PlainUplink
 from fedbraid.core.wire import encode_scalars, pack_message
 from fedbraid.errors import EngineError
 
@@ -107,15 +107,15 @@ def test_bytes_are_the_length_of_the_messages(blobs, monkeypatch, algorithm):
             codec, layout = up.codec.for_client(int(sender)), who.layout
             frames = {}
             for name, v in vectors.items():
-                value = who.x[0] - v[i] if codec.of_model and name == "delta" else v[i]
+                value = who.x[0] - v[i] if codec.encodes_weights and name == "delta" else v[i]
                 frames[name] = (
                     codec.encode(value, layout, 5) if len(value) == layout.size else encode_scalars(value)
                 )
             sent.append(len(pack_message(frames)))
         return true(up, vectors, memory, who)
 
-    true = Plain.send
-    monkeypatch.setattr(Plain, "send", watched)
+    true = PlainUplink.send
+    monkeypatch.setattr(PlainUplink, "send", watched)
     result = fb.simulate(blobs, algorithm, WORK, fb.rounds(3, clients=4), engine="in_process")
     assert [r["bytes_up"] for r in result.history] == [sum(sent[i : i + 4]) for i in (0, 4, 8)]
     down, names = algorithm.down.codec, list(algorithm.downloads)

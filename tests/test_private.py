@@ -367,9 +367,11 @@ def test_own_noise_is_solved_for_the_visits_and_ends_with_the_budget(blobs):
 
 
 def sender(a, clients, layout, version=0, frames=None):
-    from fedbraid.core.link import Sender
+    from fedbraid.core.link import UploadContext
 
-    return Sender(np.array(clients), version, 0, torch.zeros(1, layout.size), a.uploads, layout, frames)
+    return UploadContext(
+        np.array(clients), version, 0, torch.zeros(1, layout.size), a.uploads, layout, frames
+    )
 
 
 def test_own_noise_has_its_deviation_and_is_never_the_same_twice():

@@ -39,7 +39,7 @@ class Slotted:
 
 
 @dataclass(frozen=True)
-class Around(Gather):
+class WrappedUplink(Gather):
     """A gather around another, whose state lies deep inside a record of its own."""
 
     inner: Gather = field(default_factory=Mean)
@@ -73,7 +73,7 @@ class StopAt:
 
 def test_a_gather_around_a_memory_resumes(blobs, tmp_path):
     base = fb.fedadavr(memory="int8")
-    algorithm = replace(base, gather=Around(base.gather), name="")
+    algorithm = replace(base, gather=WrappedUplink(base.gather), name="")
     run = {
         "task": blobs,
         "algorithm": algorithm,

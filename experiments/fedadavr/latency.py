@@ -27,7 +27,7 @@ CLIENTS, PER_ROUND, BATCH, STEPS = 20, 5, 20, 250  # steps of all clients in a r
 FEW, MANY, ROUNDS, TURNS = 1, 3, 3, 2
 
 
-class Plain(nn.Module):
+class PlainUplink(nn.Module):
     """As many weights as ResNet-18 in layers of its kind, of which hardly any is used."""
 
     def __init__(self, weights: int) -> None:
@@ -74,7 +74,7 @@ def main() -> None:
     weights = fb.Layout.of(network).size
     images = fb.Task.from_arrays(network, clients((3, 32, 32)))
     step = rounds(images, "fedavg()", 1, 3).median() / PER_ROUND
-    bare = fb.Task.from_arrays(Plain(weights), clients((1,)))
+    bare = fb.Task.from_arrays(PlainUplink(weights), clients((1,)))
     took: dict[tuple[str, int], list[float]] = {}
     for _ in range(TURNS):
         for name, text in ALGORITHMS.items():

@@ -9,7 +9,7 @@ from fedbraid.algorithms.qafel import HiddenState
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean
-from fedbraid.core.link import Plain
+from fedbraid.core.link import PlainUplink
 from fedbraid.core.transform import Scale, pipeline
 from fedbraid.links.feedback import ErrorFeedback
 
@@ -36,7 +36,7 @@ def hidden_state(a: Algorithm) -> Algorithm:
 @builder
 def fedpaq(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedPAQ: FedAvg with quantised uploads."""
-    return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=Plain(codec))
+    return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=PlainUplink(codec))
 
 
 @builder

@@ -183,7 +183,7 @@ def exact_lora(a: Algorithm) -> Algorithm:
             f"{who}'s server makes more of the mean than the next model, so that products would not be averaged; use"
             " exact_lora over fedavg() or fedprox(...)"
         )
-    if a.up.codec.of_model:
+    if a.up.codec.encodes_weights:
         raise ConfigError(f"{a.up.codec!r} encodes the whole model; use its inner codec with exact_lora")
     return replace(a, gather=Products(a.gather), up=a.up.over(Adapters(a.up.codec)), name="")
 

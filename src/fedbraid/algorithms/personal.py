@@ -18,7 +18,14 @@ from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Mean, ServerContext, Tree
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Broadcast, Caster, Direct, Plain, Sender, Sent
+from fedbraid.core.link import (
+    Broadcast,
+    BroadcastContext,
+    PlainDownlink,
+    PlainUplink,
+    UploadContext,
+    UploadResult,
+)
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
@@ -147,10 +154,10 @@ class Stay(Transform):
 
 
 @dataclass(frozen=True)
-class NoUp(Plain):
+class NullUplink(PlainUplink):
     """Nothing is sent up."""
 
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
         sent = super().send(vectors, memory, who)
         return replace(sent, sizes={name: 0 * size for name, size in sent.sizes.items()})
 
@@ -159,10 +166,10 @@ class NoUp(Plain):
 
 
 @dataclass(frozen=True)
-class NoDown(Direct):
+class NullDownlink(PlainDownlink):
     """Nothing is sent down."""
 
-    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
+    def send(self, vectors: Vectors, s: Any, who: BroadcastContext) -> Broadcast:
         cast = super().send(vectors, s, who)
         return replace(cast, version=replace(cast.version, sizes=dict.fromkeys(cast.version.sizes, 0)))
 
@@ -170,4 +177,4 @@ class NoDown(Direct):
 @builder
 def alone() -> Algorithm:
     """No federation: each client trains by itself, and nothing travels; what others gain, they gain over this."""
-    return Algorithm(Alone(), server=pipeline(Stay()), up=NoUp(), down=NoDown())
+    return Algorithm(Alone(), server=pipeline(Stay()), up=NullUplink(), down=NullDownlink())

@@ -28,7 +28,16 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Chain, ClientContext, Examples, Rule, Vectors, chain
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.links.private import Around, Clipped, OwnNoise, Scales, clipped, length, scale_of, scaled
+from fedbraid.links.private import (
+    Clipped,
+    LocalNoise,
+    Scales,
+    WrappedUplink,
+    clipped,
+    length,
+    scale_of,
+    scaled,
+)
 
 log = logging.getLogger("fedbraid")
 
@@ -225,7 +234,7 @@ def private(
     """
     who, own = a.name.split("(")[0] or "this algorithm", _scales(a, scales)
     bound = _check(clip, noise, epsilon, delta, where)
-    if isinstance(a.gather, Noised) or isinstance(a.up, Around) or hiding(a.rule) is not None:
+    if isinstance(a.gather, Noised) or isinstance(a.up, WrappedUplink) or hiding(a.rule) is not None:
         raise ConfigError(f"{who} is private already; call private once")
     if unit not in ("client", "example"):
         raise unknown("unit", str(unit), ["client", "example"])
@@ -244,7 +253,7 @@ def private(
         _check_accounts(who, server, uploads)
     if where == "client":
         _check_own(who, clip, later)
-        up = OwnNoise(a.up.codec, a.up, bound, own, noise, epsilon, delta)
+        up = LocalNoise(a.up.codec, a.up, bound, own, noise, epsilon, delta)
         return replace(a, rule=rule, gather=_uniform(a.gather), server=server, up=up, name="")
     _check_gather(who, a.gather)
     assert isinstance(a.gather, Mean)

@@ -18,18 +18,18 @@ from fedbraid.core.gather import Mean, Staleness, Sums, Tree, Uploads
 from fedbraid.core.identity import Identity
 from fedbraid.core.link import (
     Broadcast,
-    Caster,
-    Down,
-    Plain,
+    BroadcastContext,
+    Downlink,
+    ModelVersion,
+    PlainUplink,
     Sizes,
-    Version,
     add_overhead,
     as_tensor,
     bundle,
-    cross_down,
-    enter,
+    encode_down,
     message_overhead,
     open_frames,
+    to_wire,
 )
 from fedbraid.core.optim import Momentum, Optimise
 from fedbraid.core.rule import Vectors
@@ -57,22 +57,24 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class HiddenState(Down):
+class HiddenState(Downlink):
     """Server and clients share x̂; q = Q_s(x − x̂) is broadcast, and both sides do x̂ ← x̂ + q."""
 
-    def remembers(self) -> Vectors:
+    def init_client_state(self) -> Vectors:
         return {"synced": torch.full((1,), -1)}  # bytes broadcast up to what it holds
 
-    def open(self, vectors: Vectors, who: Caster) -> Broadcast:
+    def open(self, vectors: Vectors, who: BroadcastContext) -> Broadcast:
         """Everybody starts from the same values."""
-        held = {name: enter(v, who.declared[name], self.codec) for name, v in vectors.items()}
-        sizes = {name: cross_down(Identity(), v, name, who).size for name, v in held.items()}
+        held = {name: to_wire(v, who.declared[name], self.codec) for name, v in vectors.items()}
+        sizes = {name: encode_down(Identity(), v, name, who).size for name, v in held.items()}
         add_overhead(sizes)
-        return Broadcast(Version(self.means(held, who), sizes, whole=sum(sizes.values())), Hidden(held))
+        return Broadcast(
+            ModelVersion(self.decode_held(held, who), sizes, whole=sum(sizes.values())), Hidden(held)
+        )
 
-    def send(self, vectors: Vectors, s: Hidden, who: Caster) -> Broadcast:
+    def send(self, vectors: Vectors, s: Hidden, who: BroadcastContext) -> Broadcast:
         cast = {
-            name: cross_down(self.codec, v, name, who, base=s.vectors[name])  # q = Q_s(x − x̂), eq. 4
+            name: encode_down(self.codec, v, name, who, base=s.vectors[name])  # q = Q_s(x − x̂), eq. 4
             for name, v in vectors.items()
         }
         sizes = {name: c.size for name, c in cast.items()}
@@ -91,15 +93,15 @@ class HiddenState(Down):
         upto = s.upto + sum(sizes.values())
         frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
         kept = self._kept(s, bundle(frames), who) if who.real else {}
-        version = Version({name: c.means for name, c in cast.items()}, sizes, upto, self._size(who))
+        version = ModelVersion({name: c.means for name, c in cast.items()}, sizes, upto, self._size(who))
         return Broadcast(version, Hidden(held, upto, stretched, kept), {"contraction": ratio})
 
-    def _size(self, who: Caster) -> int:
+    def _size(self, who: BroadcastContext) -> int:
         """The length of the whole state's message."""
         plain = [FRAME_BYTES + 4 * d.size(who.layout) for d in who.declared.values()]
         return sum(plain) + message_overhead(tuple(who.declared))
 
-    def _kept(self, s: Hidden, message: bytes, who: Caster) -> dict[int, Tensor]:
+    def _kept(self, s: Hidden, message: bytes, who: BroadcastContext) -> dict[int, Tensor]:
         """The messages that a client may still need: only for as long as they are less than the whole state."""
         kept = {**s.log, who.version: as_tensor(message)}
         whole = self._size(who)
@@ -107,8 +109,8 @@ class HiddenState(Down):
             del kept[min(kept)]
         return kept
 
-    def charge(
-        self, versions: Mapping[int, Version], fetched: NDArray[np.int64], memory: Vectors
+    def message_bytes(
+        self, versions: Mapping[int, ModelVersion], fetched: NDArray[np.int64], memory: Vectors
     ) -> tuple[Sizes, Vectors]:
         """The packets that clients missed, or the whole state where that is less."""
         which, at = np.unique(fetched, return_inverse=True)
@@ -118,21 +120,23 @@ class HiddenState(Down):
         cost = np.where(had < 0, whole, np.minimum(upto - had, whole))
         return {"x": cost}, {"synced": torch.from_numpy(upto)[:, None]}
 
-    def order(self, newest: Version, s: Hidden, held: int, who: Caster) -> tuple[int, bytes]:
+    def build_message(
+        self, newest: ModelVersion, s: Hidden, held: int, who: BroadcastContext
+    ) -> tuple[int, bytes]:
         missed = range(held + 1, who.version + 1)
         if held < 0 or not all(v in s.log for v in missed):
-            cast = {k: cross_down(Identity(), v, k, replace(who, real=True)) for k, v in s.vectors.items()}
+            cast = {k: encode_down(Identity(), v, k, replace(who, real=True)) for k, v in s.vectors.items()}
             return -1, bundle({name: c.frame for name, c in cast.items() if c.frame is not None})
-        packets = {str(v): s.log[v].numpy().tobytes() for v in missed}
-        if not packets:
+        messages = {str(v): s.log[v].numpy().tobytes() for v in missed}
+        if not messages:
             return held, b""
-        return held, next(iter(packets.values())) if len(packets) == 1 else pack_message(packets)
+        return held, next(iter(messages.values())) if len(messages) == 1 else pack_message(messages)
 
-    def receive(self, message: bytes, base: int, held: Vectors, who: Caster) -> Vectors:
+    def receive(self, message: bytes, base: int, held: Vectors, who: BroadcastContext) -> Vectors:
         if base < 0:
             return open_frames(message, Identity(), who)
-        for packet in _packets(message, [str(v) for v in range(base + 1, who.version + 1)]):
-            got = open_frames(packet, self.codec, who)
+        for missed_message in _missed_messages(message, [str(v) for v in range(base + 1, who.version + 1)]):
+            got = open_frames(missed_message, self.codec, who)
             change = not self.codec.lossless
             held = {
                 name: held[name] + v if change and who.declared[name].width is None else v
@@ -141,20 +145,20 @@ class HiddenState(Down):
         return held
 
     @property
-    def builds(self) -> bool:
+    def needs_previous(self) -> bool:
         return True
 
 
-def _packets(message: bytes, missed: list[str]) -> list[bytes]:
+def _missed_messages(message: bytes, missed: list[str]) -> list[bytes]:
     """The broadcasts that a client missed, one after the other."""
     if len(missed) < 2:
         return [message] if missed else []
-    packets = unpack_message(message, len(message))
-    if list(packets) != missed:
+    messages = unpack_message(message, len(message))
+    if list(messages) != missed:
         raise WireError(
-            f"the server sent the broadcasts {list(packets)}, not {missed}; run the same fedbraid"
+            f"the server sent the broadcasts {list(messages)}, not {missed}; run the same fedbraid"
         )
-    return list(packets.values())
+    return list(messages.values())
 
 
 # Algorithms -----------------------------------------------------------------------------------------
@@ -214,5 +218,5 @@ def qafel(
         )
     gather = Mean(weights, Staleness(staleness))
     return Algorithm(
-        gather=gather, server=_steps(lr, momentum), up=Plain(up), down=HiddenState(down), work=PLAIN
+        gather=gather, server=_steps(lr, momentum), up=PlainUplink(up), down=HiddenState(down), work=PLAIN
     )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedbraid.core.codec import Codec
-from fedbraid.core.declare import MODEL, Crossing, Download, Upload, by_name
+from fedbraid.core.declare import MODEL, Download, Upload, VectorSpec, by_name
 from fedbraid.core.gather import Gather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Direct, Down, Plain, Up
+from fedbraid.core.link import Downlink, PlainDownlink, PlainUplink, Uplink
 from fedbraid.core.rule import ClientContext, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
 from fedbraid.core.work import Work
@@ -29,18 +29,18 @@ class Algorithm:
     rule: Rule = field(default_factory=Rule)
     gather: Gather = field(default_factory=Mean)
     server: Transform = field(default_factory=Transform)
-    up: Up = field(default_factory=Plain)
-    down: Down = field(default_factory=Direct)
+    up: Uplink = field(default_factory=PlainUplink)
+    down: Downlink = field(default_factory=PlainDownlink)
     name: str = field(default="", compare=False)  # the call that builds it, where a builder did
     work: Mapping[str, float] = field(
         default_factory=dict, compare=False, repr=False
     )  # settings of its paper's clients
 
     def __post_init__(self) -> None:
-        for link, plain in (("up", Plain), ("down", Direct)):
+        for link, plain in (("up", PlainUplink), ("down", PlainDownlink)):
             if isinstance(getattr(self, link), Codec):
                 object.__setattr__(self, link, plain(getattr(self, link)))
-        kinds = {"rule": Rule, "gather": Gather, "server": Transform, "up": Up, "down": Down}
+        kinds = {"rule": Rule, "gather": Gather, "server": Transform, "up": Uplink, "down": Downlink}
         for name, kind in kinds.items():
             part = getattr(self, name)
             if not isinstance(part, kind):
@@ -93,17 +93,19 @@ class Algorithm:
         """How many numbers a client uploads, by name."""
         return {name: d.size(layout) for name, d in self.uploads.items()}
 
-    def remembers(self, x: Tensor, layout: Layout) -> Vectors:
+    def init_client_state(self, x: Tensor, layout: Layout) -> Vectors:
         """A client's row before its first visit."""
         return {
             **self.rule.init(x),
-            **self.up.remembers(self.uploads, layout),
-            **self.down.remembers(),
+            **self.up.init_client_state(self.uploads, layout),
+            **self.down.init_client_state(),
         }
 
     def stateful(self, layout: Layout) -> bool:
         """Whether what a client does depends on what it remembers."""
-        return bool(self.rule.init(torch.zeros(layout.size)) or self.up.remembers(self.uploads, layout))
+        return bool(
+            self.rule.init(torch.zeros(layout.size)) or self.up.init_client_state(self.uploads, layout)
+        )
 
 
 def rehearse(a: Algorithm) -> None:
@@ -192,7 +194,7 @@ def _as_declared(who: str, made: Vectors, declared: dict[str, Any], layout: Layo
         verb = "does not declare it" if odd in made else "does not make it"
         raise ConfigError(f"{who} {sorted(made)}, but {odd!r} is not among what it declares, or it {verb}")
     for name, v in made.items():
-        what: Crossing = declared[name]
+        what: VectorSpec = declared[name]
         if not isinstance(v, Tensor) or v.ndim != 2 or v.shape[1] != what.size(layout):
             raise ConfigError(
                 f"{who} {name!r} as {_kind(v)}; declared are {'d' if what.width is None else what.width} numbers a client"

@@ -27,7 +27,7 @@ class Codec:
     """
 
     @property
-    def of_model(self) -> bool:
+    def encodes_weights(self) -> bool:
         """Whether the link hands in the model a client ends with, instead of its update."""
         return False
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class VectorSpec:
     """A named vector that crosses a link.
 
     `width` is None for one as wide as the model, else how many numbers it has. What is not `signed` is never
@@ -30,12 +30,12 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Download(Crossing):
+class Download(VectorSpec):
     """What a server part sends down beside the model."""
 
 
 @dataclass(frozen=True)
-class Upload(Crossing):
+class Upload(VectorSpec):
     """What a rule sends up, or what a server part makes of each upload before it is gathered."""
 
     uniform: bool = False  # averaged uniformly, however the gather weighs clients
@@ -47,7 +47,7 @@ class Upload(Crossing):
 DELTA = Upload("delta", aged=True, update=True, scale=1.0)
 MODEL = Download("x")
 
-C = TypeVar("C", bound=Crossing)
+C = TypeVar("C", bound=VectorSpec)
 
 
 def by_name(declared: Iterable[C], verb: str) -> dict[str, C]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.codec import Codec
-from fedbraid.core.declare import Crossing, Download, Upload
+from fedbraid.core.declare import Download, Upload, VectorSpec
 from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
@@ -33,7 +33,7 @@ Sizes = dict[str, NDArray[np.int64]]  # bytes by name, one number a client
 
 
 @dataclass(frozen=True)
-class Sender:
+class UploadContext:
     """Who uploads what: the block's clients, the version and model they trained from, the declared names.
 
     Where a lone client's frames really travel, they are put into `frames`.
@@ -50,7 +50,7 @@ class Sender:
 
 
 @dataclass
-class Sent:
+class UploadResult:
     """What came of an upload: what the server decodes, what the link makes the clients remember, bytes by name."""
 
     received: Vectors
@@ -59,7 +59,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Up:
+class Uplink:
     """What carries uploads; `codec` does the encoding."""
 
     codec: Codec = field(default_factory=Identity)
@@ -67,19 +67,19 @@ class Up:
     def __post_init__(self) -> None:
         check_codec(type(self).__name__, self.codec)
 
-    def over(self, codec: Codec) -> Up:
+    def over(self, codec: Codec) -> Uplink:
         """The same link over another codec."""
         return replace(self, codec=codec)
 
     def fits(self, declared: Mapping[str, Upload]) -> None:
         """Refuse uploads that this link cannot carry."""
-        if self.codec.of_model and not any(d.update for d in declared.values()):
+        if self.codec.encodes_weights and not any(d.update for d in declared.values()):
             raise ConfigError(
                 f"{self.codec!r} encodes the model that a client ends with, but this algorithm uploads"
                 f" {sorted(declared)} and no update; use the inner codec"
             )
 
-    def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
+    def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
         """What it makes a client remember before its first upload."""
         return {}
 
@@ -87,11 +87,11 @@ class Up:
         """How many of these clients' uploads lose precision."""
         return self.codec.quantised(clients)
 
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
         """A block's uploads, as the server will decode them."""
         raise NotImplementedError
 
-    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
         """The vectors `[1, ·]` of one client's frames; WireError says why they are refused."""
         raise NotImplementedError
 
@@ -104,11 +104,11 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Plain(Up):
+class PlainUplink(Uplink):
     """Each upload through the codec, on its own."""
 
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
-        done = Sent({}, {}, {})
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
+        done = UploadResult({}, {}, {})
         for name, v in vectors.items():
             what = who.declared[name]
             if what.width is not None:
@@ -116,10 +116,10 @@ class Plain(Up):
                 if who.frames is not None:
                     who.frames[name] = encode_scalars(v)
                 continue
-            given = self.prepare(name, enter(v, what, self.codec, who.x), memory)
-            got, done.sizes[name] = _cross(self.codec, given, name, who)
+            given = self.prepare(name, to_wire(v, what, self.codec, who.x), memory)
+            got, done.sizes[name] = _encode_up(self.codec, given, name, who)
             done.memory |= self.keep(name, given, got)
-            done.received[name] = leave(got, what, self.codec, who.x)
+            done.received[name] = from_wire(got, what, self.codec, who.x)
         add_overhead(done.sizes)
         return done
 
@@ -131,32 +131,32 @@ class Plain(Up):
         """What a client remembers of this crossing."""
         return {}
 
-    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
         codec, received = self.codec.for_client(int(who.clients[0])), {}
         for name, what in who.declared.items():
             if what.width is not None:
                 received[name] = decode_scalars(frames[name], what.width)[None].to(who.x.device)
             else:
                 got = codec.decode(frames[name], who.layout)[None].to(who.x.device)
-                received[name] = leave(got, what, self.codec, who.x)
+                received[name] = from_wire(got, what, self.codec, who.x)
         return received
 
 
-def enter(v: Tensor, what: Crossing, codec: Codec, x: Tensor | None = None) -> Tensor:
+def to_wire(v: Tensor, what: VectorSpec, codec: Codec, x: Tensor | None = None) -> Tensor:
     """What a codec is given: the weights in place of the update where it asks for them, roots of what is unsigned."""
-    if codec.of_model and isinstance(what, Upload) and what.update and x is not None:
+    if codec.encodes_weights and isinstance(what, Upload) and what.update and x is not None:
         return x - v
     return v if what.signed or codec.lossless else v.clamp_min(0).sqrt()
 
 
-def leave(got: Tensor, what: Crossing, codec: Codec, x: Tensor | None = None) -> Tensor:
+def from_wire(got: Tensor, what: VectorSpec, codec: Codec, x: Tensor | None = None) -> Tensor:
     """What was meant by what a codec decoded."""
-    if codec.of_model and isinstance(what, Upload) and what.update and x is not None:
+    if codec.encodes_weights and isinstance(what, Upload) and what.update and x is not None:
         return x - got
     return got if what.signed or codec.lossless else got.square()
 
 
-def _cross(codec: Codec, v: Tensor, name: str, who: Sender) -> tuple[Tensor, NDArray[np.int64]]:
+def _encode_up(codec: Codec, v: Tensor, name: str, who: UploadContext) -> tuple[Tensor, NDArray[np.int64]]:
     """A block through each client's own codec."""
     layout = who.layout
     if codec.lossless and who.frames is None:
@@ -181,7 +181,7 @@ def _cross(codec: Codec, v: Tensor, name: str, who: Sender) -> tuple[Tensor, NDA
 
 
 @dataclass(frozen=True)
-class Caster:
+class BroadcastContext:
     """What is broadcast when: the declared names, the version that it makes, whether real messages are wanted."""
 
     declared: Mapping[str, Download]
@@ -192,7 +192,7 @@ class Caster:
 
 
 @dataclass(frozen=True)
-class Version:
+class ModelVersion:
     """What clients hold of one version, and what it costs them to get it."""
 
     vectors: Vectors
@@ -206,20 +206,20 @@ class Version:
 class Broadcast:
     """What came of a broadcast."""
 
-    version: Version
+    version: ModelVersion
     state: Any
     notes: dict[str, float] = field(default_factory=dict)  # for the record
 
 
 @dataclass(frozen=True)
-class Down:
+class Downlink:
     """What carries broadcasts; `codec` does the encoding."""
 
     codec: Codec = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         check_codec(type(self).__name__, self.codec)
-        if self.codec.of_model:
+        if self.codec.encodes_weights:
             raise ConfigError(
                 f"down={self.codec!r} is for uploads; the model itself is sent down, so use its inner codec"
             )
@@ -228,63 +228,65 @@ class Down:
                 f"down={self.codec!r} has clients of several kinds, but a broadcast is one message; use its inner codec"
             )
 
-    def over(self, codec: Codec) -> Down:
+    def over(self, codec: Codec) -> Downlink:
         """The same link over another codec."""
         return replace(self, codec=codec)
 
-    def remembers(self) -> Vectors:
+    def init_client_state(self) -> Vectors:
         """What it makes a client remember, besides what it holds."""
         return {}
 
-    def open(self, vectors: Vectors, who: Caster) -> Broadcast:
+    def open(self, vectors: Vectors, who: BroadcastContext) -> Broadcast:
         """The first version, which everybody starts from."""
         raise NotImplementedError
 
-    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
+    def send(self, vectors: Vectors, s: Any, who: BroadcastContext) -> Broadcast:
         """The next version."""
         raise NotImplementedError
 
-    def charge(
-        self, versions: Mapping[int, Version], fetched: NDArray[np.int64], memory: Vectors
+    def message_bytes(
+        self, versions: Mapping[int, ModelVersion], fetched: NDArray[np.int64], memory: Vectors
     ) -> tuple[Sizes, Vectors]:
         """(bytes by name, what the clients then remember) of clients that fetched these of the versions."""
         raise NotImplementedError
 
-    def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
+    def build_message(
+        self, newest: ModelVersion, s: Any, held: int, who: BroadcastContext
+    ) -> tuple[int, bytes]:
         """(the version that it builds on or −1, the message) for a real client that holds version `held` or −1."""
         raise NotImplementedError
 
-    def receive(self, message: bytes, base: int, held: Vectors, who: Caster) -> Vectors:
+    def receive(self, message: bytes, base: int, held: Vectors, who: BroadcastContext) -> Vectors:
         """What a real client holds after an order that builds on version `base`, as the codec left it."""
         raise NotImplementedError
 
-    def means(self, held: Vectors, who: Caster) -> Vectors:
+    def decode_held(self, held: Vectors, who: BroadcastContext) -> Vectors:
         """What a client trains with that holds this."""
-        return {name: leave(v, who.declared[name], self.codec) for name, v in held.items()}
+        return {name: from_wire(v, who.declared[name], self.codec) for name, v in held.items()}
 
     @property
-    def builds(self) -> bool:
+    def needs_previous(self) -> bool:
         """Whether a client must keep what it holds, because the next message builds on it."""
         return False
 
 
 @dataclass(frozen=True)
-class Direct(Down):
+class PlainDownlink(Downlink):
     """Each broadcast through the codec, on its own."""
 
-    def open(self, vectors: Vectors, who: Caster) -> Broadcast:
+    def open(self, vectors: Vectors, who: BroadcastContext) -> Broadcast:
         return self.send(vectors, None, who)
 
-    def send(self, vectors: Vectors, s: Any, who: Caster) -> Broadcast:
-        cast = {name: cross_down(self.codec, v, name, who) for name, v in vectors.items()}
+    def send(self, vectors: Vectors, s: Any, who: BroadcastContext) -> Broadcast:
+        cast = {name: encode_down(self.codec, v, name, who) for name, v in vectors.items()}
         sizes = {name: c.size for name, c in cast.items()}
         add_overhead(sizes)
         frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
         message = as_tensor(bundle(frames)) if who.real else None
-        return Broadcast(Version({name: c.means for name, c in cast.items()}, sizes, message=message), s)
+        return Broadcast(ModelVersion({name: c.means for name, c in cast.items()}, sizes, message=message), s)
 
-    def charge(
-        self, versions: Mapping[int, Version], fetched: NDArray[np.int64], memory: Vectors
+    def message_bytes(
+        self, versions: Mapping[int, ModelVersion], fetched: NDArray[np.int64], memory: Vectors
     ) -> tuple[Sizes, Vectors]:
         if (fetched == fetched[0]).all():  # as in rounds
             one = versions[int(fetched[0])].sizes
@@ -292,16 +294,18 @@ class Direct(Down):
         each = [versions[v].sizes for v in fetched.tolist()]
         return {name: np.array([sizes[name] for sizes in each], np.int64) for name in each[0]}, {}
 
-    def order(self, newest: Version, s: Any, held: int, who: Caster) -> tuple[int, bytes]:
+    def build_message(
+        self, newest: ModelVersion, s: Any, held: int, who: BroadcastContext
+    ) -> tuple[int, bytes]:
         assert newest.message is not None
         return -1, newest.message.numpy().tobytes()
 
-    def receive(self, message: bytes, base: int, held: Vectors, who: Caster) -> Vectors:
+    def receive(self, message: bytes, base: int, held: Vectors, who: BroadcastContext) -> Vectors:
         return open_frames(message, self.codec, who)
 
 
 @dataclass(frozen=True)
-class Cast:
+class EncodedVector:
     """One vector of a broadcast."""
 
     given: Tensor  # what the codec was given
@@ -312,15 +316,19 @@ class Cast:
     frame: bytes | None
 
 
-def cross_down(codec: Codec, v: Tensor, name: str, who: Caster, base: Tensor | None = None) -> Cast:
+def encode_down(
+    codec: Codec, v: Tensor, name: str, who: BroadcastContext, base: Tensor | None = None
+) -> EncodedVector:
     """A vector through a broadcast's codec; with a `base`, which clients hold already, only the change is sent."""
     what, layout = who.declared[name], who.layout
     if what.width is not None:
-        return Cast(v, v, v, v, FRAME_BYTES + 4 * what.width, encode_scalars(v) if who.real else None)
+        return EncodedVector(
+            v, v, v, v, FRAME_BYTES + 4 * what.width, encode_scalars(v) if who.real else None
+        )
     if codec.lossless:
         frame = codec.encode(v, layout, 0) if who.real else None
-        return Cast(v, v, v, v, codec.size(layout) or 0, frame)
-    given = enter(v, what, codec)
+        return EncodedVector(v, v, v, v, codec.size(layout) or 0, frame)
+    given = to_wire(v, what, codec)
     given = given if base is None else given - base
     seed = rng.key(who.seed, f"down:{name}", who.version)
     if who.real:
@@ -330,10 +338,10 @@ def cross_down(codec: Codec, v: Tensor, name: str, who: Caster, base: Tensor | N
         block, lengths = codec.roundtrip(given[None], layout, [seed])
         frame, decoded, size = None, block[0].to(v.device), lengths[0]
     held = decoded if base is None else base + decoded
-    return Cast(given, decoded, held, leave(held, what, codec), size, frame)
+    return EncodedVector(given, decoded, held, from_wire(held, what, codec), size, frame)
 
 
-def open_frames(message: bytes, codec: Codec, who: Caster) -> Vectors:
+def open_frames(message: bytes, codec: Codec, who: BroadcastContext) -> Vectors:
     """What is in the frames of a broadcast, as the codec decodes it."""
     got: Vectors = {}
     for name, frame in unbundle(message, who.declared, who.layout).items():

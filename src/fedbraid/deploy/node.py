@@ -23,7 +23,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.link import Caster, as_message, bundle
+from fedbraid.core.link import BroadcastContext, as_message, bundle
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
@@ -31,7 +31,7 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Order, Setup, first_memory, visit
 from fedbraid.errors import RunError
-from fedbraid.links.private import OwnNoise
+from fedbraid.links.private import LocalNoise
 from fedbraid.run.budget import Crowd, bound
 from fedbraid.run.checkpoint import model_checksum
 from fedbraid.run.files import checksum, make_folder, write_whole
@@ -128,8 +128,8 @@ def obey(
     memory.forget_all_but({str(order["start"]), str(order["taken"])})
     if not memory.receive(order, setup):
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
-    who = Caster(algorithm.downloads, version, settings.seed, task.layout, real=True)
-    down = algorithm.down.means(memory.down, who)
+    who = BroadcastContext(algorithm.downloads, version, settings.seed, task.layout, real=True)
+    down = algorithm.down.decode_held(memory.down, who)
     start, fresh = str(order["start"]), first_memory(setup)
     rows = memory.after.get(start, {name: v.reshape(1, -1) for name, v in fresh.items()})
     forgot = bool(fresh) and start != "none" and start not in memory.after
@@ -137,7 +137,7 @@ def obey(
     reply = visit(setup, gradients, Order(version, np.array([client]), down, rows), frames)
     memory.after[str(order["job"])] = reply.memory
     memory.visits += 1
-    memory.write(place, keep_down=algorithm.down.builds)
+    memory.write(place, keep_down=algorithm.down.needs_previous)
     return {
         "job": str(order["job"]),
         "lost": False,
@@ -150,7 +150,7 @@ def obey(
 
 def _of_its_own(algorithm: Algorithm) -> bool:
     """Whether clients add noise themselves."""
-    return isinstance(algorithm.up, OwnNoise) or algorithm.rule.examples() is not None
+    return isinstance(algorithm.up, LocalNoise) or algorithm.rule.examples() is not None
 
 
 def _within_budget(
@@ -201,7 +201,7 @@ class Memory:
         if base >= 0 and self.held != base:
             self.held, self.down = -1, {}
             return False
-        who = Caster(setup.algorithm.downloads, version, setup.seed, setup.task.layout, real=True)
+        who = BroadcastContext(setup.algorithm.downloads, version, setup.seed, setup.task.layout, real=True)
         self.down = setup.algorithm.down.receive(order["blob"], base, self.down, who)
         self.held = version
         return True

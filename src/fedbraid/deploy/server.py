@@ -26,7 +26,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.core.link import Caster, Sender, add_overhead, from_message, unbundle
+from fedbraid.core.link import BroadcastContext, UploadContext, add_overhead, from_message, unbundle
 from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
 from fedbraid.deploy import leaving
@@ -608,8 +608,8 @@ class Fleet:
     def _download(self, member: Member) -> tuple[int, bytes]:
         """(the version that the message builds on, the message)."""
         t = self.state.t
-        who = Caster(self.algorithm.downloads, t, self.settings.seed, self.layout, real=True)
-        return self.algorithm.down.order(self.state.sent[t], self.state.wire, member.held, who)
+        who = BroadcastContext(self.algorithm.downloads, t, self.settings.seed, self.layout, real=True)
+        return self.algorithm.down.build_message(self.state.sent[t], self.state.wire, member.held, who)
 
     def _send(self, letters: Sequence[Letter]) -> None:
         """Push messages; the model has a record of its own, which Flower keeps once however many get it."""
@@ -710,7 +710,7 @@ class Fleet:
             raise WireError(f"it trained from version {job.version}, which is no longer kept")
         sent = {name: v[None] for name, v in self.state.sent[job.version].vectors.items()}
         x, a, blob = sent["x"], self.algorithm, answer["blob"]
-        who = Sender(
+        who = UploadContext(
             np.array([job.client]), job.version, self.settings.seed, x, a.uploads, self.layout, down=sent
         )
         frames = unbundle(blob, a.uploads, self.layout)

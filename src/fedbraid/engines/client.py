@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.device import placed
-from fedbraid.core.link import Sender, Sizes
+from fedbraid.core.link import Sizes, UploadContext
 from fedbraid.core.names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import ClientContext, Gradient, LocalLoop, Vectors, finished, train
 from fedbraid.data.batches import Batch, Drawn, augmenting, batch_sizes
@@ -173,7 +173,9 @@ def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] |
         if PERSONAL in order.memory:
             own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, ctx)
-    who = Sender(order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download)
+    who = UploadContext(
+        order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download
+    )
     sent = a.up.send(vectors, order.memory, who)
     memory = {**order.memory, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
     rates = torch.full_like(K, ctx.lr, dtype=torch.float64)
@@ -240,7 +242,7 @@ def run_custom_loop(
 def first_memory(setup: Setup) -> Vectors:
     """A client's row before its first visit."""
     task, seed = setup.task, setup.seed
-    return {**setup.algorithm.remembers(task.initial(seed), task.layout), **task.own(seed)}
+    return {**setup.algorithm.init_client_state(task.initial(seed), task.layout), **task.own(seed)}
 
 
 def full_gradient(setup: Setup, grad: Gradient, order: Order) -> Callable[[Tensor], Tensor]:

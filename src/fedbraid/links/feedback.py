@@ -10,15 +10,15 @@ from torch import Tensor
 
 from fedbraid.core.declare import Upload
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Plain
+from fedbraid.core.link import PlainUplink
 from fedbraid.core.rule import Vectors
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Plain):
+class ErrorFeedback(PlainUplink):
     """Send Q(u + e), keep e ← u + e − Q(u + e) for the next time."""
 
-    def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
+    def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
         return {f"residual:{d.name}": torch.zeros(layout.size) for d in declared.values() if d.width is None}
 
     def prepare(self, name: str, v: Tensor, memory: Vectors) -> Tensor:

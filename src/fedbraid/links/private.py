@@ -15,28 +15,28 @@ from fedbraid.core import rng
 from fedbraid.core.codec import Codec
 from fedbraid.core.declare import Upload
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Plain, Sender, Sent, Up
+from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
 from fedbraid.core.rule import Vectors
 
 Scales = tuple[tuple[str, float], ...]  # by name, in place of what was declared
 
 
 @dataclass(frozen=True)
-class Around(Up):
+class WrappedUplink(Uplink):
     """A link around another one."""
 
-    link: Up = field(default_factory=Plain)
+    link: Uplink = field(default_factory=PlainUplink)
     clip: float = 1.0
     scales: Scales = ()
 
-    def over(self, codec: Codec) -> Up:
+    def over(self, codec: Codec) -> Uplink:
         return replace(self, codec=codec, link=self.link.over(codec))
 
     def fits(self, declared: Mapping[str, Upload]) -> None:
         self.link.fits(declared)
 
-    def remembers(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
-        return self.link.remembers(declared, layout)
+    def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
+        return self.link.init_client_state(declared, layout)
 
     def quantised(self, clients: NDArray[np.int64]) -> int:
         return self.link.quantised(clients)
@@ -44,15 +44,15 @@ class Around(Up):
     def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
         return self.link.size(declared, layout)
 
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
         return self.link.send(vectors, memory, who)
 
-    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
         return self.link.receive(frames, who)
 
 
 @dataclass(frozen=True)
-class Clipped(Around):
+class Clipped(WrappedUplink):
     """Every upload is clipped once it is decoded, so that client and server account for the same.
 
     Where the clip is `adaptive`, it is the one that the client was sent; `later` leaves it to the gather, after the
@@ -62,14 +62,14 @@ class Clipped(Around):
     adaptive: bool = False
     later: bool = False
 
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
         sent = self.link.send(vectors, memory, who)
         return replace(sent, received=self._clipped(sent.received, who))
 
-    def receive(self, frames: Mapping[str, bytes], who: Sender) -> Vectors:
+    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
         return self._clipped(self.link.receive(frames, who), who)
 
-    def _clipped(self, vectors: Vectors, who: Sender) -> Vectors:
+    def _clipped(self, vectors: Vectors, who: UploadContext) -> Vectors:
         if self.later:
             return vectors
         bound = who.down["clip"] if self.adaptive else self.clip
@@ -77,7 +77,7 @@ class Clipped(Around):
 
 
 @dataclass(frozen=True)
-class OwnNoise(Around):
+class LocalNoise(WrappedUplink):
     """Every client clips what it uploads and adds N(0, (zC)²), before anything is encoded.
 
     The noise repeats with the seed in simulation; on real clients it is the operating system's. Unbound, z is not a
@@ -89,7 +89,7 @@ class OwnNoise(Around):
     delta: float = 1e-5
     z: float = field(default=math.nan, repr=False, compare=False)
 
-    def send(self, vectors: Vectors, memory: Vectors, who: Sender) -> Sent:
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
         declared = scaled(who.declared, self.scales)
         safe = clipped(vectors, self.clip, declared)
         noised = {
@@ -98,7 +98,7 @@ class OwnNoise(Around):
         }
         return self.link.send(noised, memory, who)
 
-    def _draw(self, name: str, like: Tensor, who: Sender) -> Tensor:
+    def _draw(self, name: str, like: Tensor, who: UploadContext) -> Tensor:
         if who.frames is not None:
             return torch.from_numpy(rng.unpredictable(like.numel())).view(like.shape).to(like)
         drawn = rng.normal(who.seed, f"own:{name}", like.shape[1], who.version, who.clients)

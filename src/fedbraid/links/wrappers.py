@@ -31,8 +31,8 @@ class Wrapper(Codec):
             raise ConfigError(f"{self._name}({self.codec!r}) wraps a codec; pass one, such as uniform(4)")
 
     @property
-    def of_model(self) -> bool:
-        return self.codec.of_model
+    def encodes_weights(self) -> bool:
+        return self.codec.encodes_weights
 
     @property
     def shared(self) -> bool:
@@ -64,12 +64,12 @@ class OfWeights(Wrapper):
     """The codec on the model's weights rather than on the update: the caller shifts by x on either side."""
 
     @property
-    def of_model(self) -> bool:
+    def encodes_weights(self) -> bool:
         return True
 
     def for_client(self, client: int) -> Codec:
         inner = self.codec.for_client(client)
-        return inner if inner.of_model else OfWeights(inner)
+        return inner if inner.encodes_weights else OfWeights(inner)
 
     def quantised(self, clients: NDArray[np.int64]) -> int:
         return self.codec.quantised(clients)
@@ -125,7 +125,7 @@ class Mixed(Wrapper):
 
     @property
     def _plain(self) -> Codec:
-        return OfWeights(Identity()) if self.of_model else Identity()
+        return OfWeights(Identity()) if self.encodes_weights else Identity()
 
     @cached_property
     def _part(self) -> Fraction:

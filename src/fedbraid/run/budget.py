@@ -19,7 +19,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work
 from fedbraid.data.batches import batch_sizes, step_counts
 from fedbraid.errors import ConfigError, MissingExtra
-from fedbraid.links.private import Around, Clipped, OwnNoise
+from fedbraid.links.private import Clipped, LocalNoise, WrappedUplink
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
@@ -315,12 +315,12 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
         )
     if (own := hiding(algorithm.rule)) is not None:
         return _bound_examples(algorithm, own, crowd)
-    if not isinstance(gather, Noised) and not isinstance(up, OwnNoise):
-        if isinstance(up, Around):
+    if not isinstance(gather, Noised) and not isinstance(up, LocalNoise):
+        if isinstance(up, WrappedUplink):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
         return algorithm, ()
     _check(algorithm, crowd)
-    if isinstance(up, OwnNoise):
+    if isinstance(up, LocalNoise):
         return _bound_own(algorithm, up, crowd)
     assert isinstance(gather, Noised)
     how, planned = Mechanism.of(crowd.schedule, crowd.clients, crowd.seed is None)
@@ -339,7 +339,7 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
     return replace(algorithm, gather=new), (Budget(how, z, gather.delta, last),)
 
 
-def _bound_own(algorithm: Algorithm, up: OwnNoise, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
+def _bound_own(algorithm: Algorithm, up: LocalNoise, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
     z, most = _afford(up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.visits())
     new = replace(algorithm, up=replace(up, z=z))
     return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
@@ -389,7 +389,7 @@ def _check(algorithm: Algorithm, crowd: Crowd) -> None:
     if isinstance(gather, Noised) and not (isinstance(up, Clipped) and up.clip == gather.clip):
         raise ConfigError("this algorithm adds noise but does not clip; let private be the outermost call")
     noised = gather if isinstance(gather, Noised) else up
-    assert isinstance(noised, Noised | OwnNoise)
+    assert isinstance(noised, Noised | LocalNoise)
     if noised.delta >= 1 / max(crowd.clients, 1):
         log.warning(
             f"delta={noised.delta} is no less than 1/{crowd.clients}, one client among all; use a smaller one"

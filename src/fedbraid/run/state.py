@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Caster, Version
+from fedbraid.core.link import BroadcastContext, ModelVersion
 from fedbraid.core.rows import Rows
 from fedbraid.core.rule import Vectors
 from fedbraid.errors import Diverged
@@ -58,7 +58,7 @@ class State:
     server: Any
     wire: Any  # of the down link
     watch: Watch
-    sent: dict[int, Version]  # version -> what clients hold of it, while somebody needs it
+    sent: dict[int, ModelVersion]  # version -> what clients hold of it, while somebody needs it
     clients: Rows  # what simulated clients remember
     gone: tuple[int, ...] = ()  # clients that have left for good
 
@@ -74,10 +74,10 @@ class State:
     ) -> State:
         """Before the first step; `own` is what clients hold of the model themselves."""
         gather, server = algorithm.gather.init(x, layout), algorithm.server.init(x, layout)
-        who = Caster(algorithm.downloads, 0, seed, layout, real)
+        who = BroadcastContext(algorithm.downloads, 0, seed, layout, real)
         cast = algorithm.down.open(algorithm.send(x, server, 1), who)
         rows = Rows(
-            {} if real else {**algorithm.remembers(x, layout), **(own or {})}
+            {} if real else {**algorithm.init_client_state(x, layout), **(own or {})}
         )  # real clients remember for themselves
         watch = Watch.first(x, layout)
         return cls(0, x, x, gather, server, cast.state, watch, {0: cast.version}, rows)

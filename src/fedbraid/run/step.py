@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import ServerContext, Uploads
-from fedbraid.core.link import Caster
+from fedbraid.core.link import BroadcastContext
 from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
 from fedbraid.engines.client import Reply, Setup
@@ -93,7 +93,7 @@ def advance(
         server = algorithm.server.idle(state.server, x)
     norm = _finite_norm(average, new, state.t + 1)
     watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going) if tally.count else state.watch
-    who = Caster(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)
+    who = BroadcastContext(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)
     try:
         cast = algorithm.down.send(algorithm.send(new, server, N), state.wire, who)
     except WireError as error:
@@ -191,8 +191,8 @@ def _charge(
     """(bytes down by name, what the clients then remember of the link)."""
     if reply.down is not None:
         return {name: int(sizes.sum()) for name, sizes in reply.down.items()}, {}
-    memory = state.clients.get(reply.clients) if algorithm.down.remembers() else {}
-    sizes, synced = algorithm.down.charge(state.sent, versions, memory)
+    memory = state.clients.get(reply.clients) if algorithm.down.init_client_state() else {}
+    sizes, synced = algorithm.down.message_bytes(state.sent, versions, memory)
     return {name: int(each.sum()) for name, each in sizes.items()}, synced
 
 

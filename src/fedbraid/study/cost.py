@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Caster, Sender
+from fedbraid.core.link import BroadcastContext, UploadContext
 from fedbraid.core.names import PERSONAL
 from fedbraid.core.optim import Adam, RMSProp, SGDm
 from fedbraid.core.rule import Chain, ClientContext, Rule, finished
@@ -119,7 +119,7 @@ def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd)
     """Bytes that a round's cohort sends, by name."""
     some = max(1, min(crowd.per_round, _ENCODED))
     which = np.linspace(0, crowd.clients - 1, some).astype(np.int64)
-    who = Sender(which, 0, 0, x[None], a.uploads, layout)
+    who = UploadContext(which, 0, 0, x[None], a.uploads, layout)
     noise = torch.Generator().manual_seed(0)
     vectors = {
         name: torch.randn(some, width, generator=noise) * 0.01 for name, width in a.widths(layout).items()
@@ -132,11 +132,11 @@ def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crow
     """Bytes that a round's cohort receives, by name; with a hidden state, all packets since the last visit."""
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(1)) * 0.01
     vectors = a.send(x + noise, state.server, crowd.clients)
-    version = a.down.send(vectors, state.wire, Caster(a.downloads, 1, 0, layout)).version
+    version = a.down.send(vectors, state.wire, BroadcastContext(a.downloads, 1, 0, layout)).version
     missed = math.ceil(crowd.clients / crowd.per_round) * sum(version.sizes.values())
     since = replace(version, upto=missed)
-    new = {name: torch.zeros_like(v)[None] for name, v in a.down.remembers().items()}
-    sizes, _ = a.down.charge({1: since}, np.ones(1, np.int64), new)
+    new = {name: torch.zeros_like(v)[None] for name, v in a.down.init_client_state().items()}
+    sizes, _ = a.down.message_bytes({1: since}, np.ones(1, np.int64), new)
     return {name: int(size[0]) * crowd.per_round for name, size in sizes.items()}
 
 

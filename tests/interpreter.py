@@ -426,7 +426,7 @@ class Cohort:
         return self.raw / self.raw.sum()
 
     @property
-    def everybody(self) -> float:
+    def population_weight(self) -> float:
         """Σ_N of the weights."""
         return float(sum(self.weight(n) for n in self.all_sizes))
 
@@ -478,8 +478,8 @@ class Memory(Mean):
         y: dict[int, Vec] = self.state
         per_rate = self.o.get("per_rate", False)
         zero = np.zeros_like(updates[0])
-        before = sum((c.weight(self.setting.sizes[j]) * v for j, v in y.items()), zero) / c.everybody
-        over = c.raw.sum() if self.o.get("normalise", "cohort") == "cohort" else c.everybody
+        before = sum((c.weight(self.setting.sizes[j]) * v for j, v in y.items()), zero) / c.population_weight
+        over = c.raw.sum() if self.o.get("normalise", "cohort") == "cohort" else c.population_weight
         fresh = zero
         for v, u, w, age in zip(c.visits, updates, c.raw, c.age):
             g = u / v.lr if per_rate else u
@@ -520,7 +520,7 @@ class Clusters(Mean):
     def __call__(self, updates, c):
         C, zero = self.o["clusters"], np.zeros_like(updates[0])
         y = {k: self.state.get(k, zero) for k in range(C)}
-        shares = np.array([c.weight(n) for n in c.all_sizes]) / c.everybody
+        shares = np.array([c.weight(n) for n in c.all_sizes]) / c.population_weight
         G = sum((share * y[j % C] for j, share in enumerate(shares)), zero)
         for v, u, p, age in zip(c.visits, updates, c.p, c.age):
             G = G + age * p * (u - y[v.client % C])

@@ -307,7 +307,7 @@ def _gather(spec: Spec) -> Any:
         case "mifa":
             return memory.Mifa(*how)
         case "aced":
-            return late.YoungMifa(*how, limit=g["limit"])
+            return late.RecentMifa(*how, limit=g["limit"])
     return memory.ClusterVarp(*how, clusters=g["clusters"])
 
 

@@ -1220,8 +1220,8 @@ def test_a_node_that_lost_its_memory_says_so(user, tmp_path):
         return reply
 
     grid = in_process(user, tmp_path, 3, mischief)
-    everybody = f"rounds(3, clients={[[0, 1, 2]] * 3})"
-    result = driven(user, grid, tmp_path / "run", algorithm="scaffold()", schedule=everybody)
+    population_weight = f"rounds(3, clients={[[0, 1, 2]] * 3})"
+    result = driven(user, grid, tmp_path / "run", algorithm="scaffold()", schedule=population_weight)
     told = [[(t["client"], t["why"]) for t in r.get("trouble", [])] for r in result.history]
     assert told == [[], [(1, FORGOT)], []]
 

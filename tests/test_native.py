@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import fedbraid as fb
 from fedbraid.core import passes, rng
 from fedbraid.core.declare import DELTA
-from fedbraid.core.gather import WIDE, ServerContext, Uploads
-from fedbraid.core.rows import Slab
+from fedbraid.core.gather import WIDE_ROW, ServerContext, Uploads
+from fedbraid.core.rows import RowArena
 from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
@@ -33,7 +33,7 @@ from fedbraid.engines.gradients import Loop
 from fedbraid.engines.native import Native, NativeUnavailable, build, codegen, ops
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.normals import normals
-from fedbraid.engines.native.swap import swapper
+from fedbraid.engines.native.swap import table_swapper
 from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.run.database import Database
 
@@ -1724,8 +1724,8 @@ def sanitized(tmp_path, source, main=MAIN) -> None:
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_path):
     """Bit for bit: new clients and known ones, changed weights, late updates, rows that were sent to the file."""
-    monkeypatch.setattr(Slab, "CHUNK", 72_000)  # words: four float32 rows
-    layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1)), ("one", (1,)), ("still", (6,)), ("b", (1501,))])
+    monkeypatch.setattr(RowArena, "CHUNK", 72_000)  # words: four float32 rows
+    layout = fb.Layout.from_shapes([("w", (WIDE_ROW + 5, 1)), ("one", (1,)), ("still", (6,)), ("b", (1501,))])
     x = torch.zeros(layout.size)
     states = [algorithm.gather.init(x, layout) for _ in range(2)]
     databases = []
@@ -1733,13 +1733,13 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         for i, state in enumerate(states):
             databases.append(Database(tmp_path / f"{i}.db"))
             state.rows.attach(databases[-1], "rows", 3, alone=True)
-    swaps = [swapper, passes.no_swap]
-    assert passes.swapper is swapper
-    assert swapper(states[0].rows.codec, layout) is not None
+    swaps = [table_swapper, passes.no_swap]
+    assert passes.table_swapper is table_swapper
+    assert table_swapper(states[0].rows.codec, layout) is not None
     draw = torch.Generator().manual_seed(0)
     for t in range(12):
         delta = torch.randn(5, layout.size, generator=draw)
-        delta[:, WIDE + 6 : WIDE + 12] = 0  # a layer that stands still
+        delta[:, WIDE_ROW + 6 : WIDE_ROW + 12] = 0  # a layer that stands still
         clients = torch.randperm(11, generator=draw)[:5].numpy()
         n = torch.full((5, 1), 20.0) + (torch.arange(5)[:, None] if t == 7 else 0)
         late = torch.full((5, 1), float(t == 9))
@@ -1968,7 +1968,7 @@ def test_gradient_that_a_hook_bends_is_noticed():
 @pytest.mark.parametrize(("memory", "much"), [("fp16", 2000.0), ("int8", 1e38), ("int4", 1e38)])
 def test_what_a_code_cannot_hold_changes_no_row(memory, much):
     gather = fb.fedadavr(memory=memory).gather
-    layout = fb.Layout.from_shapes([("w", (WIDE + 5, 1))])
+    layout = fb.Layout.from_shapes([("w", (WIDE_ROW + 5, 1))])
     x = torch.zeros(layout.size)
     state = gather.init(x, layout)
     one = torch.ones(2, 1)

@@ -415,10 +415,12 @@ def test_adaptive_servers_on_the_mean(build, name, settings, oracle, trial):
 
 def memory_update(trial, x, t, cohort, y, weights, normalise="cohort", eta=1.0, store=lambda v: v):
     """One FedVARP combination on Δ/η; y is changed in place. The result is η·r."""
-    everybody = trial.p.p(range(trial.p.N), weights)
-    over = trial.p.p(cohort, weights) if normalise == "cohort" else everybody[list(cohort)]
+    population_weight = trial.p.p(range(trial.p.N), weights)
+    over = trial.p.p(cohort, weights) if normalise == "cohort" else population_weight[list(cohort)]
     g = {i: (x - trial.local(x, i, t)) / eta for i in cohort}
-    r = sum(p * (g[i] - y[i]) for p, i in zip(over, cohort)) + sum(p * y[j] for j, p in enumerate(everybody))
+    r = sum(p * (g[i] - y[i]) for p, i in zip(over, cohort)) + sum(
+        p * y[j] for j, p in enumerate(population_weight)
+    )
     for i in cohort:
         y[i] = store(g[i])
     return eta * r
@@ -449,11 +451,11 @@ def test_cluster_fedvarp(clusters, trial):
     result = trial.run(fb.cluster_fedvarp(clusters, lr=0.8, weights=trial.weights))
     of = [i % 3 for i in range(trial.p.N)] if clusters == 3 else clusters
     x, y = trial.p.x0, [np.zeros(27) for _ in range(3)]
-    everybody = trial.p.p(range(trial.p.N), trial.weights)
+    population_weight = trial.p.p(range(trial.p.N), trial.weights)
     for t, cohort in enumerate(trial.cohorts):
         delta = {i: x - trial.local(x, i, t) for i in cohort}
         r = sum(p * (delta[i] - y[of[i]]) for p, i in zip(trial.p.p(cohort, trial.weights), cohort))
-        r = r + sum(p * y[of[j]] for j, p in enumerate(everybody))
+        r = r + sum(p * y[of[j]] for j, p in enumerate(population_weight))
         for c in {of[i] for i in cohort}:
             y[c] = np.mean([delta[i] for i in cohort if of[i] == c], axis=0)
         x = x - 0.8 * r

@@ -195,12 +195,12 @@ def test_fedadavr_without_rounds(memory):
     assert all(len({i for i, _ in buffer}) == len(buffer) for buffer in events)
     result = trial.run(fb.fedadavr("sgd", lr=0.7, memory=memory), CLOSED)
     N, x, versions = trial.p.N, trial.p.x0, [trial.p.x0]
-    y, everybody = [np.zeros(27)] * N, trial.p.p(range(N), "samples")
+    y, population_weight = [np.zeros(27)] * N, trial.p.p(range(N), "samples")
     for buffer in events:
         clients = [i for i, _ in buffer]
         g = {i: (versions[v] - trial.local(versions[v], i, v)) / trial.lr for i, v in buffer}
         r = sum(p * (g[i] - y[i]) for p, i in zip(trial.p.p(clients, "samples"), clients))
-        r = r + sum(p * y[j] for j, p in enumerate(everybody))
+        r = r + sum(p * y[j] for j, p in enumerate(population_weight))
         for i in clients:
             y[i] = MEMORY[memory](g[i])
         x = x - 0.7 * trial.lr * r

@@ -14,7 +14,7 @@ import torch
 
 import fedbraid as fb
 from fedbraid.core.gather import Gather, Mean
-from fedbraid.core.rows import Rows
+from fedbraid.core.rows import ClientTable
 from fedbraid.engines.native.build import compiler
 from fedbraid.errors import RunError
 from fedbraid.run import bits, tree
@@ -27,7 +27,7 @@ WORK = fb.Work(lr=0.05, epochs=1, batch=8)
 
 @dataclass(frozen=True)
 class Pair:
-    rows: Rows
+    rows: ClientTable
     both: tuple[Any, ...]
 
 
@@ -45,7 +45,11 @@ class WrappedUplink(Gather):
     inner: Gather = field(default_factory=Mean)
 
     def init(self, x, layout):
-        return {"deep": [Pair(Rows({"n": torch.zeros(1, dtype=torch.int64)}), (self.inner.init(x, layout),))]}
+        return {
+            "deep": [
+                Pair(ClientTable({"n": torch.zeros(1, dtype=torch.int64)}), (self.inner.init(x, layout),))
+            ]
+        }
 
     def zero(self, x):
         return self.inner.zero(x)
@@ -143,7 +147,7 @@ def test_trees_come_back_as_they_were():
     assert got["slot"] == value["slot"]
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, {1.5: 2}, b"", Rows({}), Slotted("a", 1)])
+@pytest.mark.parametrize("value", [object(), {1, 2}, {1.5: 2}, b"", ClientTable({}), Slotted("a", 1)])
 def test_what_cannot_be_given_back_is_refused_when_it_is_saved(value):
     with pytest.raises(RunError, match=r"state 'state.deep.0' holds a .*, which cannot be saved"):
         back({"deep": [value]})
@@ -239,7 +243,7 @@ def test_an_edited_run_json_is_refused(cut):
 
 def test_a_damaged_row_is_refused_when_it_is_read(tmp_path):
     db = Database(tmp_path / "rows.db")
-    rows = Rows({"h": torch.zeros(4)})
+    rows = ClientTable({"h": torch.zeros(4)})
     rows.attach(db, "rows", 1)
     rows.put([1, 2], {"h": torch.ones(2, 4)})
     with db.transaction():
@@ -249,7 +253,7 @@ def test_a_damaged_row_is_refused_when_it_is_read(tmp_path):
     with sqlite3.connect(tmp_path / "rows.db") as sql:
         sql.execute("UPDATE rows SET data = zeroblob(16) WHERE id = 1")
     sql.close()
-    db, again = Database(tmp_path / "rows.db"), Rows({"h": torch.zeros(4)})
+    db, again = Database(tmp_path / "rows.db"), ClientTable({"h": torch.zeros(4)})
     again.attach(db, "rows", 1)
     assert again.get([2])["h"].tolist() == [[1.0] * 4]
     with pytest.raises(RunError, match="row 1 of rows does not fit its checksum"):

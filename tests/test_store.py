@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedbraid as fb
-from fedbraid.core.rows import Rows, Slab
+from fedbraid.core.rows import ClientTable, RowArena
 from fedbraid.errors import RunError
 from fedbraid.run.database import Database
 
@@ -34,7 +34,7 @@ class Model:
 
 
 def fresh(codec):
-    return Rows(DEFAULT, codec, LAYOUT)
+    return ClientTable(DEFAULT, codec, LAYOUT)
 
 
 clients = st.lists(st.integers(0, 11), min_size=1, max_size=5, unique=True)
@@ -74,9 +74,9 @@ def put(rows, model, ids, seed):
 def chunks(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "one chunk":
-            patch.setattr(Slab, "CHUNK", 30)
+            patch.setattr(RowArena, "CHUNK", 30)
         if request.param == "long rows":
-            patch.setattr(Slab, "LONG", 1)
+            patch.setattr(RowArena, "LONG", 1)
         yield
 
 
@@ -181,7 +181,7 @@ def test_bytes_on_disk_of_lenet_rows(tmp_path, name, share):
              ("f1.b", (120,)), ("f2.w", (84, 120)), ("f2.b", (84,)), ("f3.w", (10, 84)), ("f3.b", (10,))]  # fmt: skip
     layout = fb.Layout.from_shapes(sizes)
     assert layout.size == 61706
-    rows = Rows({"weight": torch.zeros(1), "y": torch.zeros(layout.size)}, CODECS[name], layout)
+    rows = ClientTable({"weight": torch.zeros(1), "y": torch.zeros(layout.size)}, CODECS[name], layout)
     db = Database(tmp_path / "rows.db", rows.row_bytes)
     rows.attach(db, "rows", 64)
     y = torch.randn(50, layout.size, generator=torch.Generator().manual_seed(0))
@@ -220,7 +220,7 @@ def test_a_row_holds_numbers_of_any_kind(tmp_path, codec):
 
     other = {name: v.flip(0) for name, v in KINDS.items()} | {"count": torch.tensor([-(2**61) - 3])}
     db = Database(tmp_path / "rows.db")
-    rows = Rows(KINDS, CODECS[codec], LAYOUT)
+    rows = ClientTable(KINDS, CODECS[codec], LAYOUT)
     rows.attach(db, "rows", None)
     for client in range(7):
         rows.put([client], {name: v[None] for name, v in other.items()})
@@ -228,7 +228,7 @@ def test_a_row_holds_numbers_of_any_kind(tmp_path, codec):
     same(rows, [9, 6, 0], [KINDS, other, other])
     with db.transaction():
         rows.flush()
-    again = Rows(KINDS, CODECS[codec], LAYOUT)
+    again = ClientTable(KINDS, CODECS[codec], LAYOUT)
     again.attach(db, "rows", None)
     same(again, [5, 8, 2], [other, KINDS, other])
     db.close()

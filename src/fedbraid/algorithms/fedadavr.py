@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
-from fedbraid.algorithms.memory import Remembered, SumOfMemories, everybody, remembering
+from fedbraid.algorithms.memory import ClientMemorySum, MemorySum, population_weight, with_memory
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import Beside, ServerContext, Uploads
+from fedbraid.core.gather import DeltaGather, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.ledger import Ledger, Swapping
+from fedbraid.core.ledger import UpdateTable, UpdateTableStep
 from fedbraid.core.optim import SERVER, Optimise, Optimiser, TrustRatio, named
 from fedbraid.core.transform import Scale
 from fedbraid.errors import ConfigError, unknown
@@ -24,7 +24,7 @@ from fedbraid.links import codecs
 
 
 @dataclass(frozen=True)
-class VarianceReduced(Beside):
+class VarianceReduced(DeltaGather):
     """r = Σ_S p_i (g_i − y_i) + Σ_N p_j y_j, g_i = Δ_i/η, then y_i ← g_i through the codec for i ∈ S; G = η r.
 
     `normalise` is "cohort" (the first sum's weights over S) or "population" (both over N).
@@ -37,29 +37,29 @@ class VarianceReduced(Beside):
         super().__post_init__()
         _check_normalise(self.normalise)
 
-    def init(self, x: Tensor, layout: Layout) -> Ledger:
-        return Ledger.open(x, self.codec, layout)  # every y_i is 0 at first
+    def init(self, x: Tensor, layout: Layout) -> UpdateTable:
+        return UpdateTable.open(x, self.codec, layout)  # every y_i is 0 at first
 
-    def begin(self, s: Ledger, x: Tensor) -> Swapping:
-        return s.swap()
+    def begin(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
+        return s.begin_step()
 
-    def fold(self, mine: Swapping, up: Uploads, s: Ledger, x: Tensor) -> Swapping:
+    def fold(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         p, age = up.p(self.weights), self.staleness(up.staleness)
         mine.put(up.clients, up.vectors["delta"], p, age, rate=up.lr)  # eq. 4, 5 and 7
         return mine
 
-    def end(self, mine: Swapping, s: Ledger, ctx: ServerContext) -> tuple[Tensor, Ledger]:
-        P_N = everybody(self.weights, ctx)
+    def end(self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext) -> tuple[Tensor, UpdateTable]:
+        P_N = population_weight(self.weights, ctx)
         P_S = mine.weight if self.normalise == "cohort" else P_N
-        r = mine.fresh / P_S + mine.before / P_N  # eq. 6
+        r = mine.received_change / P_S + mine.sum_before / P_N  # eq. 6
         return ctx.lr * r, mine.close()  # eq. 8
 
-    def leave(self, s: Ledger, client: int) -> Ledger:
+    def leave(self, s: UpdateTable, client: int) -> UpdateTable:
         return s.without(client)
 
 
 @dataclass(frozen=True)
-class ReducedOfMemories(SumOfMemories):
+class ClientHeldVarianceReduced(ClientMemorySum):
     """The same with every y_j held by its client, whose δ_i = g_i − y_i came up: r = Σ_S p_i δ_i + Σ_N p_j y_j; G = η r."""
 
     normalise: str = "cohort"
@@ -68,10 +68,8 @@ class ReducedOfMemories(SumOfMemories):
         super().__post_init__()
         _check_normalise(self.normalise)
 
-    def made(
-        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
-    ) -> Tensor:
-        P_N = everybody(self.weights, ctx)
+    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
+        P_N = population_weight(self.weights, ctx)
         part = 1.0 if self.normalise == "cohort" else P_S / P_N
         return ctx.lr * (part * change + (old.total / P_N).float())  # eq. 6 and 8
 
@@ -109,6 +107,6 @@ def fedadavr(
         first = (0.0 if optimizer == "adagrad" else 0.9) if beta1 is None else beta1
         optimiser = kind(first, beta2, eps)  # type: ignore[call-arg]
     trust = [TrustRatio(layerwise)] if optimizer == "lamb" else []
-    own = ReducedOfMemories(weights, normalise=normalise)
+    own = ClientHeldVarianceReduced(weights, normalise=normalise)
     steps = (Optimise(optimiser, weight_decay), *trust, Scale(lr))
-    return remembering(held, weights, fade, gather, own, *steps, rated=True)
+    return with_memory(held, weights, fade, gather, own, *steps, rated=True)

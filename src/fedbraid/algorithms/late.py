@@ -12,9 +12,9 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import whole
-from fedbraid.core.gather import Beside, Mean, ServerContext, Uploads
+from fedbraid.core.gather import DeltaGather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.ledger import Ledger, Swapping
+from fedbraid.core.ledger import UpdateTable, UpdateTableStep
 from fedbraid.core.optim import Adam, Optimise
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
@@ -30,16 +30,16 @@ def ca2fl(lr: float = 1.0) -> Algorithm:
 
 
 @dataclass(frozen=True)
-class Dated:
+class DatedUpdates:
     """A ledger, and of which version each of its entries is."""
 
-    ledger: Ledger
+    table: UpdateTable
     clients: Tensor  # int64
     versions: Tensor  # int64
 
 
 @dataclass(frozen=True)
-class YoungMifa(Beside):
+class RecentMifa(DeltaGather):
     """The mean of everybody's last update, without those of versions more than `limit` steps ago."""
 
     limit: int = 1
@@ -48,51 +48,51 @@ class YoungMifa(Beside):
         super().__post_init__()
         whole("limit", self.limit)
 
-    def init(self, x: Tensor, layout: Layout) -> Dated:
+    def init(self, x: Tensor, layout: Layout) -> DatedUpdates:
         none = torch.zeros(0, dtype=torch.int64)
-        return Dated(Ledger.open(x, None, layout), none, none)
+        return DatedUpdates(UpdateTable.open(x, None, layout), none, none)
 
-    def begin(self, s: Dated, x: Tensor) -> tuple[Swapping, dict[int, int]]:
+    def begin(self, s: DatedUpdates, x: Tensor) -> tuple[UpdateTableStep, dict[int, int]]:
         """The step's swaps, and the age of what each client handed in."""
-        return s.ledger.swap(), {}
+        return s.table.begin_step(), {}
 
     def fold(
-        self, mine: tuple[Swapping, dict[int, int]], up: Uploads, s: Dated, x: Tensor
-    ) -> tuple[Swapping, dict[int, int]]:
-        swapping, ages = mine
-        swapping.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
-        return swapping, ages | {int(c): int(a) for c, a in zip(up.clients, up.staleness[:, 0])}
+        self, mine: tuple[UpdateTableStep, dict[int, int]], up: Uploads, s: DatedUpdates, x: Tensor
+    ) -> tuple[UpdateTableStep, dict[int, int]]:
+        step, ages = mine
+        step.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
+        return step, ages | {int(c): int(a) for c, a in zip(up.clients, up.staleness[:, 0])}
 
     def end(
-        self, mine: tuple[Swapping, dict[int, int]], s: Dated, ctx: ServerContext
-    ) -> tuple[Tensor, Dated]:
-        swapping, ages = mine
+        self, mine: tuple[UpdateTableStep, dict[int, int]], s: DatedUpdates, ctx: ServerContext
+    ) -> tuple[Tensor, DatedUpdates]:
+        step, ages = mine
         dates = dict(zip(s.clients.tolist(), s.versions.tolist())) | {
             c: ctx.t - age for c, age in ages.items()
         }
-        after = swapping.close()
+        after = step.close()
         for client in [c for c, version in dates.items() if ctx.t - version > self.limit]:
             after = after.without(client)
             del dates[client]
         delta = after.total / after.seen if dates else torch.zeros_like(after.total)
-        return delta.float(), _dated(after, dates)
+        return delta.float(), _with_dates(after, dates)
 
-    def leave(self, s: Dated, client: int) -> Dated:
+    def leave(self, s: DatedUpdates, client: int) -> DatedUpdates:
         dates = dict(zip(s.clients.tolist(), s.versions.tolist()))
-        return _dated(s.ledger.without(client), {c: v for c, v in dates.items() if c != client})
+        return _with_dates(s.table.without(client), {c: v for c, v in dates.items() if c != client})
 
 
-def _dated(ledger: Ledger, dates: dict[int, int]) -> Dated:
+def _with_dates(table: UpdateTable, dates: dict[int, int]) -> DatedUpdates:
     clients, versions = (
         torch.tensor(list(some), dtype=torch.int64) for some in (dates.keys(), dates.values())
     )
-    return Dated(ledger, clients, versions)
+    return DatedUpdates(table, clients, versions)
 
 
 @builder
 def ace(limit: int | None = None, lr: float = 1.0) -> Algorithm:
     """ACE: the mean of everybody's last update at every arrival (`fb.immediate`); with a limit ACED, which leaves out old ones."""
-    gather = Mifa("uniform") if limit is None else YoungMifa("uniform", limit=limit)
+    gather = Mifa("uniform") if limit is None else RecentMifa("uniform", limit=limit)
     return Algorithm(gather=gather, server=pipeline(Scale(lr)), work=PLAIN)
 
 

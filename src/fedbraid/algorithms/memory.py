@@ -16,9 +16,9 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number, whole
 from fedbraid.core.declare import Upload
-from fedbraid.core.gather import Beside, Gather, Mean, ServerContext, Uploads, check_weights, fold
+from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Uploads, check_weights, fold
 from fedbraid.core.layout import Layout
-from fedbraid.core.ledger import Ledger, Swapping
+from fedbraid.core.ledger import UpdateTable, UpdateTableStep
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
@@ -26,41 +26,43 @@ from fedbraid.schedule import Ints
 
 
 @dataclass(frozen=True)
-class LastUpdates(Beside):
+class LastUpdateGather(DeltaGather):
     """y_i ← Δ_i for whoever comes. A subclass says what update that makes."""
 
-    def init(self, x: Tensor, layout: Layout) -> Ledger:
-        return Ledger.open(x, None, layout)
+    def init(self, x: Tensor, layout: Layout) -> UpdateTable:
+        return UpdateTable.open(x, None, layout)
 
-    def begin(self, s: Ledger, x: Tensor) -> Swapping:
-        return s.swap()
+    def begin(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
+        return s.begin_step()
 
-    def fold(self, mine: Swapping, up: Uploads, s: Ledger, x: Tensor) -> Swapping:
+    def fold(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         mine.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
         return mine
 
-    def leave(self, s: Ledger, client: int) -> Ledger:
+    def leave(self, s: UpdateTable, client: int) -> UpdateTable:
         return s.without(client)
 
 
 @dataclass(frozen=True)
-class Varp(LastUpdates):
+class Varp(LastUpdateGather):
     """FedVARP (SAGA): Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i for i ∈ S."""
 
-    def end(self, mine: Swapping, s: Ledger, ctx: ServerContext) -> tuple[Tensor, Ledger]:
-        return mine.fresh / mine.weight + mine.before / everybody(self.weights, ctx), mine.close()
+    def end(self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext) -> tuple[Tensor, UpdateTable]:
+        return mine.received_change / mine.weight + mine.sum_before / population_weight(
+            self.weights, ctx
+        ), mine.close()
 
 
 @dataclass(frozen=True)
-class Mifa(LastUpdates):
+class Mifa(LastUpdateGather):
     """MIFA: y_i ← Δ_i for i ∈ S, then Σ p_j y_j over every client seen so far."""
 
-    def end(self, mine: Swapping, s: Ledger, ctx: ServerContext) -> tuple[Tensor, Ledger]:
+    def end(self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext) -> tuple[Tensor, UpdateTable]:
         after = mine.close()
         return (after.total / after.seen).float(), after
 
 
-def everybody(weights: str, ctx: ServerContext) -> float:
+def population_weight(weights: str, ctx: ServerContext) -> float:
     """Σ_N p_j before it is normalised."""
     return ctx.samples if weights == "samples" else float(ctx.N)
 
@@ -69,7 +71,7 @@ def everybody(weights: str, ctx: ServerContext) -> float:
 
 
 @dataclass(frozen=True)
-class OwnMemory(Rule):
+class ClientHeldMemory(Rule):
     """The client keeps y_i: δ_i = Δ_i − y_i goes up, and y_i ← y_i + δ_i as it was received.
 
     `rated` remembers Δ_i/η instead; `counted` uploads the weight of a first visit too. With `fade` ρ every memory shrinks
@@ -123,7 +125,7 @@ class OwnMemory(Rule):
 
 
 @dataclass(frozen=True)
-class Remembered:
+class MemorySum:
     """Σ w_j y_j in float64 over what clients hold, and Σ w_j where it is counted."""
 
     total: Tensor
@@ -131,7 +133,7 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class SumOfMemories(Transform):
+class ClientMemorySum(Transform):
     """The server's sum of what clients hold, from the mean of their changes. A subclass says what update that makes.
 
     Where the mean is noised, the noise of t steps gathers in the sum as N(0, t (zC)²); with `fade` ρ it does not grow
@@ -144,8 +146,8 @@ class SumOfMemories(Transform):
     def __post_init__(self) -> None:
         check_weights(self.weights)
 
-    def init(self, x: Tensor, layout: Layout) -> Remembered:
-        return Remembered(torch.zeros_like(x, dtype=torch.float64))
+    def init(self, x: Tensor, layout: Layout) -> MemorySum:
+        return MemorySum(torch.zeros_like(x, dtype=torch.float64))
 
     def accounts(self) -> tuple[Upload, ...]:
         return (Upload("weight", width=1, uniform=True),)
@@ -153,53 +155,47 @@ class SumOfMemories(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"weight": up.p(self.weights)}
 
-    def update(self, u: Vectors, s: Remembered, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Remembered]:
+    def update(self, u: Vectors, s: MemorySum, x: Tensor, ctx: ServerContext) -> tuple[Vectors, MemorySum]:
         P_S = ctx.cohort * float(u["weight"])
         seen = ctx.cohort * float(u["first"]) if "first" in u else 0.0
-        new = Remembered(torch.add(s.total, u["change"].double(), alpha=P_S), s.seen + seen)
+        new = MemorySum(torch.add(s.total, u["change"].double(), alpha=P_S), s.seen + seen)
         delta = self.made(u["change"], P_S, s, new, ctx)
         return {**u, "delta": delta, "gathered": delta}, self.idle(new, x)
 
-    def idle(self, s: Remembered, x: Tensor) -> Remembered:
+    def idle(self, s: MemorySum, x: Tensor) -> MemorySum:
         return replace(s, total=(1 - self.fade) * s.total) if self.fade else s
 
-    def made(
-        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
-    ) -> Tensor:
+    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
         """The update, of the cohort's mean change and its weight."""
         raise NotImplementedError
 
-    def leave(self, s: Remembered, share: Vectors) -> Remembered:
+    def leave(self, s: MemorySum, share: Vectors) -> MemorySum:
         seen = float(share["first"]) if "first" in share else 0.0
-        return Remembered(s.total + share.get("change", 0), s.seen + seen)
+        return MemorySum(s.total + share.get("change", 0), s.seen + seen)
 
 
 @dataclass(frozen=True)
-class VarpOfMemories(SumOfMemories):
+class ClientHeldVarp(ClientMemorySum):
     """FedVARP: Σ_S p_i δ_i + Σ_N p_j y_j, the memories as they were."""
 
-    def made(
-        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
-    ) -> Tensor:
-        return change + (old.total / everybody(self.weights, ctx)).float()
+    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
+        return change + (old.total / population_weight(self.weights, ctx)).float()
 
 
 @dataclass(frozen=True)
-class MifaOfMemories(SumOfMemories):
+class ClientHeldMifa(ClientMemorySum):
     """MIFA: Σ p_j y_j over every client seen so far, the memories as they are now."""
 
-    def made(
-        self, change: Tensor, P_S: float, old: Remembered, new: Remembered, ctx: ServerContext
-    ) -> Tensor:
+    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
         return (new.total / max(new.seen, 1.0)).float()  # less than one is noise
 
 
-def remembering(
+def with_memory(
     held: str,
     weights: str,
     fade: float,
     server: Gather,
-    clients: SumOfMemories,
+    clients: ClientMemorySum,
     *steps: Transform,
     **rule: bool,
 ) -> Algorithm:
@@ -212,7 +208,7 @@ def remembering(
                 f"fade={fade} is of memory that clients hold; give held='client' or leave it out"
             )
         return Algorithm(gather=server, server=pipeline(*steps))
-    rule_of_all = OwnMemory(weights, fade=fade, **rule)
+    rule_of_all = ClientHeldMemory(weights, fade=fade, **rule)
     return Algorithm(rule_of_all, Mean(weights), pipeline(replace(clients, fade=fade), *steps))
 
 
@@ -227,7 +223,7 @@ class Clusters:
 
 
 @dataclass(frozen=True)
-class ClusterVarp(Beside):
+class ClusterVarp(DeltaGather):
     """As FedVARP with one y per cluster: y_c ← mean of the cohort's Δ_i in c, kept where none took part.
 
     Client i belongs to cluster `i mod clusters`, or to `clusters[i]`.
@@ -294,7 +290,7 @@ def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server", fad
 
     Memory that clients hold may `fade`, by that share a step.
     """
-    return remembering(held, weights, fade, Varp(weights), VarpOfMemories(weights), Scale(lr))
+    return with_memory(held, weights, fade, Varp(weights), ClientHeldVarp(weights), Scale(lr))
 
 
 @builder
@@ -303,7 +299,7 @@ def mifa(lr: float = 1.0, weights: str = "samples", held: str = "server", fade: 
 
     Memory that clients hold may `fade`, by that share a step.
     """
-    return remembering(held, weights, fade, Mifa(weights), MifaOfMemories(weights), Scale(lr), counted=True)
+    return with_memory(held, weights, fade, Mifa(weights), ClientHeldMifa(weights), Scale(lr), counted=True)
 
 
 @builder

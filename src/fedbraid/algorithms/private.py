@@ -23,7 +23,7 @@ from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
-from fedbraid.core.gather import Beside, Gather, Mean, ServerContext, Staleness, Sums, Tree, Uploads
+from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Chain, ClientContext, Examples, Rule, Vectors, chain
 from fedbraid.core.transform import Transform, pipeline
@@ -378,7 +378,7 @@ def _check_own(who: str, clip: Clip, rescales: bool) -> None:
 
 
 def _check_gather(who: str, gather: Gather) -> None:
-    if isinstance(gather, Beside):
+    if isinstance(gather, DeltaGather):
         raise ConfigError(
             f"{who}'s server remembers single clients' updates, which noise on a sum does not hide; use one whose clients"
             " remember, such as fedadavr(held='client'), or where='client'"

@@ -202,7 +202,7 @@ class Mean(Gather):
 
 
 @dataclass(frozen=True)
-class Beside(Gather):
+class DeltaGather(Gather):
     """A gather that treats `delta` in its own way and hands the rest to a mean. A subclass says how."""
 
     weights: str = "samples"  # type: ignore[misc]
@@ -245,7 +245,7 @@ class Beside(Gather):
         return {**others, "delta": delta}, s
 
 
-WIDE = 2**14  # numbers from which a row is worth an operation of its own
+WIDE_ROW = 2**14  # numbers from which a row is worth an operation of its own
 
 
 def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
@@ -253,7 +253,7 @@ def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
 
     Wide rows are added client by client, so that no bit depends on how a cohort was cut into blocks.
     """
-    if len(total) < WIDE:
+    if len(total) < WIDE_ROW:
         for p, rows in terms:
             rows = rows.expand(len(p), -1)
             total.addmv_(rows.to(total.dtype).T, p.to(total.dtype).squeeze(1))

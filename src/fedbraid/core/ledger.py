@@ -15,48 +15,50 @@ from torch import Tensor
 
 from fedbraid.core import passes
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import WIDE, fold
+from fedbraid.core.gather import WIDE_ROW, fold
 from fedbraid.core.layout import Layout
-from fedbraid.core.rows import Rows
+from fedbraid.core.rows import ClientTable
 
 
 @dataclass(frozen=True)
-class Ledger:
+class UpdateTable:
     """Rows of (w_i, y_i), 0 before a client's first visit, Σ w_j y_j in float64, and Σ w_j."""
 
-    rows: Rows
+    rows: ClientTable
     total: Tensor
     seen: float
 
     @staticmethod
-    def open(x: Tensor, codec: Codec | None, layout: Layout) -> Ledger:
+    def open(x: Tensor, codec: Codec | None, layout: Layout) -> UpdateTable:
         """An empty one, whose vectors are kept through the codec."""
-        rows = Rows({"weight": torch.zeros(1), "y": torch.zeros_like(x)}, codec, layout)
-        return Ledger(rows, torch.zeros_like(x, dtype=torch.float64), 0.0)
+        rows = ClientTable({"weight": torch.zeros(1), "y": torch.zeros_like(x)}, codec, layout)
+        return UpdateTable(rows, torch.zeros_like(x, dtype=torch.float64), 0.0)
 
-    def swap(self) -> Swapping:
+    def begin_step(self) -> UpdateTableStep:
         """Begin a step."""
-        return Swapping(self)
+        return UpdateTableStep(self)
 
-    def without(self, client: int) -> Ledger:
+    def without(self, client: int) -> UpdateTable:
         """After a client has gone for good: its row and its share of the sum go with it."""
         row = self.rows.get([client])
         w, y = float(row["weight"]), row["y"][0].to(self.total.device).double()
         self.rows.drop(client)
-        return Ledger(self.rows, self.total - w * y, self.seen - w)
+        return UpdateTable(self.rows, self.total - w * y, self.seen - w)
 
 
-class Swapping:
+class UpdateTableStep:
     """One step's swaps: y_i ← Q(v_i / rate_i) for whoever came, and what that comes to."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.before = ledger.total.float()  # Σ w_j y_j as the step began
+    def __init__(self, table: UpdateTable) -> None:
+        self.ledger = table
+        self.sum_before = table.total.float()  # Σ w_j y_j as the step began
         self.weight = 0.0  # Σ p_i
-        self._seen = ledger.seen
-        self._moved = torch.zeros_like(ledger.total)  # Σ p_i y_i⁺ − w_i y_i; products of float32 fit exactly
-        self._apart = None if ledger.rows.codec is None else torch.zeros_like(ledger.total)
-        ledger.rows.expect()
+        self._seen = table.seen
+        self._stored_change = torch.zeros_like(
+            table.total
+        )  # Σ p_i y_i⁺ − w_i y_i; products of float32 fit exactly
+        self._apart = None if table.rows.codec is None else torch.zeros_like(table.total)
+        table.rows.expect()
 
     def put(
         self, clients: NDArray[np.int64], v: Tensor, p: Tensor, age: Tensor, rate: Tensor | None = None
@@ -74,11 +76,11 @@ class Swapping:
         """The same as `_plainly` in one pass, where it is worth it and everybody comes as stored; whether it did."""
         rows = self.ledger.rows
         known = all(old in (0, new) for old, new in zip(w, p))  # 0 before the first visit
-        wide = v.device.type == "cpu" and v.dtype == torch.float32 and v.shape[1] >= WIDE
+        wide = v.device.type == "cpu" and v.dtype == torch.float32 and v.shape[1] >= WIDE_ROW
         if not (known and young and wide) or rows.layout is None:
             return False
-        swap = passes.swapper(rows.codec, rows.layout)
-        return swap is not None and swap(rows, clients, self._moved, self._apart, v, rate, p, w)
+        swap = passes.table_swapper(rows.codec, rows.layout)
+        return swap is not None and swap(rows, clients, self._stored_change, self._apart, v, rate, p, w)
 
     def _plainly(self, clients: NDArray[np.int64], g: Tensor, p: Tensor, aged: Tensor) -> None:
         rows = self.ledger.rows
@@ -86,18 +88,18 @@ class Swapping:
         y, w = old["y"], old["weight"]
         rows.put(clients, {"weight": p, "y": g})
         stored = g if rows.codec is None else rows.get(clients)["y"].to(g.device)
-        fold(self._moved, (p, stored), (-w, y))
+        fold(self._stored_change, (p, stored), (-w, y))
         # What of Σ s(τ_i) p_i (g_i − y_i) did not move it: nothing, where weights, ages and g_i are as stored.
         if self._apart is None:
-            self._apart = torch.zeros_like(self._moved)
+            self._apart = torch.zeros_like(self._stored_change)
         terms = [(aged - p, g), ((w - aged).where(w > 0, 0.0), y)]
         fold(self._apart, *terms, *([] if stored is g else [(p, g - stored)]))
 
     @property
-    def fresh(self) -> Tensor:
+    def received_change(self) -> Tensor:
         """Σ_S s(τ_i) p_i (v_i/rate_i − y_i), of what came, not of what is stored of it."""
-        return (self._moved if self._apart is None else self._apart + self._moved).float()
+        return (self._stored_change if self._apart is None else self._apart + self._stored_change).float()
 
-    def close(self) -> Ledger:
+    def close(self) -> UpdateTable:
         """The ledger after the step."""
-        return Ledger(self.ledger.rows, self.ledger.total + self._moved, self._seen)
+        return UpdateTable(self.ledger.rows, self.ledger.total + self._stored_change, self._seen)

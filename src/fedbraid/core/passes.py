@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from fedbraid.core.codec import Codec
     from fedbraid.core.layout import Layout
-    from fedbraid.core.rows import Ids, Rows
+    from fedbraid.core.rows import ClientTable, Ids
 
 Numbers = list[float]
-Swap = Callable[["Rows", "Ids", "Tensor", "Tensor | None", "Tensor", Numbers, Numbers, Numbers], bool]
+Swap = Callable[["ClientTable", "Ids", "Tensor", "Tensor | None", "Tensor", Numbers, Numbers, Numbers], bool]
 
 
 def no_swap(codec: Codec | None, layout: Layout) -> Swap | None:
@@ -24,7 +24,7 @@ def no_swap(codec: Codec | None, layout: Layout) -> Swap | None:
     return None
 
 
-swapper: Callable[[Codec | None, Layout], Swap | None] = no_swap
+table_swapper: Callable[[Codec | None, Layout], Swap | None] = no_swap
 
 
 def no_normals(keys: NDArray[np.uint64], count: int) -> NDArray[np.float32] | None:

@@ -32,7 +32,7 @@ Ids = Sequence[int] | NDArray[np.int64]
 MADV_POPULATE_WRITE = 23  # of Linux; older ones refuse it
 
 
-class Rows:
+class ClientTable:
     """Named vectors of fixed width for any number of clients, created on first visit.
 
     `default` gives the row of a client that was never written, one `[width]` vector per name, which says
@@ -55,7 +55,7 @@ class Rows:
             self._spans[name] = (at, at + size, coded)
             at += size
         self.row_bytes = at
-        self._slab = Slab(-(-at // 4))
+        self._slab = RowArena(-(-at // 4))
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._dirty: dict[int, None] = {}
@@ -242,7 +242,7 @@ class Rows:
             self._slab.write([slot], 0, np.frombuffer(data, np.uint8)[None])
 
 
-class Slab:
+class RowArena:
     """Rows of so many words in chunks, so that making room copies nothing."""
 
     CHUNK, LONG = 2**20, 2**10  # words

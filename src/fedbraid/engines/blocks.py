@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbraid.core.check import whole
-from fedbraid.core.gather import WIDE
+from fedbraid.core.gather import WIDE_ROW
 from fedbraid.core.rule import Examples, Gradient
 from fedbraid.data import tree
 from fedbraid.data.tree import Tree
@@ -63,7 +63,7 @@ class InProcess:
         self.grad = gradient(setup, self.backend, self.threads or 0, PRECISIONS[self.precision])
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
-        wide = setup.task.whole.size >= WIDE and setup.cohort > 1
+        wide = setup.task.whole.size >= WIDE_ROW and setup.cohort > 1
         self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
         width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)

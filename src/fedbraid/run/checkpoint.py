@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedbraid.core.rows import Rows
+from fedbraid.core.rows import ClientTable
 from fedbraid.errors import RunError
 from fedbraid.run import tree
 from fedbraid.run.database import Database
@@ -239,14 +239,14 @@ class Checkpoint:
         self.db.close()
 
 
-def rows_of(state: State) -> Iterator[tuple[str, Rows]]:
+def rows_of(state: State) -> Iterator[tuple[str, ClientTable]]:
     """Every table of rows in a state, by its place."""
     yield "clients", state.clients
     for name in TREES:
         yield from tree.tables(getattr(state, name), name)
 
 
-def row_limit(rows: Rows, memory: str, clients: int) -> int | None:
+def row_limit(rows: ClientTable, memory: str, clients: int) -> int | None:
     """How many rows may stay in memory: all of them, unless they would take more than a quarter of it."""
     if memory == "memory":
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, ModelVersion
-from fedbraid.core.rows import Rows
+from fedbraid.core.rows import ClientTable
 from fedbraid.core.rule import Vectors
 from fedbraid.errors import Diverged
 
@@ -59,7 +59,7 @@ class State:
     wire: Any  # of the down link
     watch: Watch
     sent: dict[int, ModelVersion]  # version -> what clients hold of it, while somebody needs it
-    clients: Rows  # what simulated clients remember
+    clients: ClientTable  # what simulated clients remember
     gone: tuple[int, ...] = ()  # clients that have left for good
 
     @classmethod
@@ -76,7 +76,7 @@ class State:
         gather, server = algorithm.gather.init(x, layout), algorithm.server.init(x, layout)
         who = BroadcastContext(algorithm.downloads, 0, seed, layout, real)
         cast = algorithm.down.open(algorithm.send(x, server, 1), who)
-        rows = Rows(
+        rows = ClientTable(
             {} if real else {**algorithm.init_client_state(x, layout), **(own or {})}
         )  # real clients remember for themselves
         watch = Watch.first(x, layout)

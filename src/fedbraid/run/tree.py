@@ -12,17 +12,17 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedbraid.core.rows import Rows
+from fedbraid.core.rows import ClientTable
 from fedbraid.errors import RunError
 
 Records = Mapping[str, type]  # qualified name -> class
 
 
-def tables(tree: Any, path: str) -> Iterator[tuple[str, Rows]]:
+def tables(tree: Any, path: str) -> Iterator[tuple[str, ClientTable]]:
     """Every table of rows in a tree, once, named by its place."""
     seen: set[int] = set()
     for name, value in _walk(tree, path):
-        if isinstance(value, Rows) and id(value) not in seen:
+        if isinstance(value, ClientTable) and id(value) not in seen:
             seen.add(id(value))
             yield name, value
 
@@ -47,7 +47,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_record(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type | Rows)
+    return is_dataclass(value) and not isinstance(value, type | ClientTable)
 
 
 def _fields(record: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def pack(tree: Any, path: str, named: Mapping[str, Rows], known: Records) -> bytes:
+def pack(tree: Any, path: str, named: Mapping[str, ClientTable], known: Records) -> bytes:
     """A tree as bytes; its rows stay in their tables, of which it keeps the names."""
     places = {id(rows): name for name, rows in named.items()}
     tensors: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ def pack(tree: Any, path: str, named: Mapping[str, Rows], known: Records) -> byt
                     keys[id(value)] = str(len(tensors))
                     tensors[keys[id(value)]] = value.detach().cpu().contiguous().clone()
                 return {"tensor": keys[id(value)]}
-            case Rows() if id(value) in places:
+            case ClientTable() if id(value) in places:
                 return {"rows": places[id(value)]}
             case dict() if all(type(k) in (str, int) for k in value):
                 return {"dict": [[k, lay(v, f"{path}.{k}")] for k, v in value.items()]}
@@ -91,7 +91,7 @@ def pack(tree: Any, path: str, named: Mapping[str, Rows], known: Records) -> byt
     return len(head).to_bytes(4, "little") + head + save_tensors(tensors)
 
 
-def unpack(blob: bytes, named: Mapping[str, Rows], known: Records, device: Any) -> Any:
+def unpack(blob: bytes, named: Mapping[str, ClientTable], known: Records, device: Any) -> Any:
     """The tree that `pack` wrote; ValueError, KeyError, TypeError or SafetensorError where it did not."""
     size = int.from_bytes(blob[:4], "little")
     head, tensors = json.loads(blob[4 : 4 + size]), load_tensors(bytes(blob[4 + size :]))

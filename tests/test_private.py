@@ -146,7 +146,7 @@ def test_one_client_moves_the_noiseless_sum_by_no_more_than_the_clip():
 
 
 def test_several_uploads_are_clipped_together_by_their_scales():
-    declared = {"a": fb.Upload("a", scale=1.0), "b": fb.Upload("b", scale=10.0)}
+    declared = {"a": fb.Upload("a", clip_scale=1.0), "b": fb.Upload("b", clip_scale=10.0)}
     got = cut({"a": torch.tensor([[3.0]]), "b": torch.tensor([[40.0]])}, 1.0, declared)
     torch.testing.assert_close(got["a"], torch.tensor([[0.6]]))
     torch.testing.assert_close(got["b"], torch.tensor([[8.0]]))

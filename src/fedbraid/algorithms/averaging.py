@@ -71,7 +71,7 @@ class Normalised(Transform):
         return True
 
     def accounts(self) -> tuple[Upload, ...]:
-        return (replace(DELTA, update=False),)
+        return (replace(DELTA, is_model_update=False),)
 
     def account(self, up: Uploads) -> Vectors:
         return {"delta": up.vectors["delta"] / (up.lr * up.vectors["a"]).to(up.vectors["delta"])}

@@ -11,7 +11,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.core.gather import Gather, Mean, ServerContext, Tree, Uploads
 from fedbraid.core.rates import downhill
 from fedbraid.core.rule import Vectors
@@ -50,8 +50,8 @@ class Distil(Transform):
     batch: int
 
     def __post_init__(self) -> None:
-        whole("steps", self.steps)
-        whole("batch", self.batch)
+        integer("steps", self.steps)
+        integer("batch", self.batch)
         downhill("rate", self.rate)
 
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.core.declare import Download
 from fedbraid.core.gather import Mean, ServerContext
 from fedbraid.core.layout import Layout
@@ -51,7 +51,7 @@ class Trail(Transform):
     tau: int
 
     def __post_init__(self) -> None:
-        whole("tau", self.tau)
+        integer("tau", self.tau)
 
     def init(self, x: Tensor, layout: Layout) -> Past:
         return Past(torch.zeros(self.tau, len(x), device=x.device), 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.core.gather import DeltaGather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import UpdateTable, UpdateTableStep
@@ -46,7 +46,7 @@ class RecentMifa(DeltaGather):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("limit", self.limit)
+        integer("limit", self.limit)
 
     def init(self, x: Tensor, layout: Layout) -> DatedUpdates:
         none = torch.zeros(0, dtype=torch.int64)
@@ -125,7 +125,7 @@ class CautiousScale(Scale):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.limit is not None:
-            whole("limit", self.limit)
+            integer("limit", self.limit)
 
     def update(self, u: Vectors, s: Any, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Any]:
         late = self.limit is not None and ctx.max_staleness > self.limit

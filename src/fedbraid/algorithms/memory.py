@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.core.declare import Upload
 from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Uploads, check_weights, fold
 from fedbraid.core.layout import Layout
@@ -88,8 +88,10 @@ class ClientHeldMemory(Rule):
         number("fade", self.fade, "[0, 1)", "forgets everything")
 
     def uploads(self) -> tuple[Upload, ...]:
-        first = (Upload("first", width=1, uniform=True, signed=False, scale=1.0),) if self.counted else ()
-        return (Upload("change", scale=1.0), *first)
+        first = (
+            (Upload("first", width=1, uniform=True, signed=False, clip_scale=1.0),) if self.counted else ()
+        )
+        return (Upload("change", clip_scale=1.0), *first)
 
     def init(self, x: Tensor) -> Vectors:
         zero = torch.zeros(1, device=x.device)
@@ -234,7 +236,7 @@ class ClusterVarp(DeltaGather):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.clusters, int):
-            whole("clusters", self.clusters)
+            integer("clusters", self.clusters)
         elif min(self.clusters, default=-1) < 0:
             raise ConfigError("clusters must name a cluster number >= 0 for every client")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Mean, ServerContext, Tree
 from fedbraid.core.layout import Layout
@@ -97,7 +97,7 @@ class MoreauEnvelope(Rule):
     def __post_init__(self) -> None:
         number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
         number("rate", self.rate, "[0, inf)", "steps uphill")
-        whole("steps", self.steps)
+        integer("steps", self.steps)
 
     def init(self, x: Tensor) -> Vectors:
         return {"theta_i": x.clone()}

@@ -318,7 +318,7 @@ def _check_uploads(who: str, uploads: Mapping[str, Upload]) -> None:
                 f"{who} uploads {name!r}, which is never negative and crosses links as its root, so that a clip does not"
                 " bound its sum; use an algorithm that uploads updates alone, such as fedavg or fedadam"
             )
-        if what.scale is None:
+        if what.clip_scale is None:
             raise ConfigError(
                 f"{who} uploads {name!r}, whose scale nobody declared, so that no clip bounds it; give"
                 f" scales={{{name!r}: …}} or use an algorithm that uploads updates alone, such as fedavg or feddyn"

@@ -169,7 +169,7 @@ class Mixing(Mean):
     """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
 
     def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
-        if not up.declared["delta"].update:
+        if not up.declared["delta"].is_model_update:
             raise ConfigError(
                 "form='mixing' averages clients' models, and what this algorithm gathers is no update x − y; use form='delta'"
             )

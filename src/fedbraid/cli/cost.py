@@ -13,7 +13,7 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import papers
 from fedbraid.cli.show import Json, Quiet, facts, give, table
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.run.metrics import format_bytes, format_count
 
@@ -174,7 +174,7 @@ def _subject(
                 f"{key}={shortcuts[key]!r} goes with a task, and {name} is a model; leave it out"
             )
     clients = shortcuts.get("clients", 100)
-    whole("clients", clients)
+    integer("clients", clients)
     if samples is not None:
         number("samples", samples, "(0, inf)", "leaves nothing to train on")
     module, sample = _model(name, settings)

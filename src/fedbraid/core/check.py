@@ -18,7 +18,7 @@ def plain_numbers(settings: object) -> None:
             object.__setattr__(settings, name, value.item())
 
 
-def whole(name: str, value: object, least: int = 1, why: str = "is not a count") -> None:
+def integer(name: str, value: object, least: int = 1, why: str = "is not a count") -> None:
     """Refuse what is not a whole number of at least so many."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} {why}; use a whole number >= {least}")

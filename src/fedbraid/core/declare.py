@@ -39,12 +39,12 @@ class Upload(VectorSpec):
     """What a rule sends up, or what a server part makes of each upload before it is gathered."""
 
     uniform: bool = False  # averaged uniformly, however the gather weighs clients
-    aged: bool = False  # whether staleness scales it
-    update: bool = False  # it is x − y, in whose place the weights y may travel
-    scale: float | None = None  # by which it is divided before privacy clips it; None: nobody said
+    discounts_staleness: bool = False  # whether staleness scales it
+    is_model_update: bool = False  # it is x − y, in whose place the weights y may travel
+    clip_scale: float | None = None  # by which it is divided before privacy clips it; None: nobody said
 
 
-DELTA = Upload("delta", aged=True, update=True, scale=1.0)
+DELTA = Upload("delta", discounts_staleness=True, is_model_update=True, clip_scale=1.0)
 MODEL = Download("x")
 
 C = TypeVar("C", bound=VectorSpec)

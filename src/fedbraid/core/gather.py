@@ -191,7 +191,7 @@ class Mean(Gather):
             what = up.declared[name]
             weight = torch.ones_like(p) if what.uniform else p
             total = sums[name] if name in sums else torch.zeros_like(v[0])
-            sums[name] = fold(total, (weight * age if what.aged else weight, v))
+            sums[name] = fold(total, (weight * age if what.discounts_staleness else weight, v))
         uniform = frozenset(name for name in sums if up.declared[name].uniform)
         return Sums(sums, acc.weight + float(p.sum()), acc.count + len(p), uniform)
 

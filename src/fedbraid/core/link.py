@@ -73,7 +73,7 @@ class Uplink:
 
     def fits(self, declared: Mapping[str, Upload]) -> None:
         """Refuse uploads that this link cannot carry."""
-        if self.codec.encodes_weights and not any(d.update for d in declared.values()):
+        if self.codec.encodes_weights and not any(d.is_model_update for d in declared.values()):
             raise ConfigError(
                 f"{self.codec!r} encodes the model that a client ends with, but this algorithm uploads"
                 f" {sorted(declared)} and no update; use the inner codec"
@@ -144,14 +144,14 @@ class PlainUplink(Uplink):
 
 def to_wire(v: Tensor, what: VectorSpec, codec: Codec, x: Tensor | None = None) -> Tensor:
     """What a codec is given: the weights in place of the update where it asks for them, roots of what is unsigned."""
-    if codec.encodes_weights and isinstance(what, Upload) and what.update and x is not None:
+    if codec.encodes_weights and isinstance(what, Upload) and what.is_model_update and x is not None:
         return x - v
     return v if what.signed or codec.lossless else v.clamp_min(0).sqrt()
 
 
 def from_wire(got: Tensor, what: VectorSpec, codec: Codec, x: Tensor | None = None) -> Tensor:
     """What was meant by what a codec decoded."""
-    if codec.encodes_weights and isinstance(what, Upload) and what.update and x is not None:
+    if codec.encodes_weights and isinstance(what, Upload) and what.is_model_update and x is not None:
         return x - got
     return got if what.signed or codec.lossless else got.square()
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fedbraid import errors
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 Ask = Callable[[Any], Any]  # a job sends a message to the parent and gets its answer
@@ -53,7 +53,7 @@ class Crew:
 
     def __post_init__(self) -> None:
         self.count = len(os.sched_getaffinity(0)) if self.count is None else self.count
-        whole("jobs", self.count, why="runs nothing")
+        integer("jobs", self.count, why="runs nothing")
         if "fork" not in mp.get_all_start_methods():
             raise ConfigError(
                 "worker processes need fork, which this system lacks; use engine='in_process', or Linux or macOS"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedbraid.core.check import number, plain_numbers, whole
+from fedbraid.core.check import integer, number, plain_numbers
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class warmup(Rate):
     def __post_init__(self) -> None:
         plain_numbers(self)
         downhill("lr", self.lr)
-        whole("steps", self.steps)
+        integer("steps", self.steps)
 
     def __call__(self, version: int) -> float:
         return self.lr * min(1.0, (version + 1) / self.steps)
@@ -47,8 +47,8 @@ class cosine(Rate):
     def __post_init__(self) -> None:
         plain_numbers(self)
         downhill("lr", self.lr)
-        whole("steps", self.steps)
-        whole("warmup", self.warmup, 0)
+        integer("steps", self.steps)
+        integer("warmup", self.warmup, 0)
         number("warmup", self.warmup, f"[0, {self.steps})", f"leaves nothing of {self.steps} steps")
         number("least", self.least, f"[0, {self.lr}]", "is not below lr")
 

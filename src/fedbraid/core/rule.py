@@ -363,7 +363,7 @@ def custom_local_loop(fn: LocalLoop) -> Rule:
 def finished(rule: Rule, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
     """All that a block uploads, by the order of its declaration; the update in y's own place, where nobody holds that."""
     made, up = rule.finish(y, s, ctx), rule.uploads()
-    mine = [d.name for d in up if d.update and d.name not in made]
+    mine = [d.name for d in up if d.is_model_update and d.name not in made]
     held = y._is_view() or any(_same(v, y) for v in (*made.values(), *s.values()))
     place = None if held or len(mine) > 1 else y
     return {d.name: torch.sub(ctx.x, y, out=place) if d.name in mine else made[d.name] for d in up}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedbraid.core.check import number, plain_numbers, whole
+from fedbraid.core.check import integer, number, plain_numbers
 from fedbraid.core.optim import LOCAL, Optimiser, named
 from fedbraid.core.rates import Rate, cosine, downhill, warmup
 from fedbraid.errors import ConfigError
@@ -47,9 +47,11 @@ class Work:
             raise ConfigError(
                 f"both epochs={self.epochs} and steps={self.steps} were given; give one of them"
             )
-        whole("epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps)
+        integer(
+            "epochs" if self.steps is None else "steps", self.epochs if self.steps is None else self.steps
+        )
         if self.batch is not None:
-            whole("batch", self.batch)
+            integer("batch", self.batch)
         object.__setattr__(self, "lr", _checked(self.lr))
         for name in ("lr_decay", "clip"):
             if name == "lr_decay" or self.clip is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError
 from fedbraid.parse import evaluate
 
@@ -46,7 +46,7 @@ class Partition:
         """
         if not isinstance(table, Table):
             table = Table(np.asarray(table))
-        whole("clients", clients)
+        integer("clients", clients)
         if clients > len(table):
             raise ConfigError(
                 f"{clients} clients cannot share {len(table)} samples; use at most that many clients"
@@ -130,7 +130,7 @@ class label_chunks(Partition):
     chunks: int
 
     def __post_init__(self) -> None:
-        whole("chunks", self.chunks, why="gives clients nothing")
+        integer("chunks", self.chunks, why="gives clients nothing")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         return _by_owner(_chunk_owners(table.labels, clients, self.chunks, gen), clients)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.data.dataset import DataSet, class_numbers, group_numbers
 from fedbraid.data.formats import broken, leaf
 from fedbraid.data.sources import Home, Root
@@ -31,7 +31,7 @@ def read(root: Root = None, vocab: int = 5000) -> DataSet:
 
     FedGBO's normalised bag of words is what `models.bag_of_words` makes of them.
     """
-    whole("vocab", vocab, why="leaves no words")
+    integer("vocab", vocab, why="leaves no words")
     (tweets, y, who), (tweets_test, yt, who_test) = (_part(root, part) for part in ("train", "test"))
     counts = Counter(word for words in tweets for word in words)
     common = sorted(counts, key=lambda word: (-counts[word], word))[:vocab]

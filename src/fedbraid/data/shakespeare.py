@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedbraid.core import rng
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.data.dataset import Bytes, DataSet, Ints
 from fedbraid.data.formats import leaf, parquet
 from fedbraid.data.sources import Home, Root
@@ -58,9 +58,9 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.max_samples is not None:
-            whole("max_samples_per_client", self.max_samples, why="leaves nothing")
+            integer("max_samples_per_client", self.max_samples, why="leaves nothing")
         if self.max_test is not None:
-            whole("max_test_samples", self.max_test, why="tests nothing")
+            integer("max_test_samples", self.max_test, why="tests nothing")
         if not 1 <= self.context <= WINDOW:
             raise ConfigError(f"context={self.context} is no part of a window; use 1 to {WINDOW}")
 

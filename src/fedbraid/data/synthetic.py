@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fedbraid.core import rng
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.data.dataset import DataSet
 from fedbraid.errors import ConfigError
 
@@ -19,7 +19,7 @@ def read(clients: int = 30, seed: int = 0, alpha: float = 1.0, beta: float = 1.0
     A tenth of each client's samples is its test share. FedProx's code draws one number u_k for all classes,
     which adds the same to every score and so changes no label; here u_k has a number per class.
     """
-    whole("clients", clients)
+    integer("clients", clients)
     if alpha < 0 or beta < 0:
         raise ConfigError(f"synthetic needs alpha and beta of 0 or more, not {alpha} and {beta}")
     generators = [rng.generator(seed, "synthetic", k) for k in range(clients)]

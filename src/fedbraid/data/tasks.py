@@ -16,7 +16,7 @@ from torch import nn
 import fedbraid.files as files
 from fedbraid import models
 from fedbraid.core import rng
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.data import celeba, cifar, digits, femnist, mnist, mushrooms, sent140, shakespeare, synthetic
 from fedbraid.data.dataset import DataSet, Ints
 from fedbraid.data.partition import KINDS, Partition, iid, natural, pachinko, parse
@@ -83,7 +83,7 @@ def load(
         raise unknown("task", name, _KNOWN)
     known = _KNOWN[name]
     if clients is not None:
-        whole("clients", clients)
+        integer("clients", clients)
     share = (
         known.partition
         if partition is None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0), ("patience", 0)):
-            whole(name, getattr(self, name), least, "is too small")
+            integer(name, getattr(self, name), least, "is too small")
         for name in ("deadline", "poll"):
             number(name, getattr(self, name), "(0, inf)", "leaves no time")
         for name in ("max_norm", "norm_factor"):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.core.gather import WIDE_ROW
 from fedbraid.core.rule import Examples, Gradient
 from fedbraid.data import tree
@@ -187,7 +187,7 @@ class Hands:
 def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None:
-            whole(name, value)
+            integer(name, value)
 
 
 PRECISIONS: dict[str, torch.dtype | None] = {

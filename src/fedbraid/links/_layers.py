@@ -20,7 +20,7 @@ QUANTISED_BIASES = 1 << 15
 CHUNK = 1 << 16  # numbers quantised at a time
 
 
-def whole_bits(name: str, bits: Any, least: int = 1) -> None:
+def check_bits(name: str, bits: Any, least: int = 1) -> None:
     """Refuse a bit width that is not a whole number from `least` to 16."""
     if name == "qsgd" and bits == 1:
         raise ConfigError("qsgd(bits=1) has no level besides zero; use bits >= 2")

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedbraid.core import rng
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.core.codec import F32
 from fedbraid.core.layout import Slot
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes, code_type
 from fedbraid.links._kmeans1d import centroids
-from fedbraid.links._layers import LayerCodec, whole_bits
+from fedbraid.links._layers import LayerCodec, check_bits
 
 _FEW = 32  # up to so many centroids, comparing with each border is faster than a binary search
 
@@ -40,9 +40,9 @@ class Kmeans(LayerCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_bits("kmeans", self.bits)
+        check_bits("kmeans", self.bits)
         if self.iterations is not None:
-            whole("iterations", self.iterations)
+            integer("iterations", self.iterations)
 
     @property
     def width(self) -> int:

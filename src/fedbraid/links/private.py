@@ -108,12 +108,12 @@ class LocalNoise(WrappedUplink):
 def scaled(declared: Mapping[str, Upload], scales: Scales) -> dict[str, Upload]:
     """Declarations with these scales in place of theirs."""
     own = dict(scales)
-    return {name: replace(what, scale=own.get(name, what.scale)) for name, what in declared.items()}
+    return {name: replace(what, clip_scale=own.get(name, what.clip_scale)) for name, what in declared.items()}
 
 
 def scale_of(what: Upload) -> float:
-    assert what.scale is not None  # `private` refuses uploads that nobody scaled
-    return what.scale
+    assert what.clip_scale is not None  # `private` refuses uploads that nobody scaled
+    return what.clip_scale
 
 
 def length(vectors: Vectors, declared: Mapping[str, Upload]) -> Tensor:

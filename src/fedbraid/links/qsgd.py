@@ -15,7 +15,7 @@ from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bits import Codes, code_type
-from fedbraid.links._layers import CHUNK, LayerCodec, gather, scatter, whole_bits
+from fedbraid.links._layers import CHUNK, LayerCodec, check_bits, gather, scatter
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +47,7 @@ class Qsgd(LayerCodec):
                 f"qsgd(bits={self.bits}, levels={self.levels}) needs one of the two; give bits or levels"
             )
         if self.levels is None:
-            whole_bits("qsgd", self.bits, least=2)
+            check_bits("qsgd", self.bits, least=2)
         elif type(self.levels) is not int or not 0 < self.levels < 1 << 15:
             raise ConfigError(
                 f"qsgd(levels={self.levels!r}) is no number of levels; use 1 to {(1 << 15) - 1}"

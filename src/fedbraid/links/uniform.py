@@ -11,7 +11,7 @@ import numpy as np
 from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
 from fedbraid.links._bits import Codes, code_type
-from fedbraid.links._layers import LayerCodec, whole_bits
+from fedbraid.links._layers import LayerCodec, check_bits
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +28,7 @@ class Uniform(LayerCodec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_bits("uniform", self.bits)
+        check_bits("uniform", self.bits)
 
     @property
     def width(self) -> int:

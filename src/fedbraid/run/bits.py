@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
 from fedbraid.run.checkpoint import Folder, Record
@@ -59,7 +59,7 @@ def as_before(known: Record | None) -> Iterator[None]:
     now, bits = torch.get_num_threads(), (known or {}).get("bits", {})
     try:
         if "threads" in bits and "kernels" not in bits:  # compiled gradients give the same on any number
-            whole("threads", bits["threads"])
+            integer("threads", bits["threads"])
             torch.set_num_threads(bits["threads"])
         yield
     finally:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.core.names import falls
 from fedbraid.errors import ConfigError, MissingExtra, unknown
 from fedbraid.run.checkpoint import Record, save_model
@@ -51,7 +51,7 @@ class EarlyStopping:
     """Ends a run when a measurement has not improved by more than `by` for `patience` evaluations."""
 
     def __init__(self, patience: int = 10, metric: str = "accuracy", by: float = 0.0) -> None:
-        whole("patience", patience)
+        integer("patience", patience)
         number("by", by, "[0, inf)", "calls a loss an improvement")
         self.patience, self.metric, self.by = patience, metric, by
 

@@ -24,7 +24,7 @@ from fedbraid import algorithms
 from fedbraid.algorithms.lora import how as lora
 from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import whole
+from fedbraid.core.check import integer
 from fedbraid.core.gather import Mean
 from fedbraid.core.names import PERSONAL
 from fedbraid.core.optim import Momentum, Optimise
@@ -68,8 +68,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None:
-            whole("evaluate_every", self.evaluate_every)
-        whole("checkpoint_every", self.checkpoint_every)
+            integer("evaluate_every", self.evaluate_every)
+        integer("checkpoint_every", self.checkpoint_every)
         if self.evaluate_on not in ("test", "clients"):
             raise ConfigError(f"evaluate_on={self.evaluate_on!r} is not known; use 'test' or 'clients'")
         if self.store not in ("auto", "memory", "disk"):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import fedbraid.files as files
 from fedbraid.core import rng
-from fedbraid.core.check import number, plain_numbers, whole
+from fedbraid.core.check import integer, number, plain_numbers
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
 
@@ -41,7 +41,7 @@ class power_of_choice:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        whole("d", self.d)
+        integer("d", self.d)
 
     def __call__(
         self,

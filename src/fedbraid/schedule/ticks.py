@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.core.check import number, plain_numbers, whole
+from fedbraid.core.check import integer, number, plain_numbers
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
 from fedbraid.schedule.availability import Idle, Reachable
@@ -69,7 +69,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        whole("steps", self.steps)
+        integer("steps", self.steps)
         link, durations = getattr(self, "bandwidth", None), getattr(self, "durations", None)
         if durations is not None and not isinstance(durations, clock.Durations):
             raise ConfigError(f"durations={durations!r} says no times; use one such as fb.clock.constant(1)")
@@ -138,7 +138,7 @@ class Rounds(Schedule):
                     f"clients={self.clients} is no share; use a share in (0, 1] or a whole number >= 1"
                 )
         elif isinstance(self.clients, int):
-            whole("clients", self.clients)
+            integer("clients", self.clients)
         elif not isinstance(self.clients, tuple):
             raise ConfigError(
                 f"clients={self.clients!r} names no cohort; use a whole number, a share in (0, 1] or a list of cohorts"
@@ -307,8 +307,8 @@ class Buffered(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("buffer", self.buffer)
-        whole("concurrency", self.concurrency)
+        integer("buffer", self.buffer)
+        integer("concurrency", self.concurrency)
         if isinstance(self.arrivals, str):
             if self.arrivals not in ("constant", "poisson", "closed"):
                 raise ConfigError(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from fedbraid.algorithms.personal import alone
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.core.names import falls
 from fedbraid.core.processes import Ask, Crew, Failure, prepare
 from fedbraid.core.work import WORK, Work
@@ -477,7 +477,7 @@ def _check(who: Sequence[Contestant], seeds: Sequence[int], target: float | None
     for what, values in (("contestants", [c.name for c in who]), ("seeds", list(seeds))):
         if len(set(values)) < len(values):
             raise ConfigError(f"two {what} are the same in {values}; give each once, under its own name")
-    whole("seeds", len(seeds))
+    integer("seeds", len(seeds))
     if target is not None:
         number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedbraid.core.check import number, whole
+from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.run.budget import Mechanism, accounted_at, affordable, epsilon_of, solved
 from fedbraid.schedule import Schedule, buffered
@@ -35,7 +35,7 @@ def foresee(
     sampling: str = "poisson",
 ) -> Privacy:  # fmt: skip
     """The noise for a budget, ε for a noise, or for both how many of the rounds the budget buys."""
-    whole("rounds", rounds)
+    integer("rounds", rounds)
     number("delta", delta, "(0, 1)", "is no small probability")
     for name, value in (("epsilon", epsilon), ("noise", noise)):
         if value is not None:

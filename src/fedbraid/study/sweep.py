@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fedbraid.core import rng
-from fedbraid.core.check import number, whole
+from fedbraid.core import check, rng
+from fedbraid.core.check import number
 from fedbraid.core.names import falls
 from fedbraid.core.processes import Ask, Crew, Failure, prepare
 from fedbraid.data import tree
@@ -85,7 +85,7 @@ class Range:
     def __post_init__(self) -> None:
         if not self.low < self.high or (self.log and self.low <= 0):
             raise ConfigError(f"({self.low}, {self.high}) is no range; use low < high, and low > 0 with log")
-        whole("points", self.points)
+        check.integer("points", self.points)
 
     def grid(self) -> tuple[Any, ...]:
         low, high = (math.log(v) if self.log else v for v in (self.low, self.high))
@@ -180,8 +180,8 @@ class Plan:
         for value, known, kind in ((self.method, METHODS, "method"), (self.prune, PRUNERS, "pruner")):
             if value not in known:
                 raise unknown(kind, value, known)
-        whole("trials", self.trials)
-        whole("seeds", self.seeds)
+        check.integer("trials", self.trials)
+        check.integer("seeds", self.seeds)
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Spec:
     gather: Part = MEAN
     weights: str = "samples"
     staleness: str = "constant"
-    optimiser: Part = SGD
+    optimizer: Part = SGD
     lr: float = 1.0  # the server's
     decay: float = 0.0  # the server's weight decay
     adjust: tuple[Part, ...] = ()  # shift, and one of feddyn, adabest
@@ -544,11 +544,11 @@ GATHERS: dict[str, type[Mean]] = {
 # Optimisers: from G to a move --------------------------------------------------------------------------
 
 
-class Optimiser:
+class Optimizer:
     """x ← x − η_s·direction."""
 
     def __init__(self, spec: Spec, setting: Setting) -> None:
-        self.o, self.lr, self.decay, self.slots = spec.optimiser, spec.lr, spec.decay, setting.slots
+        self.o, self.lr, self.decay, self.slots = spec.optimizer, spec.lr, spec.decay, setting.slots
         d = len(setting.x0)
         self.b, self.m, self.v = np.zeros(d), np.zeros(d), np.full(d, float(self.o.get("v0", 0.0)))
         self.top = np.zeros(d)
@@ -684,7 +684,7 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
     d = len(setting.x0)
     rule = RULES[spec.rule.name](spec.rule)
     gather = GATHERS[spec.gather.name](spec.gather, setting)
-    optimise, adjust = Optimiser(spec, setting), Adjust(spec.adjust, setting)
+    optimise, adjust = Optimizer(spec, setting), Adjust(spec.adjust, setting)
     up, down = Uplink(spec.up, setting), Downlink(spec.down, setting)
     average = x = setting.x0
     server = rule.state(d)

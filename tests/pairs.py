@@ -107,7 +107,7 @@ CODECS = ["fp16()", "int8()", "int4()", "uniform(5)", "kmeans(3)", "qsgd(5)", "t
 
 
 def _statistics_of(rule: str) -> list[Part]:
-    return [part(rule, optimiser=kind, v0=0.5, **options) for kind, options in MOMENTS.items()]
+    return [part(rule, optimizer=kind, v0=0.5, **options) for kind, options in MOMENTS.items()]
 
 
 def _adaptive(name: str) -> list[tuple[Part, float]]:
@@ -199,7 +199,7 @@ def make(chosen: dict[str, str], seed: int) -> Case:
     def one(values: list[Any]) -> Any:
         return values[rng.integers(len(values))]
 
-    optimiser, lr = one(OPTIMISERS[chosen["optimiser"]])
+    optimizer, lr = one(OPTIMISERS[chosen["optimiser"]])
     up, down, schedule, uneven = chosen["up"], chosen["down"], chosen["schedule"], rng.random() < 0.6
     spec = Spec(
         rule=one(RULES[chosen["rule"]]),
@@ -207,7 +207,7 @@ def make(chosen: dict[str, str], seed: int) -> Case:
         gather=one(GATHERS[chosen["gather"]]),
         weights=one(["samples", "uniform"]),
         staleness=one(["constant", "sqrt", "polynomial", "hinge"]),
-        optimiser=optimiser,
+        optimizer=optimizer,
         lr=lr,
         decay=one([0.0, 0.0, 0.05]),
         adjust=ADJUSTS[chosen["adjuster"]],
@@ -239,7 +239,7 @@ def algorithm(spec: Spec) -> fb.Algorithm:
     rule, *state = _rule(spec.rule)
     if spec.prox:
         rule = fb.chain(_rule(part("fedprox", mu=spec.prox))[0], rule)
-    server = fb.pipeline(*state, *_optimiser(spec), *(_adjuster(p) for p in spec.adjust))
+    server = fb.pipeline(*state, *_optimizer(spec), *(_adjuster(p) for p in spec.adjust))
     return fb.Algorithm(rule, _gather(spec), server, _up(spec.up), _down(spec.down))
 
 
@@ -311,20 +311,20 @@ def _gather(spec: Spec) -> Any:
     return memory.ClusterVarp(*how, clusters=g["clusters"])
 
 
-def _optimiser(spec: Spec) -> list[Any]:
+def _optimizer(spec: Spec) -> list[Any]:
     from fedbraid.algorithms import late
     from fedbraid.core import optim
     from fedbraid.core.transform import Scale
 
-    o = spec.optimiser
+    o = spec.optimizer
     match o.name:
         case "sgd":
-            made = optim.Optimiser()
+            made = optim.Optimizer()
         case "momentum":
             made = optim.Momentum(o["beta"])
         case "fadas":
             step = late.CautiousScale(spec.lr, o["limit"])
-            return [optim.Optimise(late.AMSGrad(o["beta1"], o["beta2"], o["eps"]), spec.decay), step]
+            return [optim.Optimize(late.AMSGrad(o["beta1"], o["beta2"], o["eps"]), spec.decay), step]
         case name:
             kind = {"adagrad": optim.Adagrad, "adabelief": optim.AdaBelief, "yogi": optim.Yogi}.get(
                 name, optim.Adam
@@ -332,7 +332,7 @@ def _optimiser(spec: Spec) -> list[Any]:
             more = {} if name == "adagrad" else {"corrected": o["corrected"]}
             made = kind(o["beta1"], o["beta2"], o["eps"], o["v0"], **more)
     trust = [optim.TrustRatio(o.get("layerwise", True))] if o.name == "lamb" else []
-    return [optim.Optimise(made, spec.decay), *trust, Scale(spec.lr)]
+    return [optim.Optimize(made, spec.decay), *trust, Scale(spec.lr)]
 
 
 def _adjuster(p: Part) -> Any:

@@ -444,7 +444,7 @@ def test_what_cannot_be_kept_in_rows_says_so():
 
 
 def quantises(codec, client):
-    return bool(codec.quantised(np.array([client])))
+    return bool(codec.quantized(np.array([client])))
 
 
 def test_mixed_by_share_is_even_and_exact():

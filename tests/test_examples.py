@@ -162,12 +162,12 @@ def test_opacus_clips_to_the_same_sums(name):
         y, batch = drawn(task, batch=None)
         module = task.layout.load(task.module(), y[0]).train()
         wrapped = opacus.GradSampleModule(module, loss_reduction="sum")
-        optimiser = opacus.optimizers.DPOptimizer(
+        optimizer = opacus.optimizers.DPOptimizer(
             torch.optim.SGD(wrapped.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=CLIP, expected_batch_size=20,
             loss_reduction="sum",
         )  # fmt: skip
         nn.functional.cross_entropy(wrapped(task.inputs), task.targets, reduction="sum").backward()
-        optimiser.clip_and_accumulate()
+        optimizer.clip_and_accumulate()
     want = torch.cat([p.summed_grad.reshape(-1) for p in module.parameters()])
     got, _ = Native(task, examples=Examples(CLIP, 0.0))(y, batch)
     torch.testing.assert_close(20 * got[0], want, rtol=1e-4, atol=1e-5)

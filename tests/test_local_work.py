@@ -48,16 +48,16 @@ def alone(task, work, client, x, version, bend):
     module = task.layout.load(task.module(), x)
     params = list(module.parameters())
     kind = TORCH.get(work.optimizer, Lion)
-    optimiser = kind(params, lr=work.rate(version), weight_decay=work.weight_decay)
+    optimizer = kind(params, lr=work.rate(version), weight_decay=work.weight_decay)
     start = [p.detach().clone() for p in params]
     plan = Drawn(task, work, np.array([client]), version, 3)
     for k in range(int(plan.K[0])):
         rows = plan.batch(k).client(0).rows[0]
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(module(task.inputs[rows]), task.targets[rows]).backward()
         for p, x0 in zip(params, start):
             p.grad += bend * (p.detach() - x0)
-        optimiser.step()
+        optimizer.step()
     return torch.cat([p.detach().flatten() for p in params])
 
 

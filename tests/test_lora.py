@@ -164,8 +164,8 @@ def test_bytes_bits_and_resuming(engine, tmp_path):
 
 def test_a_codec_sees_what_is_trained_alone():
     task = task_of(fb.lora.move_base(network()))
-    quantised = fb.exact_lora(fb.fedpaq(fb.codecs.int8()))
-    run = fb.simulate(task, quantised, WORK, fb.rounds(3), engine=LOOP)
+    quantized = fb.exact_lora(fb.fedpaq(fb.codecs.int8()))
+    run = fb.simulate(task, quantized, WORK, fb.rounds(3), engine=LOOP)
     factors = sum(s.size for s in task.layout if not s.buffer)
     assert run.history[0]["bytes_up"] < 4 * (factors + 120)
     scale = next(s for s in task.layout if s.name.endswith("lora_scale"))

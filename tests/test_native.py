@@ -761,7 +761,7 @@ class Pairs(nn.Module):
         return self.pairs(self.first(x).tanh(), x)
 
 
-def normalised(x):
+def normalized(x):
     """What people write by hand."""
     x = F.normalize(x, dim=-1) + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     return (
@@ -941,7 +941,7 @@ OPERATIONS = {
                       + x.narrow(1, 1, 2)[:, None].sum(2)[:, -1]),
         (4, 6), 0,
     ),
-    "normalised by hand": (lambda: Chain(lambda: nn.Linear(6, 3), end=normalised), (4, 6), 0),
+    "normalised by hand": (lambda: Chain(lambda: nn.Linear(6, 3), end=normalized), (4, 6), 0),
     "masks of what was computed": (lambda: Chain(lambda: nn.Linear(6, 3), end=chosen), (6,), 0),
     "constants": (
         lambda: Chain(lambda: nn.Linear(6, 3), end=lambda x: ((torch.arange(3) - x) / torch.tensor([2.0, 3.0, 5.0])

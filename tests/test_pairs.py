@@ -110,8 +110,8 @@ SAME = {
     ),
     "ACED that forgets nothing": (Spec(gather=part("aced", limit=9)), Spec(gather=part("mifa")), SOME, {}),
     "FADAS, its first step": (
-        Spec(optimiser=part("fadas", limit=9, **pairs.ADAPTIVE), lr=0.1),
-        Spec(optimiser=part("adam", corrected=False, **pairs.ADAPTIVE), lr=0.1), SOME[:1], {},
+        Spec(optimizer=part("fadas", limit=9, **pairs.ADAPTIVE), lr=0.1),
+        Spec(optimizer=part("adam", corrected=False, **pairs.ADAPTIVE), lr=0.1), SOME[:1], {},
     ),
     "GHBM, no momentum": (Spec(part("ghbm", tau=2, beta=0)), Spec(), SOME, {}),
 }  # fmt: skip

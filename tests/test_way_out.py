@@ -86,13 +86,13 @@ def test_outside_of_a_step_there_is_no_batch():
 
 def plain(module, batches, ctx):
     """What the library does itself, but for bits."""
-    optimiser = torch.optim.SGD(module.parameters(), ctx.lr, momentum=0.5)
+    optimizer = torch.optim.SGD(module.parameters(), ctx.lr, momentum=0.5)
     total = 0.0
     for x, y in batches:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = cross_entropy(module(x), y)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         total += loss.item()
     return total / len(batches)
 

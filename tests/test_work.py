@@ -143,9 +143,9 @@ def test_results_do_not_depend_on_block_or_backend(task, last, batch):
 def by_hand(task, client, work, rounds=1):
     """A client alone, by torch's own SGD."""
     module = task.module()
-    optimiser = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for t in range(rounds):
-        optimiser = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             module.parameters(),
             lr=work.lr * work.lr_decay**t,
             momentum=work.momentum,
@@ -153,11 +153,11 @@ def by_hand(task, client, work, rounds=1):
         )
         for picked in samples(task, work, client, t):
             rows = torch.tensor(picked) + int(task.offsets[client])
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(module(task.inputs[rows]), task.targets[rows]).backward()
             if work.clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), work.clip)
-            optimiser.step()
+            optimizer.step()
     return task.layout.flatten(module)
 
 

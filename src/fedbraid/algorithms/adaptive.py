@@ -12,7 +12,7 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean
-from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Optimise, TrustRatio, Yogi
+from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Optimize, TrustRatio, Yogi
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
 
@@ -27,8 +27,8 @@ def _moments(variant: str, eps: float, v0: float | None) -> tuple[float, bool]:
     return start, not reddi
 
 
-def _stepped(optimiser: Adam, lr: float, weights: str, *more: Transform) -> Algorithm:
-    return Algorithm(gather=Mean(weights), server=pipeline(Optimise(optimiser), *more, Scale(lr)), work=PLAIN)
+def _stepped(optimizer: Adam, lr: float, weights: str, *more: Transform) -> Algorithm:
+    return Algorithm(gather=Mean(weights), server=pipeline(Optimize(optimizer), *more, Scale(lr)), work=PLAIN)
 
 
 @builder

@@ -11,7 +11,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.declare import DELTA, Upload
 from fedbraid.core.gather import Mean, ServerContext, Tree, Uploads
-from fedbraid.core.optim import Momentum, Optimise
+from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 
@@ -26,7 +26,7 @@ def fedavg(lr: float = 1.0, weights: str = "samples") -> Algorithm:
 def fedavgm(lr: float = 1.0, momentum: float = 0.9, weights: str = "samples") -> Algorithm:
     """FedAvg with server momentum: b ← momentum·b + G, x ← x − lr·b."""
     return Algorithm(
-        gather=Mean(weights), server=pipeline(Optimise(Momentum(momentum)), Scale(lr)), work=PLAIN
+        gather=Mean(weights), server=pipeline(Optimize(Momentum(momentum)), Scale(lr)), work=PLAIN
     )
 
 

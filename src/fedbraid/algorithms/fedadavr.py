@@ -17,7 +17,7 @@ from fedbraid.core.codec import Codec
 from fedbraid.core.gather import DeltaGather, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import UpdateTable, UpdateTableStep
-from fedbraid.core.optim import SERVER, Optimise, Optimiser, TrustRatio, named
+from fedbraid.core.optim import SERVER, Optimize, Optimizer, TrustRatio, named
 from fedbraid.core.transform import Scale
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links import codecs
@@ -101,12 +101,12 @@ def fedadavr(
         )
     gather = VarianceReduced(weights, codec=MEMORIES[memory], normalise=normalise)
     kind = named(optimizer, SERVER)
-    if kind is Optimiser:
-        optimiser = Optimiser()
+    if kind is Optimizer:
+        steps_of = Optimizer()
     else:
         first = (0.0 if optimizer == "adagrad" else 0.9) if beta1 is None else beta1
-        optimiser = kind(first, beta2, eps)  # type: ignore[call-arg]
+        steps_of = kind(first, beta2, eps)  # type: ignore[call-arg]
     trust = [TrustRatio(layerwise)] if optimizer == "lamb" else []
     own = ClientHeldVarianceReduced(weights, normalise=normalise)
-    steps = (Optimise(optimiser, weight_decay), *trust, Scale(lr))
+    steps = (Optimize(steps_of, weight_decay), *trust, Scale(lr))
     return with_memory(held, weights, fade, gather, own, *steps, rated=True)

@@ -59,7 +59,7 @@ class Distil(Transform):
             return u, s
         student = ctx.data.module(x - u["delta"]).train()
         teachers = [ctx.data.module(m).eval() for m in u["models"]]
-        optimiser = torch.optim.Adam(student.parameters(), self.rate)
+        optimizer = torch.optim.Adam(student.parameters(), self.rate)
         draw = rng.generator(ctx.data.seed, "distil", ctx.t)
         count = len(next(iter(_leaves(ctx.data.public[0]))))
         with torch.random.fork_rng(devices=[]):
@@ -68,10 +68,10 @@ class Distil(Transform):
                 rows = torch.from_numpy(draw.choice(count, min(self.batch, count), replace=False))
                 with torch.no_grad():
                     said = torch.stack([ctx.data.outputs(t, rows) for t in teachers]).mean(0)
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 own = log_softmax(ctx.data.outputs(student, rows), 1)
                 kl_div(own, softmax(said, 1), reduction="batchmean").backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
+                optimizer.step()
         return {**u, "delta": x - ctx.layout.flatten(student)}, s
 
 

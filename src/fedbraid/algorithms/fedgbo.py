@@ -1,4 +1,4 @@
-"""One optimiser for all: FedGBO (Algorithm 1 of its paper), Mimelite (Karimireddy et al. 2021), MFL (Liu et al. 2020).
+"""One optimizer for all: FedGBO (Algorithm 1 of its paper), Mimelite (Karimireddy et al. 2021), MFL (Liu et al. 2020).
 
 Clients step with the server's statistics. FedGBO keeps them fixed all round and recovers the mean gradient from the
 model's move by an inverse step; Mimelite keeps them fixed and uploads a full gradient; MFL tracks them on clients and
@@ -17,7 +17,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.declare import DELTA, Download, Upload
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.optim import Adam, Optimiser, RMSProp, SGDm
+from fedbraid.core.optim import Adam, Optimizer, RMSProp, SGDm
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
@@ -27,10 +27,10 @@ from fedbraid.errors import ConfigError, unknown
 class Fixed(Rule):
     """y ← y + U(g, s), the statistics s staying as they came."""
 
-    optimiser: Optimiser
+    optimizer: Optimizer
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
-        return self.optimiser.apply(g, ctx.download), s  # Table 1, U
+        return self.optimizer.apply(g, ctx.download), s  # Table 1, U
 
 
 @dataclass(frozen=True)
@@ -48,33 +48,33 @@ class FixedAndGradient(Fixed):
 class Tracked(Rule):
     """MFL's client: s ← T(g, s), then a step with the new statistics; uploads s."""
 
-    optimiser: Optimiser
+    optimizer: Optimizer
 
     def uploads(self) -> tuple[Upload, ...]:
-        return DELTA, *(Upload(name, signed=name != "v") for name in self.optimiser.statistics)
+        return DELTA, *(Upload(name, signed=name != "v") for name in self.optimizer.statistics)
 
     def start(self, ctx: ClientContext) -> Vectors:
-        return {name: ctx.download[name].expand(len(ctx.K), -1) for name in self.optimiser.statistics}
+        return {name: ctx.download[name].expand(len(ctx.K), -1) for name in self.optimizer.statistics}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
-        stats = self.optimiser.track(g, s)
-        return self.optimiser.step(g, stats, 1), {**s, **stats}
+        stats = self.optimizer.track(g, s)
+        return self.optimizer.step(g, stats, 1), {**s, **stats}
 
     def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {name: s[name] for name in self.optimiser.statistics}
+        return {name: s[name] for name in self.optimizer.statistics}
 
 
 @dataclass(frozen=True)
 class Statistics(Transform):
     """The server's statistics, sent down with the model."""
 
-    optimiser: Optimiser
+    optimizer: Optimizer
 
     def init(self, x: Tensor, layout: Layout) -> Vectors:
-        return self.optimiser.init(x)
+        return self.optimizer.init(x)
 
     def sends(self) -> tuple[Download, ...]:
-        return tuple(Download(name, signed=name != "v") for name in self.optimiser.statistics)
+        return tuple(Download(name, signed=name != "v") for name in self.optimizer.statistics)
 
     def send(self, s: Vectors, x: Tensor, N: int) -> Vectors:
         return s
@@ -95,13 +95,13 @@ class Inverted(Statistics):
 
     def account(self, up: Uploads) -> Vectors:
         move = up.vectors["delta"] / up.lr.to(up.vectors["delta"])
-        sent = {name: up.sent[name] for name in self.optimiser.statistics}
-        at_0 = self.optimiser.inverse(torch.zeros_like(up.sent["x"]), sent)
-        return {"inverse": self.optimiser.inverse(move, sent), "inverse_of_0": at_0}
+        sent = {name: up.sent[name] for name in self.optimizer.statistics}
+        at_0 = self.optimizer.inverse(torch.zeros_like(up.sent["x"]), sent)
+        return {"inverse": self.optimizer.inverse(move, sent), "inverse_of_0": at_0}
 
     def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
         g = (u["inverse"] - u["inverse_of_0"]) / ctx.a + u["inverse_of_0"]  # Table 1, I
-        return u, self.optimiser.track(g, s)  # Table 1, T
+        return u, self.optimizer.track(g, s)  # Table 1, T
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class FromGradient(Statistics):
     """Mimelite: s ← T(mean ∇f_i, s)."""
 
     def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
-        return u, self.optimiser.track(u["grad"], s)
+        return u, self.optimizer.track(u["grad"], s)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Averaged(Statistics):
         return u, {name: u[name] for name in s}
 
 
-def _optimiser(name: str, beta: float | None, beta1: float, beta2: float, eps: float, v0: float) -> Optimiser:
+def _optimizer(name: str, beta: float | None, beta1: float, beta2: float, eps: float, v0: float) -> Optimizer:
     match name:
         case "sgdm":
             return SGDm(0.9 if beta is None else beta)
@@ -138,8 +138,8 @@ def fedgbo(
     optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
     v0: float = 1.0, weights: str = "uniform",
 ) -> Algorithm:  # fmt: skip
-    """FedGBO: one global optimiser, applied on clients, tracked on the server by an inverse step."""
-    o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
+    """FedGBO: one global optimizer, applied on clients, tracked on the server by an inverse step."""
+    o = _optimizer(optimizer, beta, beta1, beta2, eps, v0)
     return Algorithm(Fixed(o), Mean(weights), pipeline(Inverted(o), Scale()), work=PLAIN)
 
 
@@ -149,7 +149,7 @@ def mimelite(
     v0: float = 1.0, weights: str = "uniform",
 ) -> Algorithm:  # fmt: skip
     """Mimelite: statistics fixed on clients, tracked on the server from full local gradients at x."""
-    o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
+    o = _optimizer(optimizer, beta, beta1, beta2, eps, v0)
     return Algorithm(FixedAndGradient(o), Mean(weights), pipeline(FromGradient(o), Scale()), work=PLAIN)
 
 
@@ -159,5 +159,5 @@ def mfl(
     v0: float = 1.0, weights: str = "uniform",
 ) -> Algorithm:  # fmt: skip
     """MFL: clients track the statistics themselves; the server averages them with the models."""
-    o = _optimiser(optimizer, beta, beta1, beta2, eps, v0)
+    o = _optimizer(optimizer, beta, beta1, beta2, eps, v0)
     return Algorithm(Tracked(o), Mean(weights), pipeline(Averaged(o), Scale()), work=PLAIN)

@@ -15,7 +15,7 @@ from fedbraid.core.check import integer
 from fedbraid.core.gather import DeltaGather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.ledger import UpdateTable, UpdateTableStep
-from fedbraid.core.optim import Adam, Optimise
+from fedbraid.core.optim import Adam, Optimize
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 
@@ -138,5 +138,5 @@ def fadas(
     lr: float = 0.01, limit: int | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-8
 ) -> Algorithm:
     """FADAS: AMSGrad on a buffer's mean, with smaller steps where an upload is older than `limit`."""
-    server: Transform = pipeline(Optimise(AMSGrad(beta1, beta2, eps)), CautiousScale(lr, limit))
+    server: Transform = pipeline(Optimize(AMSGrad(beta1, beta2, eps)), CautiousScale(lr, limit))
     return Algorithm(gather=Mean("uniform"), server=server, work=PLAIN)

@@ -145,8 +145,8 @@ class Adapters(Wrapper):
     def for_client(self, client: int) -> Codec:
         return Adapters(self.codec.for_client(client))
 
-    def quantised(self, clients: NDArray[np.int64]) -> int:
-        return self.codec.quantised(clients)
+    def quantized(self, clients: NDArray[np.int64]) -> int:
+        return self.codec.quantized(clients)
 
     def size(self, layout: Layout) -> int | None:
         return self.codec.size(_trained(layout)[0])

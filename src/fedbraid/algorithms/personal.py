@@ -55,7 +55,7 @@ def fedrep(head: float = 0.5, lr: float = 1.0, weights: str = "samples") -> Algo
 
 
 @dataclass(frozen=True)
-class Regularised(Rule):
+class DittoModel(Rule):
     """Ditto: beside y, v_i ← v_i − η(∇f_i(v_i) + λ(v_i − x)) on the same batches, for the client's own use."""
 
     lam: float
@@ -83,7 +83,7 @@ class Regularised(Rule):
 @builder
 def ditto(lam: float = 0.1, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """Ditto: FedAvg, and a model of each client's own that is held near the common one with strength `lam`."""
-    return Algorithm(Regularised(lam), Mean(weights), pipeline(Scale(lr)))
+    return Algorithm(DittoModel(lam), Mean(weights), pipeline(Scale(lr)))
 
 
 @dataclass(frozen=True)

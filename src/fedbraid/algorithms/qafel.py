@@ -31,7 +31,7 @@ from fedbraid.core.link import (
     open_frames,
     to_wire,
 )
-from fedbraid.core.optim import Momentum, Optimise
+from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Pipeline, Scale, pipeline
 from fedbraid.core.wire import FRAME_BYTES, pack_message, unpack_message
@@ -178,7 +178,7 @@ class Mixing(Mean):
 
 
 def _steps(lr: float, momentum: float) -> Pipeline:
-    return pipeline(Optimise(Momentum(momentum)), Scale(lr))
+    return pipeline(Optimize(Momentum(momentum)), Scale(lr))
 
 
 @builder

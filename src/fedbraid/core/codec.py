@@ -63,7 +63,7 @@ class Codec:
         """The codec this client uses."""
         return self
 
-    def quantised(self, clients: NDArray[np.int64]) -> int:
+    def quantized(self, clients: NDArray[np.int64]) -> int:
         """How many of these clients' messages lose precision."""
         return 0 if self.lossless else len(clients)
 

@@ -83,9 +83,9 @@ class Uplink:
         """What it makes a client remember before its first upload."""
         return {}
 
-    def quantised(self, clients: NDArray[np.int64]) -> int:
+    def quantized(self, clients: NDArray[np.int64]) -> int:
         """How many of these clients' uploads lose precision."""
-        return self.codec.quantised(clients)
+        return self.codec.quantized(clients)
 
     def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
         """A block's uploads, as the server will decode them."""

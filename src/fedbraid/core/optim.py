@@ -1,6 +1,6 @@
 """Optimisers as formulas: update U, track T, inverse I.
 
-On the server an optimiser tracks the pseudo-gradient and then steps with what it tracked. On clients
+On the server an optimizer tracks the pseudo-gradient and then steps with what it tracked. On clients
 (FedGBO, Mimelite) U applies statistics that stay fixed all round; MFL tracks on the client. Directions
 point downhill against x, without the learning rate: the caller does x ← x − lr · direction.
 """
@@ -25,7 +25,7 @@ from fedbraid.errors import unknown
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class Optimizer:
     """Plain SGD, and the base of the others."""
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Optimiser:
 
 
 @dataclass(frozen=True)
-class Momentum(Optimiser):
+class Momentum(Optimizer):
     """b ← βb + G; the direction is b."""
 
     beta: float = 0.9
@@ -85,7 +85,7 @@ class Momentum(Optimiser):
 
 
 @dataclass(frozen=True)
-class SGDm(Optimiser):
+class SGDm(Optimizer):
     """m ← βm + (1−β)g; the direction is m."""
 
     beta: float = 0.9
@@ -107,7 +107,7 @@ class SGDm(Optimiser):
 
 
 @dataclass(frozen=True)
-class RMSProp(Optimiser):
+class RMSProp(Optimizer):
     """v ← βv + (1−β)g²; the direction is g/(√v + ε)."""
 
     beta: float = 0.99
@@ -131,7 +131,7 @@ class RMSProp(Optimiser):
 
 
 @dataclass(frozen=True)
-class Adam(Optimiser):
+class Adam(Optimizer):
     """m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; the direction is m̂/(√v̂ + ε)."""
 
     beta1: float = 0.9
@@ -197,7 +197,7 @@ class Adagrad(Adam):
 
 
 @dataclass(frozen=True)
-class Lion(Optimiser):
+class Lion(Optimizer):
     """The direction is sgn(β₁m + (1−β₁)g); then m ← β₂m + (1−β₂)g."""
 
     beta1: float = 0.9
@@ -218,28 +218,28 @@ class Lion(Optimiser):
 
 @dataclass(frozen=True)
 class Tracked:
-    """An optimiser's statistics after T steps."""
+    """An optimizer's statistics after T steps."""
 
     T: int
     stats: Vectors
 
 
 @dataclass(frozen=True)
-class Optimise(Transform):
-    """The server's optimiser: track the pseudo-gradient, replace it by the direction."""
+class Optimize(Transform):
+    """The server's optimizer: track the pseudo-gradient, replace it by the direction."""
 
-    optimiser: Optimiser
+    optimizer: Optimizer
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         number("weight_decay", self.weight_decay, "[0, inf)", "makes weights grow")
 
     def init(self, x: Tensor, layout: Layout) -> Tracked:
-        return Tracked(0, self.optimiser.init(x))
+        return Tracked(0, self.optimizer.init(x))
 
     def update(self, u: Vectors, s: Tracked, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tracked]:
         g = u["delta"] if not self.weight_decay else u["delta"] + self.weight_decay * x
-        direction, stats = self.optimiser.follow(g, s.stats, s.T + 1)
+        direction, stats = self.optimizer.follow(g, s.stats, s.T + 1)
         return {**u, "delta": direction}, Tracked(s.T + 1, stats)
 
 
@@ -262,12 +262,12 @@ class TrustRatio(Transform):
         return a / b if a > 0 and b > 0 else 1.0
 
 
-SERVER: dict[str, type[Optimiser]] = {
-    "sgd": Optimiser, "adagrad": Adagrad, "adam": Adam, "adabelief": AdaBelief, "yogi": Yogi, "lamb": Adam,
+SERVER: dict[str, type[Optimizer]] = {
+    "sgd": Optimizer, "adagrad": Adagrad, "adam": Adam, "adabelief": AdaBelief, "yogi": Yogi, "lamb": Adam,
 }  # fmt: skip
 
-LOCAL: dict[str, Callable[[], Optimiser]] = {  # on clients, with the defaults of torch.optim
-    "sgd": Optimiser, "adam": Adam, "adamw": Adam, "rmsprop": partial(RMSProp, 0.99, 1e-8, 0.0),
+LOCAL: dict[str, Callable[[], Optimizer]] = {  # on clients, with the defaults of torch.optim
+    "sgd": Optimizer, "adam": Adam, "adamw": Adam, "rmsprop": partial(RMSProp, 0.99, 1e-8, 0.0),
     "adagrad": partial(Adagrad, eps=1e-10), "lion": Lion,
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ class Gradient(Protocol):
     """
 
     name: str
-    vectorised: bool  # whether a larger block is cheaper per client
+    vectorized: bool  # whether a larger block is cheaper per client
 
     def __call__(self, y: Tensor, batch: Any) -> tuple[Tensor, Tensor]: ...
 
@@ -240,8 +240,8 @@ def train(
     alone = None if own is None else rule.alone(ctx.K)
     even = int(batches.K.min()) == steps
     b = torch.zeros_like(y) if work.momentum else None
-    optimiser = work.local
-    moments: Vectors = {} if optimiser is None else optimiser.init(y)
+    optimizer = work.local
+    moments: Vectors = {} if optimizer is None else optimizer.init(y)
     loss = torch.zeros(m, device=y.device)
     again = _Again(grad, work, y)
     ctx.grad = again if rule.examples() is None else _one_gradient_only
@@ -264,8 +264,8 @@ def train(
         turn = None if alone is None else _turn(k < alone, d, y)
         if turn is not None:
             v = v * turn
-        if optimiser is not None:
-            v, moments = optimiser.follow(v, moments, k + 1)
+        if optimizer is not None:
+            v, moments = optimizer.follow(v, moments, k + 1)
         if work.decoupled:
             v = v + work.decoupled * y
         if b is not None:
@@ -349,7 +349,7 @@ def custom_local_loop(fn: LocalLoop) -> Rule:
     It runs on the loop backend, in every engine and schedule. What it draws from torch is counted.
 
     >>> def mine(module, batches, ctx):  # doctest: +SKIP
-    ...     optimiser = torch.optim.Adam(module.parameters(), ctx.lr)
+    ...     optimizer = torch.optim.Adam(module.parameters(), ctx.lr)
     ...     ...
     >>> fb.Algorithm(rule=fb.custom_local_loop(mine))  # doctest: +SKIP
     """

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from fedbraid.core.check import integer, number, plain_numbers
-from fedbraid.core.optim import LOCAL, Optimiser, named
+from fedbraid.core.optim import LOCAL, Optimizer, named
 from fedbraid.core.rates import Rate, cosine, downhill, warmup
 from fedbraid.errors import ConfigError
 
@@ -72,8 +72,8 @@ class Work:
             )
 
     @property
-    def local(self) -> Optimiser | None:
-        """The local optimiser, None for plain steps with or without momentum."""
+    def local(self) -> Optimizer | None:
+        """The local optimizer, None for plain steps with or without momentum."""
         return None if self.optimizer == "sgd" else named(self.optimizer, LOCAL)()
 
     @property
@@ -83,7 +83,7 @@ class Work:
 
     @property
     def decoupled(self) -> float:
-        """The weight decay that acts beside the optimiser."""
+        """The weight decay that acts beside the optimizer."""
         return self.weight_decay if self.optimizer == "adamw" else 0.0
 
     @property

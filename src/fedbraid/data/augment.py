@@ -83,8 +83,8 @@ class CropJitter:
             (1 + self.strength * (2 * draws[:, 3:6, None, None, None] - 1)).to(x).unbind(1)
         )
         x = x * bright
-        x = _blend(x, _grey(x).mean((2, 3), keepdim=True), contrast)
-        return _blend(x, _grey(x), colour)
+        x = _blend(x, _gray(x).mean((2, 3), keepdim=True), contrast)
+        return _blend(x, _gray(x), colour)
 
 
 def crop(x: Tensor, draws: Tensor, height: int, width: int) -> Tensor:
@@ -98,7 +98,7 @@ def crop(x: Tensor, draws: Tensor, height: int, width: int) -> Tensor:
     return x[take, torch.arange(channels, device=x.device).view(1, -1, 1, 1), rows, columns]
 
 
-def _grey(x: Tensor) -> Tensor:
+def _gray(x: Tensor) -> Tensor:
     return (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedbraid.data.augment import FlipCrop
-from fedbraid.data.dataset import Bytes, DataSet, class_numbers, normalised
+from fedbraid.data.dataset import Bytes, DataSet, class_numbers, normalized
 from fedbraid.data.formats import cifar_binary, images, parquet
 from fedbraid.data.sources import Home, Root, cached, hub
 from fedbraid.errors import DataError
@@ -91,7 +91,7 @@ def _dataset(train: Part, test: Part, classes: int, augment: bool | str, statist
     for pixels, labels in (train, test):
         if pixels.shape != (len(labels), 32, 32, 3):
             raise DataError(f"CIFAR images must be 32×32 in colour, one per label; found {pixels.shape}")
-    inputs, test_inputs = normalised(train[0], test[0], statistics)
+    inputs, test_inputs = normalized(train[0], test[0], statistics)
     y, yt = class_numbers(train[1]), class_numbers(test[1])
     coarse = y[:, 0].numpy() if y.shape[1] == 2 else None
     return DataSet(

@@ -60,7 +60,7 @@ STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
-def normalised(train: Bytes, test: Bytes, statistics: str = "own") -> tuple[Tensor, Tensor]:
+def normalized(train: Bytes, test: Bytes, statistics: str = "own") -> tuple[Tensor, Tensor]:
     """Bytes `[n, h, w]` or `[n, h, w, c]` as float32 `[n, c, h, w]`, of training mean 0 and deviation 1.
 
     `statistics` may be others' than the training images' "own"; with "none" images are levels from 0 to 1.

@@ -6,7 +6,7 @@ from importlib import resources
 
 import numpy as np
 
-from fedbraid.data.dataset import DataSet, class_numbers, held_out, normalised
+from fedbraid.data.dataset import DataSet, class_numbers, held_out, normalized
 
 
 def read() -> DataSet:
@@ -15,5 +15,5 @@ def read() -> DataSet:
         stored = np.load(f, allow_pickle=False)
         x, y = stored["images"], stored["labels"]
     train, test = held_out(len(x), 0.2, "digits")
-    inputs, test_inputs = normalised(x[train], x[test])
+    inputs, test_inputs = normalized(x[train], x[test])
     return DataSet(inputs, class_numbers(y[train]), (test_inputs, class_numbers(y[test])), classes=10)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.data.dataset import Bytes, DataSet, class_numbers, group_numbers, normalised
+from fedbraid.data.dataset import Bytes, DataSet, class_numbers, group_numbers, normalized
 from fedbraid.data.formats import broken, leaf, parquet
 from fedbraid.data.sources import Home, Root
 
@@ -22,7 +22,7 @@ HOME = Home(
 def read(root: Root = None) -> DataSet:
     """Handwritten letters and digits by writer, 62 classes; white on black, as FedGBO turns LEAF's black on white."""
     (x, y, who), (xt, yt, who_test) = (_part(root, part) for part in ("train", "test"))
-    inputs, test_inputs = normalised(255 - x, 255 - xt)
+    inputs, test_inputs = normalized(255 - x, 255 - xt)
     groups, test_groups = group_numbers(who, who_test)
     test = (test_inputs, class_numbers(yt))
     return DataSet(inputs, class_numbers(y), test, classes=62, groups=groups, test_groups=test_groups)
@@ -37,7 +37,7 @@ def _part(root: Root, part: str) -> tuple[Bytes, list[int], list[str]]:
         flat = np.frombuffer(b"".join(pixels), np.uint8)
     else:
         users = leaf(files)
-        flat = np.concatenate([_grey(x, files[0]) for x, _ in users.values()])
+        flat = np.concatenate([_gray(x, files[0]) for x, _ in users.values()])
         labels = [label for _, y in users.values() for label in y]
         who = [user for user, (_, y) in users.items() for _ in y]
     if flat.size != len(labels) * 784:
@@ -45,7 +45,7 @@ def _part(root: Root, part: str) -> tuple[Bytes, list[int], list[str]]:
     return flat.reshape(-1, 28, 28), labels, who
 
 
-def _grey(x: list[Any], path: Path) -> Bytes:
+def _gray(x: list[Any], path: Path) -> Bytes:
     """LEAF's shares of white as bytes."""
     try:
         return np.rint(np.asarray(x, np.float64).ravel() * 255).clip(0, 255).astype(np.uint8)

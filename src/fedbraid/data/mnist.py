@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedbraid.data.dataset import Bytes, DataSet, class_numbers, normalised
+from fedbraid.data.dataset import Bytes, DataSet, class_numbers, normalized
 from fedbraid.data.formats import idx, images, parquet
 from fedbraid.data.sources import Home, Root, hub
 from fedbraid.errors import DataError
@@ -90,5 +90,5 @@ def _parquet_pair(home: Home, root: Root, part: str) -> Pair | None:
 
 
 def _dataset(train: Pair, test: Pair, classes: int, statistics: str = "own") -> DataSet:
-    inputs, test_inputs = normalised(train[0], test[0], statistics)
+    inputs, test_inputs = normalized(train[0], test[0], statistics)
     return DataSet(inputs, class_numbers(train[1]), (test_inputs, class_numbers(test[1])), classes)

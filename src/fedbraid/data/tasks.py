@@ -98,7 +98,7 @@ def load(
     if isinstance(share, natural) and data.test_groups is not None:
         test, test_offsets = _test_shares(data, parts)
     elif test_shares:
-        test, test_offsets = _shares_by_label(data, parts, seed)
+        test, test_offsets = _split_by_label(data, parts, seed)
     rows = parts if data.rows is None else [data.rows[p] for p in parts]
     return Task.from_table(
         _model(model or known.model, data), data.inputs, data.targets, rows,
@@ -156,7 +156,7 @@ def _test_shares(data: DataSet, parts: list[Ints]) -> tuple[tuple[torch.Tensor, 
     return (data.test[0][order], data.test[1][order]), np.concatenate([[0], np.cumsum(sizes)])
 
 
-def _shares_by_label(
+def _split_by_label(
     data: DataSet, parts: list[Ints], seed: int
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], Ints]:
     """The test samples client by client: each goes to one who holds its label, by how many of those they hold."""

@@ -66,7 +66,7 @@ class InProcess:
         wide = setup.task.whole.size >= WIDE_ROW and setup.cohort > 1
         self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
         width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
-        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorised else 1)
+        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorized else 1)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
         self.setup.task.ahead(orders.clients, orders.version, self.setup.seed, orders.after)

@@ -79,7 +79,7 @@ class Ray:
 
     def _wave(self, orders: Orders) -> Reply:
         m = len(orders.clients)
-        each = self.block or -(-m // (self.count * (1 if self.grad.vectorised else BLOCKS)))
+        each = self.block or -(-m // (self.count * (1 if self.grad.vectorized else BLOCKS)))
         blocks = [orders.part(slice(lo, lo + each)) for lo in range(0, m, each)]
         asked = [
             self.task.remote(

@@ -28,7 +28,7 @@ ROOM = 2**26  # numbers of single gradients that are held at a time
 class Hidden:
     """What both ways share: (Σ_i min(1, C/‖g_i‖) g_i + N(0, (zC)²)) over the planned samples."""
 
-    name, vectorised = "loop", False
+    name, vectorized = "loop", False
 
     def __init__(self, own: Examples, base: Torch) -> None:
         self.own, self.base = own, base
@@ -71,7 +71,7 @@ class OneByOne(Hidden):
 class Together(Hidden):
     """All examples of a block's clients at once by vmap, as many clients at a time as there is room for."""
 
-    name, vectorised = "vmap", True
+    name, vectorized = "vmap", True
 
     def __init__(self, own: Examples, base: Vmap, task: Task) -> None:
         super().__init__(own, base)

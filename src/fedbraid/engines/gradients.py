@@ -78,7 +78,7 @@ class Torch:
 class Loop(Torch):
     """One client after the other through plain autograd, parameters being views of flat rows."""
 
-    name, vectorised = "loop", False
+    name, vectorized = "loop", False
 
     def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
         super().__init__(task, precision)
@@ -187,7 +187,7 @@ def _flat(size: int, p: nn.Parameter | None, g: Tensor) -> Tensor:
 class Vmap(Torch):
     """All clients of a block at once: good where their weights meet in batched matrix products."""
 
-    name, vectorised = "vmap", True
+    name, vectorized = "vmap", True
 
     def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
         super().__init__(task, precision)

@@ -61,7 +61,7 @@ class Pool:
 
         Replies come in the clients' order, and are gathered while others train.
         """
-        each = self.block or (-(-len(clients) // self.count) if self.grad.vectorised else 1)
+        each = self.block or (-(-len(clients) // self.count) if self.grad.vectorized else 1)
         some = each * max(1, len(clients) // (each * self.count * MESSAGES))
         todo = iter([(lo, min(lo + some, len(clients))) for lo in range(0, len(clients), some)])
         early: dict[int, Any] = {}

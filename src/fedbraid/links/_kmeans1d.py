@@ -89,7 +89,7 @@ class _Line:
         at = np.maximum.accumulate(at - order) + order  # no interval is empty
         return np.concatenate([[0], np.minimum(at, len(self.x) - k + order), [len(self.x)]])
 
-    def centres(self, borders: I64) -> F64:
+    def centers(self, borders: I64) -> F64:
         """The mean of each interval; an empty one stays where it is."""
         n, s = np.diff(self.count[borders]), np.diff(self.total[borders])
         here = self.x[np.minimum(borders[:-1], len(self.x) - 1)]
@@ -103,7 +103,7 @@ class _Line:
     def lloyd(self, borders: I64) -> I64:
         """Borders half-way between the means, until they stay."""
         for _ in range(_LLOYD):
-            c = self.centres(borders)
+            c = self.centers(borders)
             inner = np.searchsorted(self.x, (c[1:] + c[:-1]) / 2)
             if np.array_equal(inner, borders[1:-1]):
                 break
@@ -151,4 +151,4 @@ def _fit(line: _Line, k: int) -> tuple[F32, float]:
         reach = reach if better > _GAIN * error else _REACH * reach
         if reach > _REACH:
             break
-    return (line.centres(borders) + line.mean).astype(np.float32), line.square - line.gain(borders)
+    return (line.centers(borders) + line.mean).astype(np.float32), line.square - line.gain(borders)

@@ -16,7 +16,7 @@ from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bits import Codes, code_type, pack, packed_size, spare_bits, unpack
 
-QUANTISED_BIASES = 1 << 15
+QUANTIZED_BIASES = 1 << 15
 CHUNK = 1 << 16  # numbers quantised at a time
 
 
@@ -80,7 +80,7 @@ class LayerCodec(Framed):
         """The side numbers as the receiver of a segment of n numbers uses them."""
         return side
 
-    def _quantised(self, slot: Slot) -> bool:
+    def _quantized(self, slot: Slot) -> bool:
         return len(slot.shape) > 1 or self.biases == "quantise"
 
     def _segments(self, coded: list[Slot]) -> list[int]:
@@ -98,7 +98,7 @@ class LayerCodec(Framed):
         return None
 
     def _params(self) -> int:
-        return self.width | (QUANTISED_BIASES if self.biases == "quantise" else 0)
+        return self.width | (QUANTIZED_BIASES if self.biases == "quantise" else 0)
 
     def _body_size(self, layout: Layout) -> int:
         raw, coded = self._split(layout)
@@ -126,8 +126,8 @@ class LayerCodec(Framed):
         block, (_, coded) = checked(v, layout), self._split(layout)
         out = block.copy()
         for rows in row_blocks(*block.shape):
-            sides, codes = self._quantise(block[rows], coded, seeds[rows])
-            self._dequantise(sides, codes, coded, out[rows])
+            sides, codes = self._quantize(block[rows], coded, seeds[rows])
+            self._dequantize(sides, codes, coded, out[rows])
         return torch.from_numpy(out), [self.size(layout)] * len(block)
 
     def row_size(self, layout: Layout) -> int:
@@ -149,7 +149,7 @@ class LayerCodec(Framed):
     def _split(self, layout: Layout) -> tuple[list[Slot], list[Slot]]:
         """The layers that travel as float32, and those that are quantised."""
         slots = [s for s in layout if s.size]
-        return [s for s in slots if not self._quantised(s)], [s for s in slots if self._quantised(s)]
+        return [s for s in slots if not self._quantized(s)], [s for s in slots if self._quantized(s)]
 
     def _walk(self, coded: list[Slot], sides: F32) -> Iterator[tuple[int, int, F32]]:
         """Where each segment starts and ends, and its side numbers."""
@@ -163,7 +163,7 @@ class LayerCodec(Framed):
         """A segment of n numbers in pieces that fit the cache, each with the side numbers it needs."""
         return ((i, min(i + CHUNK, n), side) for i in range(0, n, CHUNK))
 
-    def _quantise(self, block: F32, coded: list[Slot], seeds: Sequence[int]) -> tuple[F32, Codes]:
+    def _quantize(self, block: F32, coded: list[Slot], seeds: Sequence[int]) -> tuple[F32, Codes]:
         """The side numbers and the codes of a block's quantised layers."""
         m, q = len(block), _numbers(coded)
         noise = self._noise(seeds, q)
@@ -176,7 +176,7 @@ class LayerCodec(Framed):
                 codes[:, a + i : a + j] = self._to_codes(w[:, i:j], here, bits)
         return sides, codes
 
-    def _dequantise(self, sides: F32, codes: Codes, coded: list[Slot], out: F32) -> None:
+    def _dequantize(self, sides: F32, codes: Codes, coded: list[Slot], out: F32) -> None:
         """Write the numbers that codes stand for to their layers of a block."""
         stretches = self._stretches(out, coded)
         for w, (a, b, side) in zip(stretches, self._walk(coded, sides)):
@@ -187,7 +187,7 @@ class LayerCodec(Framed):
     def _bodies(self, block: F32, layout: Layout, seeds: Sequence[int]) -> U8:
         """The bodies `[m, size]` of a block."""
         raw, coded = self._split(layout)
-        sides, codes = self._quantise(block, coded, seeds)
+        sides, codes = self._quantize(block, coded, seeds)
         return np.concatenate(
             [_as_bytes(gather(block, raw)), _as_bytes(sides), pack(codes, self.width)], axis=1
         )
@@ -204,7 +204,7 @@ class LayerCodec(Framed):
         raw, coded = self._split(layout)
         out = np.empty((len(bodies.codes), layout.size), np.float32)
         scatter(bodies.raw, raw, out)
-        self._dequantise(bodies.sides, bodies.codes, coded, out)
+        self._dequantize(bodies.sides, bodies.codes, coded, out)
         return out
 
 

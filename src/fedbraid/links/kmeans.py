@@ -48,9 +48,9 @@ class Kmeans(LayerCodec):
     def width(self) -> int:
         return self.bits
 
-    def _quantised(self, slot: Slot) -> bool:
+    def _quantized(self, slot: Slot) -> bool:
         return (
-            super()._quantised(slot) and 32 * self._sides(slot.size) + self.bits * slot.size < 32 * slot.size
+            super()._quantized(slot) and 32 * self._sides(slot.size) + self.bits * slot.size < 32 * slot.size
         )
 
     def _sides(self, n: int) -> int:

@@ -38,8 +38,8 @@ class WrappedUplink(Uplink):
     def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
         return self.link.init_client_state(declared, layout)
 
-    def quantised(self, clients: NDArray[np.int64]) -> int:
-        return self.link.quantised(clients)
+    def quantized(self, clients: NDArray[np.int64]) -> int:
+        return self.link.quantized(clients)
 
     def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
         return self.link.size(declared, layout)

@@ -71,8 +71,8 @@ class OfWeights(Wrapper):
         inner = self.codec.for_client(client)
         return inner if inner.encodes_weights else OfWeights(inner)
 
-    def quantised(self, clients: NDArray[np.int64]) -> int:
-        return self.codec.quantised(clients)
+    def quantized(self, clients: NDArray[np.int64]) -> int:
+        return self.codec.quantized(clients)
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,8 +114,8 @@ class Mixed(Wrapper):
     def for_client(self, client: int) -> Codec:
         return self.codec if self.chosen(client) else self._plain
 
-    def quantised(self, clients: NDArray[np.int64]) -> int:
-        return self.codec.quantised(clients[np.array([self.chosen(int(c)) for c in clients], bool)])
+    def quantized(self, clients: NDArray[np.int64]) -> int:
+        return self.codec.quantized(clients[np.array([self.chosen(int(c)) for c in clients], bool)])
 
     def decode(self, data: bytes, layout: Layout) -> Tensor:
         return (self._plain if kind_of(data) == Identity.kind else self.codec).decode(data, layout)

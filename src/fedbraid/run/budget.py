@@ -329,7 +329,7 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
         log.warning(
             f"epsilon={gather.epsilon} buys {last} of {crowd.schedule.steps} steps at noise={z}; the run ends after them"
         )
-    share = algorithm.up.quantised(np.arange(crowd.clients)) / max(crowd.clients, 1)
+    share = algorithm.up.quantized(np.arange(crowd.clients)) / max(crowd.clients, 1)
     new = replace(gather, z=z, planned=planned, share=share, seed=crowd.seed, server=algorithm.server)
     if gather.adaptive and not 2 * new.z_below > z:
         raise ConfigError(

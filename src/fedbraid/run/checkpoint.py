@@ -1,6 +1,6 @@
 """Run folders: `run.json` says what runs, `metrics.jsonl` what came of each step, `state.db` where it stands.
 
-Each step is one transaction of model, optimiser, clients' rows and the step's record, which is on the disk
+Each step is one transaction of model, optimizer, clients' rows and the step's record, which is on the disk
 itself before the step is told to anybody. Killed at any instant, or without power, a run resumes from there;
 `metrics.jsonl` follows, and is made again from `state.db` where it lost something.
 """

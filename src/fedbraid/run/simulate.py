@@ -27,7 +27,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
 from fedbraid.core.gather import Mean
 from fedbraid.core.names import PERSONAL
-from fedbraid.core.optim import Momentum, Optimise
+from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import Rule, Vectors
 from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import WORK, Work
@@ -650,7 +650,7 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
     plain = isinstance(algorithm.gather, Mean | Noised) and type(algorithm.rule) is Rule
     known = all(
-        isinstance(s, Scale) or (isinstance(s, Optimise) and isinstance(s.optimiser, Momentum)) for s in steps
+        isinstance(s, Scale) or (isinstance(s, Optimize) and isinstance(s.optimizer, Momentum)) for s in steps
     )
     if not schedule.asynchronous or (plain and known):
         return None

@@ -69,7 +69,7 @@ def advance(
     for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
         up = uploads(setup, sizes, state, reply, versions)
         down, synced = _charge(algorithm, state, reply, versions)
-        tally.add(up, reply, down, algorithm.up.quantised(reply.clients))
+        tally.add(up, reply, down, algorithm.up.quantized(reply.clients))
         acc = algorithm.gather.zero(x) if acc is None else acc
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.memory, **synced})
@@ -82,7 +82,7 @@ def advance(
         )
         ctx = ServerContext(
             state.t, algorithm.gather.cohort(tally.count), N, census.samples, lr, K, a,
-            algorithm.gather.coded(tally.quantised / max(tally.count, 1)), layout, sizes, tally.max_staleness,
+            algorithm.gather.coded(tally.quantized / max(tally.count, 1)), layout, sizes, tally.max_staleness,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
@@ -131,7 +131,7 @@ def two_strokes(
     mean, buffers = u.get("delta"), ctx.layout.buffers
     u, server = algorithm.server.update(u, server, x, ctx)
     move, mean = u["delta"], u.get("gathered", mean)
-    if buffers is not None and mean is not None:  # running statistics are averaged, whatever the optimiser
+    if buffers is not None and mean is not None:  # running statistics are averaged, whatever the optimizer
         move = move.clone()
         move[buffers] = mean[buffers]
     average = algorithm.server.adjust(x - move, server, ctx)

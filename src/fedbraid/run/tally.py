@@ -25,12 +25,12 @@ class Tally:
         self.staleness: list[NDArray[np.int64]] = []
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
-        self.count = self.quantised = 0
+        self.count = self.quantized = 0
         self.sums = dict.fromkeys(("weight", "lr", "K", "a", "loss", "drift"), 0.0)
 
-    def add(self, up: Uploads, reply: Reply, down: dict[str, int], quantised: int) -> None:
+    def add(self, up: Uploads, reply: Reply, down: dict[str, int], quantized: int) -> None:
         self.count += len(reply.clients)
-        self.quantised += quantised
+        self.quantized += quantized
         self.clients += reply.clients.tolist()
         self.losses += reply.loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))

@@ -224,9 +224,9 @@ def operations(a: Algorithm, work: Work) -> Operations:
     with visit:
         a.rule.remember(got, s, ctx)
     local = Elements()
-    if (optimiser := work.local) is not None:
+    if (optimizer := work.local) is not None:
         with local:
-            optimiser.follow(g, optimiser.init(y), 1)
+            optimizer.follow(g, optimizer.init(y), 1)
     extra = (
         round(local.count / d)
         + 2 * bool(work.momentum)
@@ -244,4 +244,4 @@ def _links(rule: Rule) -> Iterator[Rule]:
 
 def _table9(rule: Rule) -> int | None:
     table = FIXED if isinstance(rule, Fixed) else MOVING if isinstance(rule, Tracked) else {}
-    return table.get(type(rule.optimiser)) if isinstance(rule, Fixed | Tracked) else None
+    return table.get(type(rule.optimizer)) if isinstance(rule, Fixed | Tracked) else None

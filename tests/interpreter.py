@@ -191,7 +191,7 @@ class Scaffold(Rule):
         return {"c": s["C"] / N}
 
     def absorb(self, s, c):
-        return {"C": s["C"] + sum(v.got["dc"] for v in c.visits)}
+        return {"C": s["C"] + sum(v.got["dc"] for v in c.participations)}
 
 
 class ScaffoldM(Rule):
@@ -211,9 +211,9 @@ class ScaffoldM(Rule):
         return {"h": s["H"] / N}
 
     def absorb(self, s, c):
-        gone = sum(v.sent["h"] for v in c.visits)
-        moved = sum(p * v.got["delta"] / v.lr for p, v in zip(c.p, c.visits))
-        return {"H": s["H"] - gone + len(c.visits) / c.a * moved}
+        gone = sum(v.sent["h"] for v in c.participations)
+        moved = sum(p * v.got["delta"] / v.lr for p, v in zip(c.p, c.participations))
+        return {"H": s["H"] - gone + len(c.participations) / c.a * moved}
 
 
 class Scallion(Rule):
@@ -241,7 +241,7 @@ class Scallion(Rule):
         return at.a * at.lr * (at.sent["c"] + at.got["delta"])
 
     def absorb(self, s, c):
-        return {"C": s["C"] + sum(v.got["delta"] for v in c.visits)}
+        return {"C": s["C"] + sum(v.got["delta"] for v in c.participations)}
 
 
 class FedDyn(Rule):
@@ -279,8 +279,8 @@ class AdaBest(Rule):
         return {"n_mean": s["samples"] / max(1, s["visits"])}
 
     def absorb(self, s, c):
-        samples = s["samples"] + sum(v.n for v in c.visits)
-        return {"samples": samples, "visits": s["visits"] + len(c.visits)}
+        samples = s["samples"] + sum(v.n for v in c.participations)
+        return {"samples": samples, "visits": s["visits"] + len(c.participations)}
 
 
 class Statistics(Rule):
@@ -329,7 +329,7 @@ class FedGBO(Statistics):
         return self.use(g, at.sent)
 
     def absorb(self, s, c):
-        found = [self.invert(v.got["delta"] / (v.lr * c.a), v.sent) for v in c.visits]
+        found = [self.invert(v.got["delta"] / (v.lr * c.a), v.sent) for v in c.participations]
         return self.track(sum(p * g for p, g in zip(c.p, found)), s)
 
 
@@ -419,7 +419,7 @@ class Cohort:
 
     @property
     def raw(self) -> Vec:
-        return np.array([self.weight(v.n) for v in self.visits])
+        return np.array([self.weight(v.n) for v in self.participations])
 
     @property
     def p(self) -> Vec:
@@ -432,19 +432,19 @@ class Cohort:
 
     @property
     def age(self) -> Vec:
-        return np.array([AGE[self.staleness](v.tau) for v in self.visits])
+        return np.array([AGE[self.staleness](v.tau) for v in self.participations])
 
     @property
     def a(self) -> float:
-        return float(self.p @ [v.a for v in self.visits])
+        return float(self.p @ [v.a for v in self.participations])
 
     @property
     def lr(self) -> float:
-        return float(self.p @ [v.lr for v in self.visits])
+        return float(self.p @ [v.lr for v in self.participations])
 
     def mean(self, name: str) -> Vec:
         """Σ_S p_i v_i, whatever their age."""
-        return sum(p * v.got[name] for p, v in zip(self.p, self.visits))
+        return sum(p * v.got[name] for p, v in zip(self.p, self.participations))
 
 
 # Gathers: from updates to G ---------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class Mixing(Mean):
     """FedAsync's own form: x ← (1 − s(τ)) x + s(τ) y_i, the mean of it over a buffer."""
 
     def __call__(self, updates, c):
-        apart = [c.x - (v.x - u) for v, u in zip(c.visits, updates)]
+        apart = [c.x - (v.x - u) for v, u in zip(c.participations, updates)]
         return super().__call__(apart, c)
 
 
@@ -481,7 +481,7 @@ class Memory(Mean):
         before = sum((c.weight(self.setting.sizes[j]) * v for j, v in y.items()), zero) / c.population_weight
         over = c.raw.sum() if self.o.get("normalise", "cohort") == "cohort" else c.population_weight
         fresh = zero
-        for v, u, w, age in zip(c.visits, updates, c.raw, c.age):
+        for v, u, w, age in zip(c.participations, updates, c.raw, c.age):
             g = u / v.lr if per_rate else u
             fresh = fresh + age * w * (g - y.get(v.client, zero))
             y[v.client] = self.stored(g)
@@ -504,7 +504,7 @@ class Mifa(Memory):
     """MIFA and ACE: the mean of what is remembered of every client seen so far; ACED forgets what is of old versions."""
 
     def __call__(self, updates, c):
-        for v, u in zip(c.visits, updates):
+        for v, u in zip(c.participations, updates):
             self.state[v.client] = (u, c.t - v.tau)
         limit = self.o.get("limit")
         kept = {j: u for j, (u, t) in self.state.items() if limit is None or c.t - t <= limit}
@@ -522,10 +522,10 @@ class Clusters(Mean):
         y = {k: self.state.get(k, zero) for k in range(C)}
         shares = np.array([c.weight(n) for n in c.all_sizes]) / c.population_weight
         G = sum((share * y[j % C] for j, share in enumerate(shares)), zero)
-        for v, u, p, age in zip(c.visits, updates, c.p, c.age):
+        for v, u, p, age in zip(c.participations, updates, c.p, c.age):
             G = G + age * p * (u - y[v.client % C])
         for k in range(C):
-            mine = [u for v, u in zip(c.visits, updates) if v.client % C == k]
+            mine = [u for v, u in zip(c.participations, updates) if v.client % C == k]
             if mine:
                 self.state[k] = sum(mine) / len(mine)
         return G
@@ -569,7 +569,7 @@ class Optimizer:
         self.v = self.second(name, G, b2)
         if name == "fadas":
             self.top = np.maximum(self.top, self.v)
-            oldest = max(v.tau for v in c.visits)
+            oldest = max(v.tau for v in c.participations)
             lr = min(self.lr, 1 / oldest) if oldest > o["limit"] else self.lr
             return lr * self.m / (np.sqrt(self.top) + eps)
         m, v = self.m, self.v
@@ -671,7 +671,7 @@ class Adjust:
                 if dims >= 2:
                     average[lo:hi] -= inferior * average[lo:hi].mean()
         if "feddyn" in self.parts:
-            self.D = self.D + len(c.visits) * c.mean("delta")
+            self.D = self.D + len(c.participations) * c.mean("delta")
             return average, average - self.D / c.N
         if "adabest" in self.parts:
             self.h = self.parts["adabest"]["beta"] * (self.h + move)

@@ -574,10 +574,10 @@ def check(case: Case) -> Outcome:
 
 
 def setting(case: Case, task: Any, work: Any, ticks: list[Tick], log: Log) -> Setting:
-    from fedbraid.data.batches import Drawn
+    from fedbraid.data.batches import DrawnBatches
 
     def batches(client: int, version: int) -> list[np.ndarray]:
-        plan = Drawn(task, work, np.array([client]), version, case.seed)
+        plan = DrawnBatches(task, work, np.array([client]), version, case.seed)
         return [plan.batch(k).client(0).rows[0].numpy() for k in range(int(plan.K[0]))]
 
     share = 0.5

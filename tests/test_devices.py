@@ -13,8 +13,8 @@ from torch import nn
 import fedbraid as fb
 from fedbraid.core import device
 from fedbraid.engines import blocks
-from fedbraid.engines.client import Order, Setup, visit
-from fedbraid.engines.gradients import Loop, Vmap
+from fedbraid.engines.client import Setup, TrainRequest, client_update
+from fedbraid.engines.gradients import LoopGradient, VmapGradient
 from fedbraid.errors import ConfigError
 
 WORK = fb.Work(lr=0.1, batch=5, momentum=0.9)
@@ -37,18 +37,18 @@ def make(sizes=(10, 10, 10), model=convolutional) -> fb.Task:
     return task
 
 
-def order(a: fb.Algorithm, task: fb.Task) -> Order:
+def order(a: fb.Algorithm, task: fb.Task) -> TrainRequest:
     x = torch.zeros(task.layout.size, device=task.device)
     down = a.send(x, a.server.init(x, task.layout), task.clients)
     memory = {k: v.to(x.device).reshape(1, -1).repeat(task.clients, 1) for k, v in a.rule.init(x).items()}
-    return Order(0, np.arange(task.clients), down, memory)
+    return TrainRequest(0, np.arange(task.clients), down, memory)
 
 
 @pytest.mark.parametrize("a", ALGORITHMS, ids=lambda a: a.name)
 @pytest.mark.parametrize("sizes", [(10, 10, 10), (4, 7, 12)])
 def test_a_visit_stays_on_its_device(a, sizes):
     task = make(sizes).to("meta")
-    reply = visit(Setup(a, task, WORK, 0), Vmap(task), order(a, task))
+    reply = client_update(Setup(a, task, WORK, 0), VmapGradient(task), order(a, task))
     assert {v.device.type for v in (*reply.uploads.values(), *reply.memory.values(), reply.loss)} == {"meta"}
 
 
@@ -57,12 +57,14 @@ def test_a_visit_stays_on_its_device(a, sizes):
 )
 def test_local_work_stays_on_its_device(work):
     task = make().to("meta")
-    assert visit(Setup(fb.fedavg(), task, work, 0), Vmap(task), order(fb.fedavg(), task)).loss.is_meta
+    assert client_update(
+        Setup(fb.fedavg(), task, work, 0), VmapGradient(task), order(fb.fedavg(), task)
+    ).loss.is_meta
 
 
 def test_a_loop_over_clients_stays_on_its_device():
     task = make().to("meta")
-    reply = visit(Setup(fb.scaffold(), task, WORK, 0), Loop(task), order(fb.scaffold(), task))
+    reply = client_update(Setup(fb.scaffold(), task, WORK, 0), LoopGradient(task), order(fb.scaffold(), task))
     assert {v.device.type for v in reply.uploads.values()} == {"meta"}
 
 
@@ -70,7 +72,7 @@ def test_a_stray_tensor_is_noticed(monkeypatch):
     task = make().to("meta")
     monkeypatch.setattr("fedbraid.engines.client.placed", lambda numbers, where: torch.from_numpy(numbers))
     with pytest.raises((RuntimeError, NotImplementedError), match=r"device|meta"):
-        visit(Setup(fb.scaffold(), task, WORK, 0), Vmap(task), order(fb.scaffold(), task))
+        client_update(Setup(fb.scaffold(), task, WORK, 0), VmapGradient(task), order(fb.scaffold(), task))
 
 
 def test_a_number_that_is_waited_for_is_noticed():
@@ -80,8 +82,8 @@ def test_a_number_that_is_waited_for_is_noticed():
 
 
 def test_on_a_gpu_vmap_takes_what_it_can_follow():
-    assert not Vmap.suits(make())
-    assert Vmap.suits(make().to("meta"))
+    assert not VmapGradient.suits(make())
+    assert VmapGradient.suits(make().to("meta"))
 
 
 @pytest.mark.parametrize("backend", ["loop", "vmap"])

@@ -12,10 +12,10 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.core import rng
-from fedbraid.core.rule import Examples
-from fedbraid.data.batches import Drawn
-from fedbraid.engines.examples import OneByOne, Together
-from fedbraid.engines.gradients import Loop, Vmap
+from fedbraid.core.rule import ExamplePrivacy
+from fedbraid.data.batches import DrawnBatches
+from fedbraid.engines.examples import LoopedPerExample, VectorizedPerExample
+from fedbraid.engines.gradients import LoopGradient, VmapGradient
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import compiler
 
@@ -64,7 +64,7 @@ def some(name, sizes=(20, 7, 33)):
 def drawn(task, k=0, hide="simulated", batch=8):
     """(all clients at the start, their k-th batch)."""
     clients = np.arange(task.clients)
-    plan = Drawn(task, fb.Work(batch=batch, steps=5), clients, 0, 0, hide)
+    plan = DrawnBatches(task, fb.Work(batch=batch, steps=5), clients, 0, 0, hide)
     return task.vector(0).repeat(task.clients, 1), plan.batch(k)
 
 
@@ -75,10 +75,10 @@ def drawn(task, k=0, hide="simulated", batch=8):
 @pytest.mark.parametrize("z", [0.0, Z])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_backend_takes_the_same_gradients(name, z):
-    task, own = some(name), Examples(CLIP, z)
+    task, own = some(name), ExamplePrivacy(CLIP, z)
     y, batch = drawn(task)
-    want, losses = OneByOne(own, Loop(task))(y, batch)
-    for grad in (Together(own, Vmap(task), task), Native(task, examples=own)):
+    want, losses = LoopedPerExample(own, LoopGradient(task))(y, batch)
+    for grad in (VectorizedPerExample(own, VmapGradient(task), task), Native(task, examples=own)):
         got, mean = grad(y, batch)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(mean, losses, rtol=1e-4, atol=1e-6)
@@ -97,7 +97,7 @@ def test_gradients_are_clipped_one_by_one_as_autograd_takes_them():
             nn.functional.cross_entropy(out, task.targets[row][None]).backward()
             g = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
             total += g * min(1, CLIP / g.norm())
-        got, _ = OneByOne(Examples(CLIP, 0.0), Loop(task))(y, batch)
+        got, _ = LoopedPerExample(ExamplePrivacy(CLIP, 0.0), LoopGradient(task))(y, batch)
         torch.testing.assert_close(got[i], total / min(8, task.sizes[i]), rtol=1e-4, atol=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_compiled_goes_another_way(model):
 def test_one_example_moves_the_noiseless_sum_by_no_more_than_the_clip():
     task = some("convolutions", sizes=(16,))
     y, batch = drawn(task, batch=None)
-    grad = OneByOne(Examples(CLIP, 0.0), Loop(task))
+    grad = LoopedPerExample(ExamplePrivacy(CLIP, 0.0), LoopGradient(task))
     whole = grad.sums(y, batch)[0]
     moved = []
     for k in range(16):
@@ -169,7 +169,7 @@ def test_opacus_clips_to_the_same_sums(name):
         nn.functional.cross_entropy(wrapped(task.inputs), task.targets, reduction="sum").backward()
         optimizer.clip_and_accumulate()
     want = torch.cat([p.summed_grad.reshape(-1) for p in module.parameters()])
-    got, _ = Native(task, examples=Examples(CLIP, 0.0))(y, batch)
+    got, _ = Native(task, examples=ExamplePrivacy(CLIP, 0.0))(y, batch)
     torch.testing.assert_close(20 * got[0], want, rtol=1e-4, atol=1e-5)
 
 
@@ -194,7 +194,7 @@ def softmax(v):
     return e / e.sum(1, keepdims=True)
 
 
-def visit(x, inputs, targets, client, version, momentum=0.9, seed=3, lr=0.05, batch=8):
+def client_update(x, inputs, targets, client, version, momentum=0.9, seed=3, lr=0.05, batch=8):
     """DP-SGD of one client with momentum, written by hand: a linear model of 5 inputs and 3 classes."""
     n, y, b = len(targets), x.copy(), np.zeros_like(x)
     for k in range(-(-n // batch)):
@@ -230,7 +230,7 @@ def test_a_whole_run_is_what_a_loop_by_hand_makes(blobs, backend):
     x = blobs.initial(3).double().numpy()
     for t, record in enumerate(run.history):
         n = blobs.sizes[record["clients"]]
-        ends = [visit(x, *rows_of(blobs, c), c, t) for c in record["clients"]]
+        ends = [client_update(x, *rows_of(blobs, c), c, t) for c in record["clients"]]
         x = x - sum(w * (x - y) for w, y in zip(n / n.sum(), ends))
     np.testing.assert_allclose(run.x.numpy(), x, rtol=1e-4, atol=1e-5)
 
@@ -270,7 +270,7 @@ def test_blocks_give_the_same_numbers_and_a_resume_the_same_bits(blobs, tmp_path
 @native
 def test_noise_has_the_deviation_that_it_claims_and_is_never_the_same():
     task = fb.Task.from_arrays(nn.Linear(5000, 4), [(torch.zeros(8, 5000), torch.arange(8) % 4)] * 2)
-    grad, seen = Native(task, examples=Examples(CLIP, Z)), []
+    grad, seen = Native(task, examples=ExamplePrivacy(CLIP, Z)), []
     for k in range(3):
         y, batch = drawn(task, k)
         batch.weight = torch.zeros(batch.rows.shape)  # a batch that nobody was drawn for is noised too
@@ -286,14 +286,14 @@ def test_noise_has_the_deviation_that_it_claims_and_is_never_the_same():
 @pytest.mark.parametrize("kind", ["native", "loop"])
 def test_real_clients_noise_and_draw_from_the_operating_system(kind):
     task = some("rows")
-    own = Examples(CLIP, Z)
-    grad = Native(task, examples=own) if kind == "native" else OneByOne(own, Loop(task))
+    own = ExamplePrivacy(CLIP, Z)
+    grad = Native(task, examples=own) if kind == "native" else LoopedPerExample(own, LoopGradient(task))
     found = [grad(*drawn(task, hide="real"))[0].clone() for _ in range(2)]
     assert not torch.allclose(*found, atol=1e-3)
     assert any(drawn(task, hide="real")[1].rows.shape != drawn(task)[1].rows.shape for _ in range(30))
     y, batch = drawn(task, hide="real", batch=None)
     apart = (
-        grad(y, batch)[0] - OneByOne(Examples(CLIP, 0.0), Loop(task))(y, batch)[0]
+        grad(y, batch)[0] - LoopedPerExample(ExamplePrivacy(CLIP, 0.0), LoopGradient(task))(y, batch)[0]
     ) * batch.secret().planned
     assert apart.std() == pytest.approx(Z * CLIP, rel=0.3)
 

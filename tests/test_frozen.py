@@ -11,7 +11,7 @@ import fedbraid as fb
 from fedbraid.data.augment import Flip
 from fedbraid.data.batches import Batch
 from fedbraid.engines import frozen
-from fedbraid.engines.gradients import Loop
+from fedbraid.engines.gradients import LoopGradient
 
 WORK = fb.Work(lr=0.1, batch=4, epochs=2)
 LOOP = "in_process(backend='loop')"
@@ -70,7 +70,7 @@ def test_a_sample_goes_through_the_body_once():
 
 def test_the_model_is_the_same(monkeypatch):
     want = run(task())
-    monkeypatch.setattr(frozen.Frozen, "_of", lambda *_: None)
+    monkeypatch.setattr(frozen.FrozenFeatureCache, "_of", lambda *_: None)
     plain = run(task())
     torch.testing.assert_close(want.x, plain.x, rtol=1e-5, atol=1e-6)
     assert want.history[-1]["accuracy"] == plain.history[-1]["accuracy"]
@@ -81,7 +81,7 @@ def test_bits_do_not_depend_on_when_a_sample_was_seen_first():
     t = task(clients=3, each=70)
     rows = torch.randperm(210)[None]
     y = t.initial(0)[None]
-    late, early = Loop(t), Loop(t)
+    late, early = LoopGradient(t), LoopGradient(t)
     for k in range(0, 210, 7):
         early(y, Batch(t.inputs, t.targets, rows[:, k : k + 7], noise=np.zeros(1, np.uint64)))
     batch = Batch(t.inputs, t.targets, rows[:, 100:120], noise=np.zeros(1, np.uint64))
@@ -128,12 +128,12 @@ def with_statistics():
     ids=["still", "draws", "reads what is trained", "trained", "statistics", "mixes samples"],
 )
 def test_what_may_change_is_computed_anew(model, kept):
-    found = Loop(task(model=model, buffers="average")).frozen
+    found = LoopGradient(task(model=model, buffers="average")).frozen
     assert [part.name for part in found.parts] == kept if kept else found is None
 
 
 def test_augmented_images_are_computed_anew():
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4).requires_grad_(False), nn.Linear(4, 3))
     x, y = torch.randn(8, 1, 4, 4), torch.randint(3, (8,))
-    assert Loop(fb.Task.from_arrays(model, [(x, y)])).frozen is not None
-    assert Loop(fb.Task.from_arrays(model, [(x, y)], augment=Flip())).frozen is None
+    assert LoopGradient(fb.Task.from_arrays(model, [(x, y)])).frozen is not None
+    assert LoopGradient(fb.Task.from_arrays(model, [(x, y)], augment=Flip())).frozen is None

@@ -453,10 +453,10 @@ def test_a_test_set_is_read_chunk_by_chunk():
     Counted.read = 0
     store._labels, store._last = {}, ((0, 0), (None, None))
     x = plain.initial(0)
-    from fedbraid.engines.gradients import Loop
+    from fedbraid.engines.gradients import LoopGradient
     from fedbraid.run.judge import judge
 
-    judge(Loop(plain), plain, x)
+    judge(LoopGradient(plain), plain, x)
     plain.close()
     assert Counted.read <= 2  # two samples tell the kind; processes read the rest, once each
     assert len(store._labels) == 3
@@ -528,8 +528,8 @@ def test_native_code_reads_what_was_read_for_it():
 
 def test_every_way_can_be_timed():
     from fedbraid.engines import auto
-    from fedbraid.engines.gradients import Vmap
+    from fedbraid.engines.gradients import VmapGradient
 
     made = task(lazy=True)
     assert all(timed() > 0 for timed in auto._plain(made, WORK, 3).values())
-    assert auto._time(Vmap(made), made, WORK, 3) > 0
+    assert auto._time(VmapGradient(made), made, WORK, 3) > 0

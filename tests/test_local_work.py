@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import fedbraid as fb
 from fedbraid.core.work import WORK
-from fedbraid.data.batches import Drawn
+from fedbraid.data.batches import DrawnBatches
 from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
@@ -50,7 +50,7 @@ def alone(task, work, client, x, version, bend):
     kind = TORCH.get(work.optimizer, Lion)
     optimizer = kind(params, lr=work.rate(version), weight_decay=work.weight_decay)
     start = [p.detach().clone() for p in params]
-    plan = Drawn(task, work, np.array([client]), version, 3)
+    plan = DrawnBatches(task, work, np.array([client]), version, 3)
     for k in range(int(plan.K[0])):
         rows = plan.batch(k).client(0).rows[0]
         optimizer.zero_grad()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import fedbraid as fb
 from fedbraid.data.batches import Batch
-from fedbraid.engines.client import Order, Setup, visit
-from fedbraid.engines.gradients import Loop
+from fedbraid.engines.client import Setup, TrainRequest, client_update
+from fedbraid.engines.gradients import LoopGradient
 
 
 class Spare(nn.Module):
@@ -56,7 +56,7 @@ def by_hand(task: fb.Task, y: Tensor, rows: Tensor) -> Tensor:
 
 
 def test_gradients_of_sparse_tied_and_spare_parameters(task: fb.Task) -> None:
-    y, grad, given = task.vector(0) + torch.zeros(2, 1), Loop(task), batch(task)
+    y, grad, given = task.vector(0) + torch.zeros(2, 1), LoopGradient(task), batch(task)
     for _ in range(2):  # the second time nothing of the first is left
         G, _ = grad(y, given)
         for i, count in enumerate((7, 4)):
@@ -65,7 +65,7 @@ def test_gradients_of_sparse_tied_and_spare_parameters(task: fb.Task) -> None:
 
 
 def test_a_client_without_samples_stays_where_it_is(task: fb.Task) -> None:
-    y, grad = task.vector(0).repeat(2, 1), Loop(task)
+    y, grad = task.vector(0).repeat(2, 1), LoopGradient(task)
     grad(y, batch(task))
     G, losses = grad(y, batch(task, empty=True))
     assert not G[1].any()
@@ -78,9 +78,9 @@ def test_a_client_without_samples_stays_where_it_is(task: fb.Task) -> None:
 
 def test_a_whole_step_is_the_step_of_the_gradient(task: fb.Task) -> None:
     y = task.vector(0).repeat(2, 1)
-    G, want = Loop(task)(y.clone(), batch(task))
+    G, want = LoopGradient(task)(y.clone(), batch(task))
     expected = y - 0.1 * G
-    losses = Loop(task).descend(y, batch(task), 0.1)
+    losses = LoopGradient(task).descend(y, batch(task), 0.1)
     assert torch.equal(losses, want)
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-7)
 
@@ -106,12 +106,12 @@ def test_whole_steps_are_taken_only_where_nothing_bends_them(
     task: fb.Task, work: fb.Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    whole = Loop.descend
-    monkeypatch.setattr(Loop, "descend", lambda self, *given: taken.append(1) or whole(self, *given))
-    order = Order(0, np.array([1]), {"x": task.vector(0)}, {})
-    bent = visit(Setup(fb.Algorithm(rule=Bent()), task, work, 0), Loop(task), order)
+    whole = LoopGradient.descend
+    monkeypatch.setattr(LoopGradient, "descend", lambda self, *given: taken.append(1) or whole(self, *given))
+    order = TrainRequest(0, np.array([1]), {"x": task.vector(0)}, {})
+    bent = client_update(Setup(fb.Algorithm(rule=Bent()), task, work, 0), LoopGradient(task), order)
     assert not taken
-    plain = visit(Setup(fb.fedavg(), task, work, 0), Loop(task), order)
+    plain = client_update(Setup(fb.fedavg(), task, work, 0), LoopGradient(task), order)
     assert bool(taken) == (work == WORKS[0])
     torch.testing.assert_close(plain.uploads["delta"], bent.uploads["delta"], rtol=1e-4, atol=3e-6)
     torch.testing.assert_close(plain.loss, bent.loss)

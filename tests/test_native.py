@@ -29,7 +29,7 @@ from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
-from fedbraid.engines.gradients import Loop
+from fedbraid.engines.gradients import LoopGradient
 from fedbraid.engines.native import Native, NativeUnavailable, build, codegen, ops
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.normals import normals
@@ -210,7 +210,7 @@ def test_one_logit(features):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     x = points(task, 1)[0]
     losses, classes = grad.evaluate(x, task.inputs, task.targets)
-    want, said = Loop(task).evaluate(x, task.inputs, task.targets)
+    want, said = LoopGradient(task).evaluate(x, task.inputs, task.targets)
     torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
     assert torch.equal(classes, said)
     assert 0 < classes.sum() < ROWS
@@ -324,7 +324,7 @@ def test_parameters_without_gradients_are_not_taken_for_trained(head):
     assert why.endswith("computes with what is trained, and without its gradient")
 
 
-class Together(nn.Module):
+class VectorizedPerExample(nn.Module):
     """An LSTM's state and cell, in a loop, into a cosine classifier."""
 
     def __init__(self) -> None:
@@ -344,8 +344,10 @@ def smoothed(out, y):
 
 @pytest.mark.parametrize("loss", ["cross_entropy", smoothed])
 def test_cells_computed_weights_and_losses_together(loss):
-    task = make_task(Together, (4, 5))
-    task = Task.from_table(Together, task.inputs, task.targets, torch.arange(ROWS), [0, 30, ROWS], loss=loss)
+    task = make_task(VectorizedPerExample, (4, 5))
+    task = Task.from_table(
+        VectorizedPerExample, task.inputs, task.targets, torch.arange(ROWS), [0, 30, ROWS], loss=loss
+    )
     assert Native.supports(task) is None
     grad = Native(task, threads=2, flags=QUICK)
     assert_equals_autograd(task, grad, 2, 13)
@@ -1092,7 +1094,7 @@ def test_targets_of_more_than_one_number(model, loss, shape, places, tokens):
     assert_equals_autograd(task, grad, 2, 13)
     assert_same_bits(task, grad)
     losses, classes = grad.evaluate(task.initial(0), task.inputs, task.targets)
-    want, said = Loop(task).evaluate(task.initial(0), task.inputs, task.targets)
+    want, said = LoopGradient(task).evaluate(task.initial(0), task.inputs, task.targets)
     torch.testing.assert_close(losses, want)
     assert classes is said is None
 
@@ -1148,7 +1150,7 @@ def test_batch_norm_follows_the_data(size):
     batch = make_batch(task, 3, size, weight)
     ours, theirs, alone = y.clone(), y.clone(), y.clone()
     got, losses = grad(ours, batch)
-    want, want_losses = Loop(task)(theirs, batch)
+    want, want_losses = LoopGradient(task)(theirs, batch)
     torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -1156,7 +1158,9 @@ def test_batch_norm_follows_the_data(size):
     assert torch.equal(ours[2], y[2])
     assert torch.equal(grad.alone()(alone, batch)[0], got)
     assert torch.equal(alone, ours)
-    for mine, other in zip(*(g.evaluate(ours[0], task.inputs, task.targets) for g in (grad, Loop(task)))):
+    for mine, other in zip(
+        *(g.evaluate(ours[0], task.inputs, task.targets) for g in (grad, LoopGradient(task)))
+    ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
@@ -1185,11 +1189,13 @@ def test_inputs_of_several_tensors(by_name):
     task = Task.from_table(Named, inputs, torch.randint(3, (ROWS,)), torch.arange(ROWS), [0, 30, ROWS])
     assert Native.supports(task) is None
     grad, y, batch = Native(task, threads=2, flags=QUICK), points(task, 3), make_batch(task, 3, 19)
-    got, want = grad(y, batch), Loop(task)(y, batch)
+    got, want = grad(y, batch), LoopGradient(task)(y, batch)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[0], want[0], rtol=1e-3, atol=2e-6)
     assert_same_bits(task, grad)
-    for mine, other in zip(*(g.evaluate(y[0], task.inputs, task.targets) for g in (grad, Loop(task)))):
+    for mine, other in zip(
+        *(g.evaluate(y[0], task.inputs, task.targets) for g in (grad, LoopGradient(task)))
+    ):
         torch.testing.assert_close(mine, other)
     parts["text"][3, 2] = 7
     with pytest.raises(DataError, match="an input is 7"):
@@ -2036,7 +2042,7 @@ def test_padded_samples_give_what_cut_ones_give(value):
     task = padded_task(value=value)
     assert Native.supports(task) is None
     grad, y, batch = Native(task, threads=2, flags=QUICK), points(task, 3), make_batch(task, 3, 5)
-    got, want = grad(y, batch), Loop(task)(y, batch)
+    got, want = grad(y, batch), LoopGradient(task)(y, batch)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[0], want[0], rtol=1e-3, atol=2e-6)
     assert_same_bits(task, grad)
@@ -2048,7 +2054,7 @@ def test_a_padded_test_set_may_be_shorter_or_longer(test):
     grad, y = Native(task, threads=2, flags=QUICK), points(task, 1)[0]
     for mine, other in zip(*(g.evaluate(y, *task.test) for g in (grad, grad.alone()))):
         torch.testing.assert_close(mine, other)
-    for mine, other in zip(*(g.evaluate(y, *task.test) for g in (grad, Loop(task)))):
+    for mine, other in zip(*(g.evaluate(y, *task.test) for g in (grad, LoopGradient(task)))):
         torch.testing.assert_close(mine, other)
 
 

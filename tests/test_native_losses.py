@@ -26,13 +26,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import fedbraid as fb
-from fedbraid.core.rule import Examples
+from fedbraid.core.rule import ExamplePrivacy
 from fedbraid.data.augment import Flip
-from fedbraid.data.batches import Batch, Drawn
+from fedbraid.data.batches import Batch, DrawnBatches
 from fedbraid.data.task import Task
 from fedbraid.engines import auto
-from fedbraid.engines.examples import OneByOne
-from fedbraid.engines.gradients import Loop
+from fedbraid.engines.examples import LoopedPerExample
+from fedbraid.engines.gradients import LoopGradient
 from fedbraid.engines.native import Native, NativeUnavailable, build
 from fedbraid.errors import DataError
 
@@ -209,7 +209,7 @@ def test_loss(name):
     assert_equals_autograd(task, grad, 3, 19, weight)
     assert_same_bits(task, grad)
     said = grad.evaluate(task.initial(0), task.inputs, task.targets)
-    want = Loop(task).evaluate(task.initial(0), task.inputs, task.targets)
+    want = LoopGradient(task).evaluate(task.initial(0), task.inputs, task.targets)
     assert torch.equal(said[0], want[0])
     assert said[1] is want[1] is None or torch.equal(said[1], want[1])
 
@@ -250,7 +250,7 @@ def test_models(model, loss):
             task.inputs, task.targets, torch.arange(18).view(2, 9), None, Flip(), torch.rand(2, 9, 3)
         )
         y = points(task, 2)
-        for got, want in zip(grad(y, batch), Loop(task)(y.clone(), batch)):
+        for got, want in zip(grad(y, batch), LoopGradient(task)(y.clone(), batch)):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
@@ -280,7 +280,7 @@ def test_statistics():
     task = own(smoothed, model=model, buffers="average")
     grad, y = Native(task, threads=2, flags=QUICK), points(task, 2).abs()
     batch, theirs = Batch(task.inputs, task.targets, torch.arange(60).view(2, 30)), y.clone()
-    for got, want in zip((*grad(y, batch), y), (*Loop(task)(theirs, batch), theirs)):
+    for got, want in zip((*grad(y, batch), y), (*LoopGradient(task)(theirs, batch), theirs)):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
 
 
@@ -380,7 +380,7 @@ def test_labels_beyond_the_outputs_are_refused(bad):
         grad.evaluate(points(task, 1)[0], batch.inputs, batch.targets)
     batch.targets[5] = -100  # costs nothing
     got, losses = grad(points(task, 1), batch)
-    want, theirs = Loop(task)(points(task, 1), batch)
+    want, theirs = LoopGradient(task)(points(task, 1), batch)
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(losses, theirs)
 
@@ -456,8 +456,10 @@ def test_a_loss_has_one_name_in_all_processes():
 @pytest.mark.parametrize("z", [0.0, 1.3])
 def test_single_examples(loss, z):
     """Clipped one by one, and noised."""
-    task, hide = uneven(loss), Examples(0.7, z)
-    drawn = Drawn(task, fb.Work(batch=8, steps=5), np.arange(task.clients), 0, 0, "simulated")
+    task, hide = uneven(loss), ExamplePrivacy(0.7, z)
+    drawn = DrawnBatches(task, fb.Work(batch=8, steps=5), np.arange(task.clients), 0, 0, "simulated")
     y, batch = task.vector(0).repeat(task.clients, 1), drawn.batch(0)
-    for got, want in zip(Native(task, examples=hide)(y, batch), OneByOne(hide, Loop(task))(y, batch)):
+    for got, want in zip(
+        Native(task, examples=hide)(y, batch), LoopedPerExample(hide, LoopGradient(task))(y, batch)
+    ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)

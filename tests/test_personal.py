@@ -144,7 +144,7 @@ MIXED = {
 
 
 def rows(result: fb.Result) -> torch.Tensor:
-    every = [result.task.whole.flatten(result.model(i)) for i in range(result.task.clients)]
+    every = [result.task.full_layout.flatten(result.model(i)) for i in range(result.task.clients)]
     return torch.stack(every)
 
 
@@ -261,7 +261,7 @@ def test_fedbn_keeps_norms_and_their_statistics():
     p = Problem()
     task = fb.Task.from_arrays(Normed, p.data, p.test, buffers="personal")
     assert task.layout.names == ("body.weight", "body.bias", "head.weight", "head.bias")
-    assert {s.name for s in task.whole if s.personal} == {
+    assert {s.name for s in task.full_layout if s.personal} == {
         "bn.weight",
         "bn.bias",
         "bn.running_mean",
@@ -272,10 +272,10 @@ def test_fedbn_keeps_norms_and_their_statistics():
     assert not torch.equal(means[2], means[6])
     assert float(means[0].abs().max()) == 0
 
-    alone = task.whole.load(task.module(), task.vector(1)).train()  # client 2 by hand
-    from fedbraid.data.batches import Drawn
+    alone = task.full_layout.load(task.module(), task.vector(1)).train()  # client 2 by hand
+    from fedbraid.data.batches import DrawnBatches
 
-    plan = Drawn(task, fb.Work(lr=0.1, batch=3), np.array([2]), 0, 1)
+    plan = DrawnBatches(task, fb.Work(lr=0.1, batch=3), np.array([2]), 0, 1)
     for k in range(int(plan.K[0])):
         x, y = plan.batch(k).alone()
         alone.zero_grad()
@@ -303,9 +303,9 @@ def test_a_norm_may_be_personal_by_name_and_others_averaged():
     task = fb.Task.from_arrays(Two, p.data, p.test, buffers="average", personal=("bn.*",))
     assert "last.running_mean" in task.layout.names
     assert "bn.running_mean" not in task.layout.names
-    assert task.whole.buffers is not None
-    spans = [s for s in task.whole if s.buffer]
-    assert (spans[0].offset, spans[-1].end) == (task.whole.buffers.start, task.whole.buffers.stop)
+    assert task.full_layout.buffers is not None
+    spans = [s for s in task.full_layout if s.buffer]
+    assert (spans[0].offset, spans[-1].end) == (task.full_layout.buffers.start, task.full_layout.buffers.stop)
     result = fb.simulate(task, fb.fedadam(), fb.Work(lr=0.1, batch=2, last="drop"), fb.rounds(2, clients=3))
     assert float(result.model().last.running_mean.abs().max()) > 0
     same = fb.Task.from_arrays(Normed, p.data, p.test, personal=("bn.*",))

@@ -120,6 +120,6 @@ def test_a_node_uploads_no_more_than_its_budget_allows(user, tmp_path):
         "work": "Work(lr=0.1, steps=3, batch=4)",
     }  # fmt: skip
     project = Project(user["model"], "cross_entropy", user["load"], user["test"])
-    Memory(visits=5).write(tmp_path, keep_down=False)
+    Memory(participations=5).write(tmp_path, keep_down=False)
     with pytest.raises(fb.FedbraidError, match="uploaded 5 times, which is all"):
         obey(Seat(project), {"client": 0, "version": 0}, project.settings(config), {"share": 0}, tmp_path)

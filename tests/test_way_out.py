@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_so
 
 import fedbraid as fb
 from fedbraid.core import rng
-from fedbraid.data.batches import Drawn
+from fedbraid.data.batches import DrawnBatches
 
 every_trial = pytest.mark.parametrize("trial", TRIALS, ids=trial_name)
 LOOP, POOL = fb.engines.in_process(backend="loop"), fb.engines.pool(workers=2, backend="loop")
@@ -212,7 +212,7 @@ def test_moon_sees_the_servers_model_and_the_clients_last():
         moved = torch.zeros_like(x)
         for i in record["clients"]:
             layout.load(module, x), layout.load(common, x), layout.load(before, last[i])
-            plan = Drawn(task, work, np.array([i]), t, 2)
+            plan = DrawnBatches(task, work, np.array([i]), t, 2)
             for k in range(int(plan.K[0])):
                 a, y = plan.batch(k).client(0).alone()
                 module.zero_grad()

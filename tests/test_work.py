@@ -11,7 +11,7 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.data.augment import CropJitter, Flip, FlipCrop
-from fedbraid.data.batches import Drawn, step_counts
+from fedbraid.data.batches import DrawnBatches, step_counts
 from fedbraid.errors import ConfigError
 
 SIZES = (1, 3, 7, 12, 20)
@@ -28,7 +28,7 @@ def task():
 
 def samples(task, work, client, version=0, seed=0):
     """The sample numbers of every step of a client, alone in its block."""
-    plan = Drawn(task, work, np.array([client]), version, seed)
+    plan = DrawnBatches(task, work, np.array([client]), version, seed)
     steps = []
     for k in range(int(plan.K[0])):
         batch = plan.batch(k).client(0)
@@ -63,7 +63,7 @@ def test_batches_with_replacement_are_full_and_repeat_samples(task):
     assert set(chain(*steps)) == set(range(12))
     assert steps == samples(task, work, 3)
     assert samples(task, work, 1) != samples(task, work, 1, version=1)
-    block = Drawn(task, work, np.array([3, 0, 1]), 0, 0)
+    block = DrawnBatches(task, work, np.array([3, 0, 1]), 0, 0)
     assert (block.batch(2).client(0).rows[0] - int(task.offsets[3])).tolist() == steps[2]
     with pytest.raises(ConfigError, match="replace=True draws batches"):
         fb.Work(batch=None, replace=True)
@@ -113,7 +113,7 @@ def test_steps_go_on_into_the_next_epoch(task):
 @pytest.mark.parametrize("how", [{"epochs": 2}, {"steps": 7}])
 def test_batches_do_not_depend_on_the_block(task, last, how):
     work = fb.Work(batch=5, last=last, **how)
-    plan = Drawn(task, work, np.arange(5), 2, 9)
+    plan = DrawnBatches(task, work, np.arange(5), 2, 9)
     alone = [samples(task, work, c, 2, 9) for c in range(5)]
     for k in range(int(plan.K.max())):
         batch = plan.batch(k)
@@ -235,7 +235,7 @@ def test_a_batch_may_share_one_draw():
         [(np.zeros((9, 1, 6, 6)), np.zeros(9, int))],
         augment=FlipCrop(2, per="batch"),
     )
-    plan = Drawn(task, fb.Work(batch=4), np.array([0]), 0, 0)
+    plan = DrawnBatches(task, fb.Work(batch=4), np.array([0]), 0, 0)
     first, second = (plan.batch(k).draws[0] for k in (0, 1))
     assert torch.equal(first, first[:1].expand_as(first))
     assert not torch.equal(first[0], second[0])

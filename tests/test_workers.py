@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fedbraid.core.processes import Ask, Crew
+from fedbraid.core.processes import Ask, WorkerPool
 from fedbraid.errors import EngineError
 
 
 def everything(job: Any, things: list[Any], count: int = 2) -> list[Any]:
     left, got = iter(things), []
-    with Crew(job, count) as crew:
-        crew.run(lambda: next(left, None), lambda thing, said: got.append(said))
+    with WorkerPool(job, count) as pool:
+        pool.run(lambda: next(left, None), lambda thing, said: got.append(said))
     return got
 
 
@@ -34,24 +34,24 @@ def test_interrupts_that_rain_on_a_worker_at_any_moment_change_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     left, got = iter(range(200)), []
-    with Crew(lambda thing, ask: ask(thing), 2) as crew:
-        crew.hire()
+    with WorkerPool(lambda thing, ask: ask(thing), 2) as pool:
+        pool.start_workers()
 
-        def following() -> int | None:
-            for process in crew.processes:
+        def next_task() -> int | None:
+            for process in pool.processes:
                 os.kill(process.pid, signal.SIGINT)
             return next(left, None)
 
-        crew.run(following, lambda thing, said: got.append(said), heard=lambda thing, said: said)
+        pool.run(next_task, lambda thing, said: got.append(said), on_message=lambda thing, said: said)
     assert sorted(got) == list(range(200))
     assert capfd.readouterr().err == ""
 
 
 def test_a_parent_that_goes_takes_its_workers_along() -> None:
-    crew = Crew(lambda thing, ask: time.sleep(60), 2)
-    crew.hire()
-    pids = [p.pid for p in crew.processes]
-    crew.close()
+    pool = WorkerPool(lambda thing, ask: time.sleep(60), 2)
+    pool.start_workers()
+    pids = [p.pid for p in pool.processes]
+    pool.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -25,7 +25,7 @@ from fedbraid.core.check import number
 from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Chain, ClientContext, Examples, Rule, Vectors, chain
+from fedbraid.core.rule import Chain, ClientContext, ExamplePrivacy, Rule, Vectors, chain
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links.private import (
@@ -195,8 +195,8 @@ class HiddenExamples(Rule):
     delta: float = 1e-5
     z: float = field(default=math.nan, repr=False, compare=False)
 
-    def examples(self) -> Examples:
-        return Examples(self.clip, self.z)
+    def examples(self) -> ExamplePrivacy:
+        return ExamplePrivacy(self.clip, self.z)
 
 
 def hiding(rule: Rule) -> HiddenExamples | None:

@@ -47,7 +47,7 @@ PATIENCE = 10  # steps that a hidden state may stretch its error before the run 
 
 
 @dataclass(frozen=True)
-class Hidden:
+class SharedState:
     """x̂ as the codec left it, bytes broadcast so far, for how long its error has grown, messages still of use."""
 
     vectors: Vectors
@@ -69,10 +69,10 @@ class HiddenState(Downlink):
         sizes = {name: encode_down(Identity(), v, name, who).size for name, v in held.items()}
         add_overhead(sizes)
         return Broadcast(
-            ModelVersion(self.decode_held(held, who), sizes, whole=sum(sizes.values())), Hidden(held)
+            ModelVersion(self.decode_held(held, who), sizes, whole=sum(sizes.values())), SharedState(held)
         )
 
-    def send(self, vectors: Vectors, s: Hidden, who: BroadcastContext) -> Broadcast:
+    def send(self, vectors: Vectors, s: SharedState, who: BroadcastContext) -> Broadcast:
         cast = {
             name: encode_down(self.codec, v, name, who, base=s.vectors[name])  # q = Q_s(x − x̂), eq. 4
             for name, v in vectors.items()
@@ -94,14 +94,14 @@ class HiddenState(Downlink):
         frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
         kept = self._kept(s, bundle(frames), who) if who.real else {}
         version = ModelVersion({name: c.means for name, c in cast.items()}, sizes, upto, self._size(who))
-        return Broadcast(version, Hidden(held, upto, stretched, kept), {"contraction": ratio})
+        return Broadcast(version, SharedState(held, upto, stretched, kept), {"contraction": ratio})
 
     def _size(self, who: BroadcastContext) -> int:
         """The length of the whole state's message."""
         plain = [FRAME_BYTES + 4 * d.size(who.layout) for d in who.declared.values()]
         return sum(plain) + message_overhead(tuple(who.declared))
 
-    def _kept(self, s: Hidden, message: bytes, who: BroadcastContext) -> dict[int, Tensor]:
+    def _kept(self, s: SharedState, message: bytes, who: BroadcastContext) -> dict[int, Tensor]:
         """The messages that a client may still need: only for as long as they are less than the whole state."""
         kept = {**s.log, who.version: as_tensor(message)}
         whole = self._size(who)
@@ -121,7 +121,7 @@ class HiddenState(Downlink):
         return {"x": cost}, {"synced": torch.from_numpy(upto)[:, None]}
 
     def build_message(
-        self, newest: ModelVersion, s: Hidden, held: int, who: BroadcastContext
+        self, newest: ModelVersion, s: SharedState, held: int, who: BroadcastContext
     ) -> tuple[int, bytes]:
         missed = range(held + 1, who.version + 1)
         if held < 0 or not all(v in s.log for v in missed):

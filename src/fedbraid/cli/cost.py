@@ -164,7 +164,7 @@ def _subject(
             tree.take(task.sample, slice(1)),
             Crowd(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
             task.run,
-            task.whole,
+            task.full_layout,
         )
     if args:
         raise ConfigError(f"{what!r} has values without names; write {name}(classes=10)")

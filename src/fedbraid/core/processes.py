@@ -22,7 +22,7 @@ from fedbraid.errors import ConfigError, EngineError, FedbraidError
 Ask = Callable[[Any], Any]  # a job sends a message to the parent and gets its answer
 Job = Callable[[Any, Ask], Any]
 
-_OURS: set[Connection] = set()  # this process's ends of all pipes, which no worker may keep open
+_PARENT_ENDS: set[Connection] = set()  # this process's ends of all pipes, which no worker may keep open
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Failure:
 
 
 @dataclass
-class Crew:
+class WorkerPool:
     """`count` processes, by default one for each core, which all do the same job on different things.
 
     They are hired when there is work for them, or all at once by `hire`, and dismissed by `close`.
@@ -48,8 +48,8 @@ class Crew:
 
     job: Job
     count: int | None = None
-    hands: dict[Connection, Any] = field(default_factory=dict, repr=False)  # pipe -> process
-    due: Counter[Connection] = field(default_factory=Counter, repr=False)  # posted and not answered yet
+    workers: dict[Connection, Any] = field(default_factory=dict, repr=False)  # pipe -> process
+    pending: Counter[Connection] = field(default_factory=Counter, repr=False)  # posted and not answered yet
 
     def __post_init__(self) -> None:
         self.count = len(os.sched_getaffinity(0)) if self.count is None else self.count
@@ -59,7 +59,7 @@ class Crew:
                 "worker processes need fork, which this system lacks; use engine='in_process', or Linux or macOS"
             )
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,25 +67,25 @@ class Crew:
 
     @property
     def processes(self) -> list[Any]:
-        return list(self.hands.values())
+        return list(self.workers.values())
 
-    def hire(self, count: int | None = None) -> None:
+    def start_workers(self, count: int | None = None) -> None:
         """Have so many processes, all by default, which then know what this one knows now."""
         ctx = mp.get_context("fork")
-        while len(self.hands) < (self.count or 0 if count is None else count):
+        while len(self.workers) < (self.count or 0 if count is None else count):
             ours, theirs = ctx.Pipe()
-            _OURS.add(ours)
-            process = ctx.Process(target=_life, args=(self.job, theirs), daemon=True)
-            with born_deaf():
+            _PARENT_ENDS.add(ours)
+            process = ctx.Process(target=_worker_main, args=(self.job, theirs), daemon=True)
+            with started_ignoring_sigint():
                 process.start()
             theirs.close()
-            self.hands[ours] = process
+            self.workers[ours] = process
 
     def run(
         self,
-        following: Callable[[], Any],
+        next_task: Callable[[], Any],
         done: Callable[[Any, Any], None],
-        heard: Callable[[Any, Any], Any] = lambda thing, said: None,
+        on_message: Callable[[Any, Any], Any] = lambda task, said: None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
         """Until nothing is left to do.
@@ -93,69 +93,69 @@ class Crew:
         `following` gives the next thing or None, `heard` answers what a job says while it runs, and `done`
         takes its result, or its Failure where it raised an error of ours.
         """
-        for thing, said in self.results(following, heard, idle):
-            done(thing, said)
+        for task, said in self.results(next_task, on_message, idle):
+            done(task, said)
 
     def results(
         self,
-        following: Callable[[], Any],
-        heard: Callable[[Any, Any], Any] = lambda thing, said: None,
+        next_task: Callable[[], Any],
+        on_message: Callable[[Any, Any], Any] = lambda task, said: None,
         idle: Callable[[], None] = lambda: None,
         ahead: int = 1,
     ) -> Iterator[tuple[Any, Any]]:
         """(thing, what came of it) as they are done, until nothing is left; a process has up to `ahead` of them at a time."""
-        given: dict[Connection, deque[Any]] = {pipe: deque() for pipe in self.hands}
+        given: dict[Connection, deque[Any]] = {pipe: deque() for pipe in self.workers}
         while True:
-            while self._free(given, ahead) and (thing := following()) is not None:
+            while self._free(given, ahead) and (task := next_task()) is not None:
                 pipe = self._least(given)
-                self._tell(pipe, thing)
-                given[pipe].append(thing)
+                self._send(pipe, task)
+                given[pipe].append(task)
             busy = [pipe for pipe, things in given.items() if things]
             if not busy:
                 return
             for ready in wait(busy, timeout=0.2):
                 pipe = ready  # type: ignore[assignment]
-                kind, said = self._hear(pipe)
+                kind, said = self._receive(pipe)
                 if kind == "ask":
-                    self._tell(pipe, heard(given[pipe][0], said))
+                    self._send(pipe, on_message(given[pipe][0], said))
                     continue
                 yield given[pipe].popleft(), said
             idle()
 
     def _free(self, given: dict[Connection, deque[Any]], ahead: int) -> bool:
-        hires = len(self.hands) < (self.count or 0)
+        hires = len(self.workers) < (self.count or 0)
         return hires or any(len(things) < ahead for things in given.values())
 
     def _least(self, given: dict[Connection, deque[Any]]) -> Connection:
         """Who has the least to do, a new one where all have some."""
-        if len(self.hands) < (self.count or 0) and all(given.values()):
-            self.hire(len(self.hands) + 1)
-            given[list(self.hands)[-1]] = deque()
+        if len(self.workers) < (self.count or 0) and all(given.values()):
+            self.start_workers(len(self.workers) + 1)
+            given[list(self.workers)[-1]] = deque()
         return min(given, key=lambda pipe: len(given[pipe]))
 
-    def post(self, thing: Any) -> Connection:
+    def post(self, task: Any) -> Connection:
         """Give a thing to whoever has least to do, for `answer` to tell what came of it, in the order given."""
-        self.hire()
-        pipe = min(self.hands, key=lambda p: self.due[p])
-        self._tell(pipe, thing)
-        self.due[pipe] += 1
+        self.start_workers()
+        pipe = min(self.workers, key=lambda p: self.pending[p])
+        self._send(pipe, task)
+        self.pending[pipe] += 1
         return pipe
 
     def answer(self, pipe: Connection) -> Any:
         """What came of the next thing that this one was given; an error of ours is raised here."""
-        _, said = self._hear(pipe)
-        self.due[pipe] -= 1
+        _, said = self._receive(pipe)
+        self.pending[pipe] -= 1
         if isinstance(said, Failure):
             raise said.error()
         return said
 
-    def _tell(self, pipe: Connection, message: Any) -> None:
+    def _send(self, pipe: Connection, message: Any) -> None:
         try:
             pipe.send(message)
         except OSError as error:
             raise self._death(pipe) from error
 
-    def _hear(self, pipe: Connection) -> tuple[str, Any]:
+    def _receive(self, pipe: Connection) -> tuple[str, Any]:
         try:
             kind, said = pipe.recv()
         except (EOFError, OSError) as error:
@@ -165,7 +165,7 @@ class Crew:
         return kind, said
 
     def _death(self, pipe: Connection) -> EngineError:
-        process = self.hands[pipe]
+        process = self.workers[pipe]
         process.join(1)
         code = process.exitcode
         why = "killed, perhaps for lack of memory" if code is not None and code < 0 else f"exit code {code}"
@@ -175,16 +175,16 @@ class Crew:
         )
 
     def close(self) -> None:
-        for pipe in self.hands:
+        for pipe in self.workers:
             pipe.close()
-            _OURS.discard(pipe)
+            _PARENT_ENDS.discard(pipe)
         deadline = time.monotonic() + 2  # for all of them: what they had not sent is done again
-        for process in self.hands.values():
+        for process in self.workers.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-        self.hands, self.due = {}, Counter()
+        self.workers, self.pending = {}, Counter()
 
 
 def prepare() -> None:
@@ -192,15 +192,15 @@ def prepare() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def _life(job: Job, pipe: Connection) -> None:
+def _worker_main(job: Job, pipe: Connection) -> None:
     """A worker: take a thing, do the job, say what came of it; it ends when its pipe closes."""
     import torch
 
-    deaf()
+    ignore_sigint()
     torch.set_num_threads(1)
-    for ours in _OURS:
+    for ours in _PARENT_ENDS:
         ours.close()
-    _OURS.clear()
+    _PARENT_ENDS.clear()
 
     def ask(message: Any) -> Any:
         try:
@@ -211,11 +211,11 @@ def _life(job: Job, pipe: Connection) -> None:
 
     while True:
         try:
-            thing = pipe.recv()
+            task = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         try:
-            said: tuple[str, Any] = ("done", job(thing, ask))
+            said: tuple[str, Any] = ("done", job(task, ask))
         except FedbraidError as error:
             said = ("done", Failure(type(error).__name__, str(error)))
         except BaseException:
@@ -230,7 +230,7 @@ def _life(job: Job, pipe: Connection) -> None:
 
 
 @contextmanager
-def born_deaf() -> Iterator[None]:
+def started_ignoring_sigint() -> Iterator[None]:
     """Inside, processes are born that hear no Ctrl-C before they have said `deaf`."""
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -239,7 +239,7 @@ def born_deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def deaf() -> None:
+def ignore_sigint() -> None:
     """Let this process, started by another one, hear no Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

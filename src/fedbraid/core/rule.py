@@ -78,13 +78,13 @@ class ClientContext:
     grad: Callable[[Tensor], Tensor] = field(
         default=_outside_a_step
     )  # y[·, d] -> the one of the step's batch, [m, d]
-    whole: Layout | None = (
+    full_layout: Layout | None = (
         None  # the layout with the personal parts after the shared ones, where there are any
     )
 
 
 @dataclass(frozen=True)
-class Examples:
+class ExamplePrivacy:
     """How gradients are taken where single examples are private: each clipped, their sum noised."""
 
     clip: float
@@ -138,7 +138,7 @@ class Rule:
         """A function that trains one client's module in place of the steps, where there is one (`fb.custom_local_loop`)."""
         return None
 
-    def examples(self) -> Examples | None:
+    def examples(self) -> ExamplePrivacy | None:
         """How its gradients hide single examples, where they do."""
         return None
 
@@ -201,7 +201,7 @@ class Chain(Rule):
             )
         return found[0].loop() if found else None
 
-    def examples(self) -> Examples | None:
+    def examples(self) -> ExamplePrivacy | None:
         return next((e for r in self.links if (e := r.examples()) is not None), None)
 
     def fades(self) -> bool:

@@ -17,19 +17,19 @@ from fedbraid.data.tree import Tree
 from fedbraid.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedbraid.core.rule import Examples
+    from fedbraid.core.rule import ExamplePrivacy
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
 
 
 @dataclass
-class Secret:
+class PrivateDraws:
     """What hides a step's single examples: how many were planned, and where the noise on their sum comes from."""
 
     planned: Tensor  # float32 [m, 1]
     keys: rng.U64 | None  # [m]; None: the operating system's generator
 
-    def noise(self, own: Examples, like: Tensor) -> Tensor:
+    def noise(self, own: ExamplePrivacy, like: Tensor) -> Tensor:
         """What is added to a mean, `[m, d]`."""
         m, d = like.shape
         made = rng.unpredictable(m * d).reshape(m, d) if self.keys is None else rng.gaussian(self.keys, d)
@@ -50,9 +50,9 @@ class Batch:
     augment: Augment | None = None
     draws: Tensor | None = None  # [m, B, ·], for the augmentation
     noise: NDArray[np.uint64] | None = None  # [m], seeds for a model that draws numbers itself
-    hidden: Secret | None = None  # where single examples are private
+    hidden: PrivateDraws | None = None  # where single examples are private
 
-    def secret(self) -> Secret:
+    def secret(self) -> PrivateDraws:
         """What hides its examples."""
         if self.hidden is None:
             raise ConfigError(
@@ -95,7 +95,7 @@ class Batch:
         return tree.numbers(x), tree.take(self.targets, self.rows[0])
 
 
-class Drawn:
+class DrawnBatches:
     """All the batches that a block of clients will see in one visit, drawn by (seed, version, client).
 
     To `hide` single examples, each batch is drawn anew, of "simulated" clients or of "real" ones.
@@ -168,7 +168,7 @@ class Drawn:
         picked = np.argsort(~taken, axis=1, kind="stable")[:, :width]
         batch = self._make(np.minimum(picked, self.n[:, None] - 1), np.arange(width) < count[:, None], k)
         keys = None if real else rng.bits(self.seed, "hidden", self.version, self.clients, k)
-        batch.hidden = Secret(placed(planned.astype(np.float32), self.task.device)[:, None], keys)
+        batch.hidden = PrivateDraws(placed(planned.astype(np.float32), self.task.device)[:, None], keys)
         return batch
 
     def _drawn(self, k: int, size: NDArray[np.int64]) -> Batch:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.processes import Ask, Crew
+from fedbraid.core.processes import Ask, WorkerPool
 from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.tree import Padded, Tree
@@ -243,7 +243,7 @@ class Store:
 
     def stop(self) -> None:
         if self._readers is not None:
-            self._readers.crew.close()
+            self._readers.pool.close()
         self._readers, self._next = None, deque()
         self._last = (0, 0), (None, None)
 
@@ -252,7 +252,7 @@ class _Readers:
     """Processes that read a store; numbers come back through memory that all of them see."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.crew = store, Crew(self._read, READERS)
+        self.store, self.pool = store, WorkerPool(self._read, READERS)
         rooms = READERS * max(WINDOW, CHUNKS) + 1
         self.seen = memoryview(mmap.mmap(-1, rooms * ROOM))  # none of it is there before it is written
         self.free = [k * ROOM for k in range(rooms)]
@@ -261,7 +261,7 @@ class _Readers:
 
     def ask(self, key: Key) -> None:
         room = self.free.pop() if self.free else -1
-        self.coming[key] = self.crew.post((key, room)), room
+        self.coming[key] = self.pool.post((key, room)), room
 
     def take(self, key: Key) -> tuple[Tree, Tree]:
         """What was read; a reader answers in the order it was asked."""
@@ -270,7 +270,7 @@ class _Readers:
             first = next(k for k, (who, _) in self.coming.items() if who is pipe and k not in self.found)
             room = self.coming[first][1]
             try:
-                head, ends = self.crew.answer(pipe)
+                head, ends = self.pool.answer(pipe)
             except FedbraidError:
                 del self.coming[first]
                 raise

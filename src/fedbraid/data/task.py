@@ -281,10 +281,10 @@ class Task:
     @cached_property
     def layout(self) -> Layout:
         """What travels."""
-        return self.whole.shared
+        return self.full_layout.shared
 
     @cached_property
-    def whole(self) -> Layout:
+    def full_layout(self) -> Layout:
         """What is trained: what travels, then what stays with each client."""
         return Layout.of(self.module(), self.buffers, self.personal)
 
@@ -307,7 +307,7 @@ class Task:
         """The outputs that losses and metrics see."""
         return logits(call(module, inputs) if self.forward is None else self.forward(module, inputs))
 
-    def visited(self, clients: NDArray[np.int64], version: int, seed: int) -> Task:
+    def block_view(self, clients: NDArray[np.int64], version: int, seed: int) -> Task:
         """The task as these clients see it who train from this version: lazy data is read now."""
         if not isinstance(self.inputs, Column):
             return self
@@ -434,13 +434,13 @@ class Task:
 
     def vector(self, seed: int) -> Tensor:
         """x⁰ and, after it, the personal parts that every client starts from."""
-        x = self.whole.flatten(self.module(seed)) if self.start is None else self.start.clone()
+        x = self.full_layout.flatten(self.module(seed)) if self.start is None else self.start.clone()
         return x.to(self.device)
 
     def own(self, seed: int) -> dict[str, Tensor]:
         """What a client holds of the model before its first visit, by the name it is remembered under."""
         own = {}
-        if self.whole.size > self.layout.size:
+        if self.full_layout.size > self.layout.size:
             own[PERSONAL] = self.vector(seed)[self.layout.size :]
         if self.compares:
             own[PREVIOUS] = self.vector(seed)
@@ -478,10 +478,10 @@ class Task:
     def fingerprint(self) -> str:
         """A hash of the data, the partition, the model and the loss's name, for the run record."""
         h = hashlib.blake2b(digest_size=16)
-        h.update(self.whole.fingerprint)
+        h.update(self.full_layout.fingerprint)
         loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", "")
         h.update(repr((loss, self.buffers, self.augment)).encode())
-        if own := [s.name for s in self.whole if s.personal]:
+        if own := [s.name for s in self.full_layout if s.personal]:
             h.update(repr(own).encode())
         if not isinstance(self.inputs, Tensor):
             h.update(

@@ -29,7 +29,7 @@ from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.blocks import gradient
-from fedbraid.engines.client import Order, Setup, first_memory, visit
+from fedbraid.engines.client import Setup, TrainRequest, client_update, first_client_state
 from fedbraid.errors import RunError
 from fedbraid.links.private import LocalNoise
 from fedbraid.run.budget import Crowd, bound
@@ -130,11 +130,11 @@ def obey(
         return {"job": str(order["job"]), "lost": True, "held": memory.held}
     who = BroadcastContext(algorithm.downloads, version, settings.seed, task.layout, real=True)
     down = algorithm.down.decode_held(memory.down, who)
-    start, fresh = str(order["start"]), first_memory(setup)
+    start, fresh = str(order["start"]), first_client_state(setup)
     rows = memory.after.get(start, {name: v.reshape(1, -1) for name, v in fresh.items()})
     forgot = bool(fresh) and start != "none" and start not in memory.after
     frames: dict[str, bytes] = {}
-    reply = visit(setup, gradients, Order(version, np.array([client]), down, rows), frames)
+    reply = client_update(setup, gradients, TrainRequest(version, np.array([client]), down, rows), frames)
     memory.after[str(order["job"])] = reply.memory
     memory.visits += 1
     memory.write(place, keep_down=algorithm.down.needs_previous)

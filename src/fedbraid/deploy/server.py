@@ -38,7 +38,7 @@ from fedbraid.deploy.notes import Troubles, Wait
 from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
-from fedbraid.engines.gradients import Loop
+from fedbraid.engines.gradients import LoopGradient
 from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
 from fedbraid.run.budget import Crowd, bound
 from fedbraid.run.checkpoint import Folder, Record
@@ -79,7 +79,7 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
     A server outlives its SuperLink by some seconds; the next one waits for it to let go of the folder.
     """
     (algorithm, work), schedule, task = settings.what(), settings.when(), project.parts.served()
-    algorithm.fits(work, task.whole.size > task.layout.size)
+    algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.fits(task.layout)
     if algorithm.rule.examples() is not None and settings.samples == "free":
         raise ConfigError(
@@ -95,7 +95,7 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
     with fleet:
         while True:
             try:
-                return drive(setup, schedule, fleet, Loop(task), options, folder, budgets)
+                return drive(setup, schedule, fleet, LoopGradient(task), options, folder, budgets)
             except InUseError:
                 if time.monotonic() > end:
                     raise

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from fedbraid.core.device import finish
 from fedbraid.core.rule import Gradient
 from fedbraid.data import tree
-from fedbraid.data.batches import Drawn, batch_sizes, step_counts
+from fedbraid.data.batches import DrawnBatches, batch_sizes, step_counts
 from fedbraid.data.tree import Padded
-from fedbraid.engines.frozen import Frozen
-from fedbraid.engines.gradients import Loop, Vmap
+from fedbraid.engines.frozen import FrozenFeatureCache
+from fedbraid.engines.gradients import LoopGradient, VmapGradient
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import cache_folder, compiler, cpu_model, lanes
 from fedbraid.errors import EngineError
@@ -59,10 +59,10 @@ LAYER, RATE = (
 )  # seconds of any layer's autograd, and operations a second beyond it: rough on purpose
 
 
-def expected_seconds(task: Task, work: Work, visits: int) -> float:
-    """About how long plain autograd on one core would take for so many visits of clients."""
+def expected_seconds(task: Task, work: Work, participations: int) -> float:
+    """About how long plain autograd on one core would take for so many participations of clients."""
     n = np.array([task.sizes.mean().round()], np.int64)
-    return float(visits * int(step_counts(n, work)[0]) * sum(_called_and_computed(task, work)))
+    return float(participations * int(step_counts(n, work)[0]) * sum(_called_and_computed(task, work)))
 
 
 def _called_and_computed(task: Task, work: Work) -> tuple[float, float]:
@@ -74,7 +74,7 @@ def _called_and_computed(task: Task, work: Work) -> tuple[float, float]:
 def guess(task: Task, seconds: float) -> str:
     """The backend that is not measured: for so few seconds on a CPU, what vmap must import first takes longer."""
     small = seconds < WORTH and task.device.type == "cpu"
-    return "vmap" if not small and Vmap.suits(task) else "loop"
+    return "vmap" if not small and VmapGradient.suits(task) else "loop"
 
 
 def compiling(task: Task) -> float:
@@ -114,7 +114,7 @@ def serve_later_runs(task: Task, memory: _Fastest) -> None:
         return
     if SERVES * memory.spent.get(model, 0.0) > compiling(task):
         try:
-            able = not Frozen.suits(task) and Native.prepare(task)
+            able = not FrozenFeatureCache.suits(task) and Native.prepare(task)
         except Exception as error:  # the run is over and well: nothing here may take that back
             log.info("native gradients are off: %s", error)
             able = False
@@ -154,10 +154,10 @@ def reads_weights_anew(task: Task) -> bool:
 
 def faster(task: Task, work: Work, wall: float) -> str | None:
     """What is surely faster than so many seconds of plain autograd on all cores, without measuring."""
-    unsure = Frozen.suits(task) or mostly_empty(task, work) or reads_weights_anew(task)
+    unsure = FrozenFeatureCache.suits(task) or mostly_empty(task, work) or reads_weights_anew(task)
     if native_pays(task, work, wall) and not unsure:
         return "native"
-    return "vmap" if wall > BATCHING and Vmap.suits(task) else None
+    return "vmap" if wall > BATCHING and VmapGradient.suits(task) else None
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def best(task: Task, work: Work, cohort: int, seconds: float, run: str = "") -> 
         return Choice(way if way != "native" or _loads(task) else next(iter(ways)), math.inf, key, run=run)
     if native_pays(task, work, wall):
         times["native"] = _native_time(task, work, cohort) / hands(cohort)
-    if wall > BATCHING and Vmap.suits(task):
-        times["vmap"] = _time(Vmap(task), task, work, cohort)
+    if wall > BATCHING and VmapGradient.suits(task):
+        times["vmap"] = _time(VmapGradient(task), task, work, cohort)
     chosen = min(times, key=lambda name: times[name])
     log.info("measured per client step: %s", ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in times.items()))
     memory = _Fastest()
@@ -277,12 +277,12 @@ def _plain(task: Task, work: Work, cohort: int) -> dict[str, Callable[[], float]
     """The ways of plain autograd, the likely one first: each process a core, or one process with all of them."""
     forks = hands(cohort) if "fork" in multiprocessing.get_all_start_methods() else 1
     if task.device.type != "cpu" or forks == 1:
-        return {"loop": lambda: _time(Loop(task), task, work, 1)}
+        return {"loop": lambda: _time(LoopGradient(task), task, work, 1)}
     share = -(-cohort // forks) / cohort  # of the clients, that one process has
     called, computed = _called_and_computed(task, work)
     step, gain = called + computed, (called + computed) / (called + computed / SPED)
-    hauled = (MESSAGE + HAUL * task.whole.size) * step / expected_seconds(task, work, 1)
-    ways = {"pool": lambda: _time(Loop(task), task, work, 1) * share + hauled}
+    hauled = (MESSAGE + HAUL * task.full_layout.size) * step / expected_seconds(task, work, 1)
+    ways = {"pool": lambda: _time(LoopGradient(task), task, work, 1) * share + hauled}
     if gain < THREADS:
         return ways
     together = {"loop": lambda: _together(task, work, forks)}
@@ -298,7 +298,7 @@ MESSAGE, HAUL = 1e-3, 2e-9  # seconds that a client's visit in another process c
 
 def _together(task: Task, work: Work, threads: int) -> float:
     """Processor seconds of a client's step on one thread, divided by how much faster the clock runs with all."""
-    grad, taken = Loop(task), dict[int, list[float]]()
+    grad, taken = LoopGradient(task), dict[int, list[float]]()
     alone = _time(grad, task, work, 1)
     before = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
@@ -375,7 +375,7 @@ def _steps(
     processor: Callable[[], float] = time.process_time,
 ) -> float:
     who = np.arange(m)
-    y, batch = task.vector(0).repeat(m, 1), Drawn(task.visited(who, 0, 0), work, who, 0, 0).batch(0)
+    y, batch = task.vector(0).repeat(m, 1), DrawnBatches(task.block_view(who, 0, 0), work, who, 0, 0).batch(0)
     taken = []
     clock = processor if task.device.type == "cpu" else time.perf_counter
     for _ in range(times):
@@ -391,7 +391,9 @@ def _key(task: Task, work: Work, cohort: int) -> str:
 
 
 def _model(task: Task) -> str:
-    return _hash((task.whole.fingerprint.hex(), task.sketch.text, _loss(task), tree.shapes(task.inputs)))
+    return _hash(
+        (task.full_layout.fingerprint.hex(), task.sketch.text, _loss(task), tree.shapes(task.inputs))
+    )
 
 
 def _loss(task: Task) -> str:

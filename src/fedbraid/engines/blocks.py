@@ -21,19 +21,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbraid.core.check import integer
 from fedbraid.core.gather import WIDE_ROW
-from fedbraid.core.rule import Examples, Gradient
+from fedbraid.core.rule import ExamplePrivacy, Gradient
 from fedbraid.data import tree
 from fedbraid.data.tree import Tree
 from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands, note_compiled
-from fedbraid.engines.client import Reply, Setup, visit
-from fedbraid.engines.examples import hidden
-from fedbraid.engines.gradients import Loop, Vmap
+from fedbraid.engines.client import Reply, Setup, client_update
+from fedbraid.engines.examples import per_example_gradient
+from fedbraid.engines.gradients import LoopGradient, VmapGradient
 from fedbraid.engines.native import Native
 from fedbraid.errors import ConfigError, EngineError, unknown
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Order, Orders
+    from fedbraid.engines.client import Orders, TrainRequest
 
 log = logging.getLogger("fedbraid")
 
@@ -63,9 +63,9 @@ class InProcess:
         self.grad = gradient(setup, self.backend, self.threads or 0, PRECISIONS[self.precision])
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
-        wide = setup.task.whole.size >= WIDE_ROW and setup.cohort > 1
-        self.hands = Hands(self.grad) if wide and isinstance(self.grad, Native) else None
-        width = 4 * setup.task.whole.size * 6 * (self.hands.count if self.hands else 1)
+        wide = setup.task.full_layout.size >= WIDE_ROW and setup.cohort > 1
+        self.hands = GradientThreads(self.grad) if wide and isinstance(self.grad, Native) else None
+        width = 4 * setup.task.full_layout.size * 6 * (self.hands.count if self.hands else 1)
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorized else 1)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
@@ -74,10 +74,12 @@ class InProcess:
         ends = np.cumsum([0, *shares(len(orders.clients), hands, self.size)])
         parts = (orders.part(slice(lo, hi)) for lo, hi in pairwise(ends))
         if self.hands:
-            return self.hands.map(lambda grad, part: visit(self.setup, grad, part), parts)
+            return self.hands.map(lambda grad, part: client_update(self.setup, grad, part), parts)
         if self.setup.task.device.type == "cuda":
-            return on_streams(lambda part: visit(self.setup, self.grad, part), parts, self.setup.task.device)
-        return (visit(self.setup, self.grad, part) for part in parts)
+            return on_streams(
+                lambda part: client_update(self.setup, self.grad, part), parts, self.setup.task.device
+            )
+        return (client_update(self.setup, self.grad, part) for part in parts)
 
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.hands is None:
@@ -109,7 +111,7 @@ def shares(clients: int, hands: int, most: int) -> list[int]:
 
 
 def on_streams(
-    work: Callable[[Order], Reply], parts: Iterable[Order], device: torch.device
+    work: Callable[[TrainRequest], Reply], parts: Iterable[TrainRequest], device: torch.device
 ) -> Iterator[Reply]:
     """Blocks on two streams of a GPU in turn: one is asked for while another computes, and nobody waits for either."""
     streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -151,7 +153,7 @@ def keep_what_is_freed() -> None:
         libc.malloc_trim(0)
 
 
-class Hands:
+class GradientThreads:
     """Threads that each work with a gradient of their own: native code and torch leave the interpreter to others."""
 
     def __init__(self, grad: Native) -> None:
@@ -213,12 +215,12 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         if backend in ("native", "vmap"):
             what = "the loss looks at other models" if task.compares else "the local loop is the user's own"
             raise ConfigError(f"{what}, which needs plain autograd; use backend='loop'")
-        return Loop(task, precision)
+        return LoopGradient(task, precision)
     own = setup.algorithm.rule.examples()
     if own is not None:
         return _private(setup, own, backend, threads, precision)
     if backend == "auto":
-        seconds = expected_seconds(task, setup.work, setup.visits)
+        seconds = expected_seconds(task, setup.work, setup.participations)
         large = seconds >= WORTH and precision is None
         found = faster(task, setup.work, seconds / hands(setup.cohort)) if large else None
         native = _native(task, threads, required=False) if found == "native" else None
@@ -229,8 +231,8 @@ def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtyp
         return _native(task, threads)
     if backend == "vmap":
         _check_vmap(task)
-        return Vmap(task, precision)
-    return Loop(task, precision)
+        return VmapGradient(task, precision)
+    return LoopGradient(task, precision)
 
 
 def _check_vmap(task: Task) -> None:
@@ -240,12 +242,12 @@ def _check_vmap(task: Task) -> None:
         )
     if task.uneven:
         raise ConfigError("vmap needs clients' samples to be of one length; use backend='loop'")
-    if task.whole.buffers is not None:
+    if task.full_layout.buffers is not None:
         raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")
 
 
 def _private(
-    setup: Setup, own: Examples, backend: str, threads: int, precision: torch.dtype | None
+    setup: Setup, own: ExamplePrivacy, backend: str, threads: int, precision: torch.dtype | None
 ) -> Gradient:
     """The gradient function of this name that hides single examples."""
     task = setup.task
@@ -255,23 +257,25 @@ def _private(
                 f"model has {type(module).__name__} at {name!r}, which mixes the examples of a batch, so that no clip bounds"
                 " what one of them does; use GroupNorm with unit='example'"
             )
-    few = backend == "auto" and expected_seconds(task, setup.work, setup.visits) < WORTH
+    few = backend == "auto" and expected_seconds(task, setup.work, setup.participations) < WORTH
     if backend == "native" or (backend == "auto" and precision is None and not few):
         native = _native(task, threads, required=backend == "native", own=own)
         if native is not None:
             return native
     if backend == "vmap":
         _check_vmap(task)
-    return hidden(own, task, backend, precision)
+    return per_example_gradient(own, task, backend, precision)
 
 
 @overload
 def _native(
-    task: Task, threads: int, required: Literal[True] = True, own: Examples | None = None
+    task: Task, threads: int, required: Literal[True] = True, own: ExamplePrivacy | None = None
 ) -> Native: ...
 @overload
-def _native(task: Task, threads: int, required: bool, own: Examples | None = None) -> Native | None: ...
-def _native(task: Task, threads: int, required: bool = True, own: Examples | None = None) -> Native | None:
+def _native(task: Task, threads: int, required: bool, own: ExamplePrivacy | None = None) -> Native | None: ...
+def _native(
+    task: Task, threads: int, required: bool = True, own: ExamplePrivacy | None = None
+) -> Native | None:
     on_cpu = task.device == torch.device("cpu")
     why = Native.supports(task, own is not None) if on_cpu else "the task is not on the CPU"
     if why is None:

@@ -17,9 +17,9 @@ from fedbraid.core.device import placed
 from fedbraid.core.link import Sizes, UploadContext
 from fedbraid.core.names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import ClientContext, Gradient, LocalLoop, Vectors, finished, train
-from fedbraid.data.batches import Batch, Drawn, augmenting, batch_sizes
+from fedbraid.data.batches import Batch, DrawnBatches, augmenting, batch_sizes
 from fedbraid.data.tree import Tree
-from fedbraid.engines.gradients import Loop
+from fedbraid.engines.gradients import LoopGradient
 from fedbraid.errors import FedbraidError, RunError
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class Setup:
     work: Work
     seed: int
     cohort: int = 1  # about how many clients train at a time
-    visits: int = 0  # and in the whole run, to choose what is worth preparing
+    participations: int = 0  # and in the whole run, to choose what is worth preparing
 
 
 @dataclass
-class Order:
+class TrainRequest:
     """What a block of clients is told: the version they train from and what they remember."""
 
     version: int
@@ -60,15 +60,15 @@ class Orders:
     recall: Callable[[NDArray[np.int64]], Vectors]
     after: NDArray[np.int64] | None = None  # who will train from the version after, where that is known
 
-    def part(self, some: slice) -> Order:
+    def part(self, some: slice) -> TrainRequest:
         """What some of them are told."""
         who = self.clients[some]
-        return Order(self.version, who, self.down, self.recall(who))
+        return TrainRequest(self.version, who, self.down, self.recall(who))
 
 
 @dataclass
 class Reply:
-    """What came of an order: uploads as the server decodes them, and what the clients now remember."""
+    """What came of an request: uploads as the server decodes them, and what the clients now remember."""
 
     clients: NDArray[np.int64]
     uploads: Vectors  # [m, ·]
@@ -91,7 +91,7 @@ class Reply:
 
     @staticmethod
     def join(parts: list[Reply]) -> Reply:
-        """Several replies as one, in order."""
+        """Several replies as one, in request."""
         first = parts[0]
         return Reply(
             np.concatenate([p.clients for p in parts]),
@@ -115,7 +115,7 @@ def _apart(named: dict[str, Any], m: int) -> list[dict[str, Any]]:
 
 
 class Engine(Protocol):
-    """Runs clients. Opened once per run; the same orders always give the same replies, in the order of the clients."""
+    """Runs clients. Opened once per run; the same orders always give the same replies, in the request of the clients."""
 
     def open(self, setup: Setup) -> None: ...
 
@@ -128,64 +128,66 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def visit(setup: Setup, grad: Gradient, order: Order, frames: dict[str, bytes] | None = None) -> Reply:
+def client_update(
+    setup: Setup, grad: Gradient, request: TrainRequest, frames: dict[str, bytes] | None = None
+) -> Reply:
     """Train a block of clients from one version: finish, cross, remember.
 
     A real client, alone in its block, gives `frames` and gets there what it is to send.
     """
-    task = setup.task.visited(order.clients, order.version, setup.seed)
+    task = setup.task.block_view(request.clients, request.version, setup.seed)
     if task is not setup.task:
         setup = replace(setup, task=task)
     a, work = setup.algorithm, setup.work
     hide = None if a.rule.examples() is None else "simulated" if frames is None else "real"
-    drawn = Drawn(task, work, order.clients, order.version, setup.seed, hide)
-    x = order.down["x"][None]
-    K = placed(drawn.K, x.device).to(x.dtype)[:, None]
+    batches = DrawnBatches(task, work, request.clients, request.version, setup.seed, hide)
+    x = request.down["x"][None]
+    K = placed(batches.K, x.device).to(x.dtype)[:, None]
     ctx = ClientContext(
         x=x,
-        download={name: v[None] for name, v in order.down.items() if name != "x"},
-        client_state=order.memory,
-        lr=work.rate(order.version),
+        download={name: v[None] for name, v in request.down.items() if name != "x"},
+        client_state=request.memory,
+        lr=work.rate(request.version),
         K=K,
         a=work.effective(K),
-        n=placed(drawn.n, x.device).to(x.dtype)[:, None],
-        t=order.version,
+        n=placed(batches.n, x.device).to(x.dtype)[:, None],
+        t=request.version,
         layout=task.layout,
-        full_grad=full_gradient(setup, grad, order),
-        whole=task.whole,
+        full_grad=full_gradient(setup, grad, request),
+        full_layout=task.full_layout,
     )
     loop, own = a.rule.loop(), dict[str, Tensor]()
     if task.compares:
-        assert isinstance(grad, Loop)
-        grad.beside(x, order.memory[PREVIOUS])
+        assert isinstance(grad, LoopGradient)
+        grad.beside(x, request.memory[PREVIOUS])
     with torch.random.fork_rng(devices=[]) if task.stochastic or loop is not None else nullcontext():
         if loop is None:
             try:
-                y, s, loss = train(a.rule, grad, ctx, drawn, work)
+                y, s, loss = train(a.rule, grad, ctx, batches, work)
             except ValueError as error:
                 if "more than 1 value per channel" not in str(error):
                     raise
-                raise _lone_sample(drawn) from error
+                raise _lone_sample(batches) from error
         else:
-            y, s, loss = run_custom_loop(loop, setup, grad, ctx, drawn)
+            y, s, loss = run_custom_loop(loop, setup, grad, ctx, batches)
         if task.compares:
             own[PREVIOUS] = y.clone()
-        if PERSONAL in order.memory:
+        if PERSONAL in request.memory:
             own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, ctx)
     who = UploadContext(
-        order.clients, order.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download
+        request.clients, request.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download
     )
-    sent = a.up.send(vectors, order.memory, who)
-    memory = {**order.memory, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
+    sent = a.up.send(vectors, request.memory, who)
+    memory = {**request.memory, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
     rates = torch.full_like(K, ctx.lr, dtype=torch.float64)
-    return Reply(order.clients, sent.received, memory, sent.sizes, loss, K, rates)
+    return Reply(request.clients, sent.received, memory, sent.sizes, loss, K, rates)
 
 
-def _lone_sample(drawn: Drawn) -> RunError:
+def _lone_sample(batches: DrawnBatches) -> RunError:
     """A layer has no statistics of a batch of one sample."""
-    rest = drawn.n % batch_sizes(drawn.n, drawn.work)
-    alone = drawn.clients[(rest == 1) | (drawn.n == 1) | (drawn.work.batch == 1)]
+    rest = batches.n % batch_sizes(batches.n, batches.work)
+    alone = batches.clients[(rest == 1) | (batches.n == 1) | (batches.work.batch == 1)]
     who = f"client {alone[0]}" if len(alone) else "a client"
     return RunError(
         f"{who} trains on a batch of one sample, of which BatchNorm has no statistics; use Work(last='fill') or"
@@ -194,31 +196,31 @@ def _lone_sample(drawn: Drawn) -> RunError:
 
 
 @dataclass(frozen=True)
-class Mine:
+class ClientBatches:
     """A client's batches of one visit, as often as they are asked for."""
 
-    drawn: Drawn
+    batches: DrawnBatches
     i: int
 
     def __len__(self) -> int:
-        return int(self.drawn.K[self.i])
+        return int(self.batches.K[self.i])
 
     def __iter__(self) -> Iterator[tuple[Tree, Tree]]:
         for k in range(len(self)):
-            yield self.drawn.batch(k).client(self.i).alone()
+            yield self.batches.batch(k).client(self.i).alone()
 
 
 def run_custom_loop(
-    loop: LocalLoop, setup: Setup, grad: Gradient, ctx: ClientContext, drawn: Drawn
+    loop: LocalLoop, setup: Setup, grad: Gradient, ctx: ClientContext, batches: DrawnBatches
 ) -> tuple[Tensor, Vectors, Tensor]:
     """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
-    assert isinstance(grad, Loop)
+    assert isinstance(grad, LoopGradient)
     task, rows, losses = setup.task, [], []
     rule, own = setup.algorithm.rule, ctx.client_state.get(PERSONAL)
-    for i, client in enumerate(drawn.clients):
-        begin = rule.begin(ctx).expand(len(drawn.clients), -1)[i]
+    for i, client in enumerate(batches.clients):
+        begin = rule.begin(ctx).expand(len(batches.clients), -1)[i]
         y = begin if own is None else torch.cat([begin, own[i]])
-        module = task.whole.load(grad.spare, y).train()
+        module = task.full_layout.load(grad.spare, y).train()
         module.zero_grad(set_to_none=True)
         one = replace(
             ctx, client_state={k: v[i : i + 1] for k, v in ctx.client_state.items()}, K=ctx.K[i : i + 1], a=ctx.a[i : i + 1],
@@ -226,7 +228,7 @@ def run_custom_loop(
         )  # fmt: skip
         torch.manual_seed(rng.key(setup.seed, "local", ctx.t, int(client)))
         try:
-            losses.append(float(loop(module, Mine(drawn, i), one)))
+            losses.append(float(loop(module, ClientBatches(batches, i), one)))
         except FedbraidError:
             raise
         except Exception as error:
@@ -235,24 +237,24 @@ def run_custom_loop(
                 f"the local loop fails for client {client} ({why}); it must train the module and return its mean loss: mend"
                 " it, and resume, what ran before is kept"
             ) from error
-        rows.append(task.whole.flatten(module))
+        rows.append(task.full_layout.flatten(module))
     return torch.stack(rows), rule.start(ctx), torch.tensor(losses, device=ctx.x.device)
 
 
-def first_memory(setup: Setup) -> Vectors:
+def first_client_state(setup: Setup) -> Vectors:
     """A client's row before its first visit."""
     task, seed = setup.task, setup.seed
     return {**setup.algorithm.init_client_state(task.initial(seed), task.layout), **task.own(seed)}
 
 
-def full_gradient(setup: Setup, grad: Gradient, order: Order) -> Callable[[Tensor], Tensor]:
+def full_gradient(setup: Setup, grad: Gradient, request: TrainRequest) -> Callable[[Tensor], Tensor]:
     """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory.
 
     Samples are augmented as they are in training, in batches of 128 as FedGBO's authors have it. Personal parts are
     as they were when the visit began.
     """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
-    clients, version, own = order.clients, order.version, order.memory.get(PERSONAL)
+    clients, version, own = request.clients, request.version, request.memory.get(PERSONAL)
     n, chunk = task.sizes[clients], 256 if task.augment is None else 128
 
     def at(y: Tensor) -> Tensor:

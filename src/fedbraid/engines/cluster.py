@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import gradient
-from fedbraid.engines.client import Reply, Setup, visit
+from fedbraid.engines.client import Reply, Setup, client_update
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
 
 if TYPE_CHECKING:
@@ -230,11 +230,11 @@ def _block(
     backend: str,
 ) -> dict[str, Any]:
     """One block of clients, on whichever worker Ray chose."""
-    from fedbraid.engines.client import Order
+    from fedbraid.engines.client import TrainRequest
 
     setup, grad = _opened(key, parcel, backend)
-    order = Order(version, np.array(clients), _tensors(down), _tensors(memory))
-    reply = visit(setup, grad, order)
+    order = TrainRequest(version, np.array(clients), _tensors(down), _tensors(memory))
+    reply = client_update(setup, grad, order)
     return {
         "uploads": _numpy(reply.uploads), "memory": _numpy(reply.memory), "sizes": reply.sizes,
         "loss": reply.loss.numpy(), "K": reply.K.numpy(), "lr": float(reply.lr[0]),

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedbraid.core import rng
-from fedbraid.core.rule import Examples, Gradient
+from fedbraid.core.rule import ExamplePrivacy, Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import Called
 from fedbraid.data.tree import Tree
-from fedbraid.engines.gradients import Loop, Torch, Vmap
+from fedbraid.engines.gradients import LoopGradient, TorchGradient, VmapGradient
 from fedbraid.errors import FedbraidError
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 ROOM = 2**26  # numbers of single gradients that are held at a time
 
 
-class Hidden:
+class PerExampleGradient:
     """What both ways share: (Σ_i min(1, C/‖g_i‖) g_i + N(0, (zC)²)) over the planned samples."""
 
     name, vectorized = "loop", False
 
-    def __init__(self, own: Examples, base: Torch) -> None:
+    def __init__(self, own: ExamplePrivacy, base: TorchGradient) -> None:
         self.own, self.base = own, base
 
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor | None]:
@@ -52,10 +52,10 @@ class Hidden:
         return torch.einsum("...b,...bd->...d", shrink, each)
 
 
-class OneByOne(Hidden):
+class LoopedPerExample(PerExampleGradient):
     """One example after the other through plain autograd: any model."""
 
-    base: Loop
+    base: LoopGradient
 
     def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         total, losses = torch.zeros_like(y), torch.zeros(len(y), device=y.device)
@@ -68,12 +68,12 @@ class OneByOne(Hidden):
         return total, losses
 
 
-class Together(Hidden):
+class VectorizedPerExample(PerExampleGradient):
     """All examples of a block's clients at once by vmap, as many clients at a time as there is room for."""
 
     name, vectorized = "vmap", True
 
-    def __init__(self, own: Examples, base: Vmap, task: Task) -> None:
+    def __init__(self, own: ExamplePrivacy, base: VmapGradient, task: Task) -> None:
         super().__init__(own, base)
         called = Called(base.module, base.run)
 
@@ -104,20 +104,24 @@ class Together(Hidden):
         return self.clipped(each), losses.sum(1)
 
 
-def hidden(own: Examples, task: Task, backend: str, precision: torch.dtype | None) -> Gradient:
+def per_example_gradient(
+    own: ExamplePrivacy, task: Task, backend: str, precision: torch.dtype | None
+) -> Gradient:
     """Private gradients by vmap or by a loop; "auto" takes vmap wherever it can follow the model."""
     if backend == "loop" or (backend == "auto" and not _follows(task)):
-        return OneByOne(own, Loop(task, precision))
-    return Together(own, Vmap(task, precision), task)
+        return LoopedPerExample(own, LoopGradient(task, precision))
+    return VectorizedPerExample(own, VmapGradient(task, precision), task)
 
 
 def _follows(task: Task) -> bool:
     """Whether vmap can follow this model, example by example."""
-    if task.stochastic or task.compares or task.whole.buffers is not None:
+    if task.stochastic or task.compares or task.full_layout.buffers is not None:
         return False
-    rows, y = task.rows[[0, -1]].view(1, 2), task.whole.flatten(task.module()).to(task.device)
+    rows, y = task.rows[[0, -1]].view(1, 2), task.full_layout.flatten(task.module()).to(task.device)
     try:  # a forward or loss of the user's may do what vmap cannot
-        Together(Examples(1.0, 0.0), Vmap(task), task).sums(y[None], Batch(task.inputs, task.targets, rows))
+        VectorizedPerExample(ExamplePrivacy(1.0, 0.0), VmapGradient(task), task).sums(
+            y[None], Batch(task.inputs, task.targets, rows)
+        )
     except FedbraidError:
         raise
     except Exception:

@@ -32,7 +32,7 @@ TOGETHER = 32  # samples of a client that go through the body at once, always th
 IN_MEMORY = 2**30  # bytes that may be kept in memory; more goes to a file
 
 
-class Frozen:
+class FrozenFeatureCache:
     """Stands in for a model's frozen parts: gives back what they gave for the samples of the batch at hand.
 
     A part qualifies if nothing in it is trained, what it reads depends on nothing trained, it draws no random
@@ -56,7 +56,7 @@ class Frozen:
             part.module.forward = self._stand_in(part, part.module.forward)
 
     @classmethod
-    def of(cls, task: Task, module: nn.Module) -> Frozen | None:
+    def of(cls, task: Task, module: nn.Module) -> FrozenFeatureCache | None:
         """What stands in for this module's frozen parts while it trains, if there are any."""
         if task.augment is not None or not len(task.rows):  # a deployment's server holds no samples
             return None
@@ -74,7 +74,7 @@ class Frozen:
         return bool(_parts(task.module(), task.run, task.sample))
 
     @classmethod
-    def of_test(cls, task: Task, module: nn.Module, chunk: int) -> Frozen | None:
+    def of_test(cls, task: Task, module: nn.Module, chunk: int) -> FrozenFeatureCache | None:
         """The same for the test set, which is judged chunk by chunk."""
         if task.test is None:
             return None
@@ -83,7 +83,9 @@ class Frozen:
         return cls._of(task, module, inputs, torch.arange(count, device=task.device), ends)
 
     @classmethod
-    def _of(cls, task: Task, module: nn.Module, inputs: Tree, rows: Tensor, ends: Ends) -> Frozen | None:
+    def _of(
+        cls, task: Task, module: nn.Module, inputs: Tree, rows: Tensor, ends: Ends
+    ) -> FrozenFeatureCache | None:
         if all(p.requires_grad for p in module.parameters()):
             return None
         if not all(isinstance(leaf, Tensor) for leaf in (*tree.leaves(inputs), *tree.leaves(task.inputs))):
@@ -115,7 +117,7 @@ class Frozen:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 self.run(self.module, x)
-        except _Reached:
+        except _StopForward:
             pass
         self.done[group] = True
 
@@ -131,13 +133,13 @@ class Frozen:
                 t[self.rows] = leaf
             self.ahead -= 1
             if not self.ahead:
-                raise _Reached
+                raise _StopForward
             return out
 
         return stand_in
 
 
-class _Reached(Exception):
+class _StopForward(Exception):
     """The last frozen part has given its output: the rest of the pass is not needed."""
 
 
@@ -173,7 +175,7 @@ def _parts(module: nn.Module, run: Forward, x: Tree) -> list[_Part]:
 
 
 @dataclass
-class _Seen:
+class _Observed:
     """What happened when a part ran."""
 
     name: str
@@ -182,8 +184,8 @@ class _Seen:
     out: Any
 
 
-def _look(module: nn.Module, run: Forward, x: Tree, parts: dict[str, nn.Module]) -> list[_Seen]:
-    seen: list[_Seen] = []
+def _look(module: nn.Module, run: Forward, x: Tree, parts: dict[str, nn.Module]) -> list[_Observed]:
+    seen: list[_Observed] = []
     state: dict[str, Tensor] = {}
     hooks = []
     for name, part in parts.items():
@@ -193,7 +195,7 @@ def _look(module: nn.Module, run: Forward, x: Tree, parts: dict[str, nn.Module])
 
         def after(part: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
             draws = not torch.equal(state[name], torch.get_rng_state())
-            seen.append(_Seen(name, _moves((args, kwargs)), draws, out))
+            seen.append(_Observed(name, _moves((args, kwargs)), draws, out))
 
         hooks += [part.register_forward_pre_hook(before), part.register_forward_hook(after, with_kwargs=True)]
     try:

@@ -16,7 +16,7 @@ from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import Called
 from fedbraid.data.tree import Parts, Tree
-from fedbraid.engines.frozen import Frozen
+from fedbraid.engines.frozen import FrozenFeatureCache
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 CHUNK = 512  # samples of an evaluation batch
 
 
-class Torch:
+class TorchGradient:
     """What both share: a module and a batched forward pass to judge a model with."""
 
     def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
-        self.layout, self.loss, self.run = task.whole, task.per_example, task.run
+        self.layout, self.loss, self.run = task.full_layout, task.per_example, task.run
         self.device, self.precision = task.device, precision
         self.module = task.module().to(task.device)
         self.guess, self.task = task.guess, task
@@ -43,9 +43,9 @@ class Torch:
         return self.task.module().to(self.device).eval()
 
     @cached_property
-    def frozen_test(self) -> Frozen | None:
+    def frozen_test(self) -> FrozenFeatureCache | None:
         """What its frozen parts give for the test set."""
-        return Frozen.of_test(self.task, self.tested, CHUNK)
+        return FrozenFeatureCache.of_test(self.task, self.tested, CHUNK)
 
     def cast(self) -> AbstractContextManager[Any]:
         """Inside, products are of the wished precision; a cache of weights would outlive them."""
@@ -75,7 +75,7 @@ class Torch:
         return torch.cat(losses), torch.cat(classes) if classes else None
 
 
-class Loop(Torch):
+class LoopGradient(TorchGradient):
     """One client after the other through plain autograd, parameters being views of flat rows."""
 
     name, vectorized = "loop", False
@@ -90,7 +90,7 @@ class Loop(Torch):
         self.grads = [(s, None if s.buffer else named[s.name]) for s in self.layout]
         self._out = torch.empty(0, 0)
         self._at = 0
-        self.frozen = Frozen.of(task, self.module)
+        self.frozen = FrozenFeatureCache.of(task, self.module)
         self.compares, self.make = task.compares, task.module
         self.others: dict[str, Tensor] = {}
 
@@ -184,7 +184,7 @@ def _flat(size: int, p: nn.Parameter | None, g: Tensor) -> Tensor:
     return (given.to_dense() if given.is_sparse else given).reshape(-1)
 
 
-class Vmap(Torch):
+class VmapGradient(TorchGradient):
     """All clients of a block at once: good where their weights meet in batched matrix products."""
 
     name, vectorized = "vmap", True
@@ -219,11 +219,11 @@ class Vmap(Torch):
         leaves = [m for m in task.module().modules() if not list(m.children())]
         if task.device.type == "cpu" and not all(isinstance(m, plain) for m in leaves):
             return False
-        if task.stochastic or task.compares or task.uneven or task.whole.buffers is not None:
+        if task.stochastic or task.compares or task.uneven or task.full_layout.buffers is not None:
             return False
-        rows, y = task.rows[[0, -1]].view(2, 1), task.whole.flatten(task.module()).to(task.device)
+        rows, y = task.rows[[0, -1]].view(2, 1), task.full_layout.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow
-            Vmap(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
+            VmapGradient(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
         except Exception:
             return False
         return True

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.processes import Ask, Crew, Failure
+from fedbraid.core.processes import Ask, Failure, WorkerPool
 from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.engines.blocks import check_counts, gradient
-from fedbraid.engines.client import Order, Orders, Reply, Setup, first_memory, visit
+from fedbraid.engines.client import Orders, Reply, Setup, TrainRequest, client_update, first_client_state
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 MESSAGES = 16  # to each worker in a wave at the least, where there are so many blocks: small clients cost less than a message
@@ -41,11 +41,11 @@ class Pool:
             raise ConfigError(
                 f"the pool engine runs on the CPU, not on {setup.task.device}; use engine='in_process'"
             )
-        self.setup, self.crew = setup, Crew(self._train, self.workers)
-        self.count = self.crew.count or 0
+        self.setup, self.workers_pool = setup, WorkerPool(self._train, self.workers)
+        self.count = self.workers_pool.count or 0
         self.grad: Gradient = gradient(setup, self.backend, 1)
         self.shared = _Shared(setup, self.count)
-        self.crew.hire()
+        self.workers_pool.start_workers()
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)  # others would wait for the next small thing to do, on a worker's core
 
@@ -67,11 +67,11 @@ class Pool:
         early: dict[int, Any] = {}
         at = 0
 
-        def following() -> Any:
+        def next_task() -> Any:
             lo, hi = next(todo, (0, 0))
             return (version, clients[lo:hi].tolist(), lo, each) if hi else None
 
-        for block, said in self.crew.results(following, ahead=AHEAD):
+        for block, said in self.workers_pool.results(next_task, ahead=AHEAD):
             if isinstance(said, Failure):
                 raise said.error()
             early[block[2]] = said
@@ -105,7 +105,7 @@ class Pool:
         memory = {k: v.clone() for k, v in self.shared.view(lo, lo + len(clients), "memory").items()}
         try:
             who = np.array(clients, np.int64)
-            reply = visit(self.setup, self.grad, Order(version, who, self.shared.down, memory))
+            reply = client_update(self.setup, self.grad, TrainRequest(version, who, self.shared.down, memory))
         except FedbraidError:
             raise
         except Exception as error:
@@ -133,7 +133,7 @@ class Pool:
         return f"pool(workers={self.count}, backend={self.grad.name!r}, block={self.block!r})"
 
     def close(self) -> None:
-        self.crew.close()
+        self.workers_pool.close()
         torch.set_num_threads(self.threads)
 
 
@@ -143,7 +143,7 @@ class _Shared:
     def __init__(self, setup: Setup, workers: int) -> None:
         layout, algorithm = setup.task.layout, setup.algorithm
         uploads = {name: torch.zeros(width) for name, width in algorithm.widths(layout).items()}
-        names = {"uploads": uploads, "memory": first_memory(setup)}
+        names = {"uploads": uploads, "memory": first_client_state(setup)}
         row = sum(v.nbytes for vectors in names.values() for v in vectors.values())
         self.slots = max(workers, min(setup.cohort, SLOT_BYTES // max(row, 1)))
         self.down = {name: _shared(d.size(layout)) for name, d in algorithm.downloads.items()}

@@ -34,7 +34,7 @@ class Mechanism:
     """What is noised how often.
 
     Cohorts are drawn "poisson" with a rate, or "fixed", so many of N; "all" is without amplification, and "own" the
-    visits of one client that noises for itself.
+    participations of one client that noises for itself.
     """
 
     kind: str
@@ -152,13 +152,13 @@ def accounted_at(step: int) -> int:
 
 @dataclass
 class OwnBudgets:
-    """ε of every client by its own visits, of noise that it adds itself; records carry the largest."""
+    """ε of every client by its own participations, of noise that it adds itself; records carry the largest."""
 
     z: float
     delta: float
-    most: float  # visits that a budget allows
+    most: float  # participations that a budget allows
     cautious: bool  # whether nobody knows who comes next
-    visits: Counter[int] = field(default_factory=Counter)
+    participations: Counter[int] = field(default_factory=Counter)
     largest: int = 0
 
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
@@ -166,8 +166,8 @@ class OwnBudgets:
             self._count(came)
 
     def _count(self, came: Sequence[int]) -> None:
-        self.visits.update(came)
-        self.largest = max([self.largest, *(self.visits[c] for c in came)])
+        self.participations.update(came)
+        self.largest = max([self.largest, *(self.participations[c] for c in came)])
 
     def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         self._count(came)
@@ -176,7 +176,7 @@ class OwnBudgets:
         return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
 
     def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
-        return all(self.visits[c] + more <= self.most for c, more in Counter(coming).items())
+        return all(self.participations[c] + more <= self.most for c, more in Counter(coming).items())
 
     def ends(self, step: int) -> bool:
         return self.cautious and self.largest >= self.most
@@ -192,37 +192,37 @@ class ExampleBudgets:
     own: HiddenExamples
     work: Work
     z: float | None  # None: what keeps the budget of each client if it comes every time
-    longest: int  # the most visits that anybody makes, or may make
-    totals: Counter[int] | None = None  # visits in the whole run, where they are known
-    visits: Counter[int] = field(default_factory=Counter)
-    most: dict[int, int] = field(default_factory=dict)  # visits so far, by samples
+    longest: int  # the most participations that anybody makes, or may make
+    totals: Counter[int] | None = None  # participations in the whole run, where they are known
+    participations: Counter[int] = field(default_factory=Counter)
+    most: dict[int, int] = field(default_factory=dict)  # participations so far, by samples
     late: set[int] = field(default_factory=set)  # who came and is not among them yet
     out: bool = False  # whether somebody may not come again
 
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         for came in cohorts:
-            self.visits.update(came)
-        self.late.update(self.visits)
+            self.participations.update(came)
+        self.late.update(self.participations)
 
     def _count(self, came: Sequence[int], sizes: Sizes) -> None:
-        self.visits.update(came)
+        self.participations.update(came)
         self.late.update(came)
         while self.late:
             c = self.late.pop()
             n, all_of_it = int(sizes[c]), self.longest if self.totals is None else self.totals[c]
-            self.most[n] = max(self.most.get(n, 0), min(accounted_at(self.visits[c]), all_of_it))
-            self.out |= self._limited and self.visits[c] >= self._allowed(n)
+            self.most[n] = max(self.most.get(n, 0), min(accounted_at(self.participations[c]), all_of_it))
+            self.out |= self._limited and self.participations[c] >= self._allowed(n)
 
     def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         self._count(came, sizes)
         if self.z == 0 or not self.most:
             return {}
         who = self.most if self.z is None else worst(self.most, self.work)
-        return {"epsilon": max(self._epsilon(n, visits) for n, visits in who.items())}
+        return {"epsilon": max(self._epsilon(n, participations) for n, participations in who.items())}
 
-    def _epsilon(self, n: int, visits: int) -> float:
+    def _epsilon(self, n: int, participations: int) -> float:
         how, steps = own_steps(n, self.work)
-        return epsilon_of(how, self._noise(n), self.own.delta, steps * visits)
+        return epsilon_of(how, self._noise(n), self.own.delta, steps * participations)
 
     def _noise(self, n: int) -> float:
         return least(self.own, {n: self.longest}, self.work) if self.z is None else self.z
@@ -240,7 +240,7 @@ class ExampleBudgets:
         )
 
     def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
-        after = self.visits + Counter(coming)
+        after = self.participations + Counter(coming)
         return not self._limited or all(after[c] <= self._allowed(int(sizes[c])) for c in {*coming})
 
     def ends(self, step: int) -> bool:
@@ -254,7 +254,7 @@ def own_steps(n: int, work: Work) -> tuple[Mechanism, int]:
 
 
 def worst(most: Mapping[int, int], work: Work) -> dict[int, int]:
-    """Those of (samples: visits) that no other exceeds both in how large a share a batch takes and in steps."""
+    """Those of (samples: participations) that no other exceeds both in how large a share a batch takes and in steps."""
     found: dict[int, int] = {}
     top = 0
     for n in sorted(most, key=lambda n: -own_steps(n, work)[0].rate):
@@ -264,13 +264,13 @@ def worst(most: Mapping[int, int], work: Work) -> dict[int, int]:
 
 
 def least(own: HiddenExamples, most: Mapping[int, int], work: Work) -> float:
-    """The noise that keeps the budget of all clients, by samples and visits."""
+    """The noise that keeps the budget of all clients, by samples and participations."""
     assert own.epsilon is not None
     z = 0.0
-    for n, visits in worst(most, work).items():
+    for n, participations in worst(most, work).items():
         how, steps = own_steps(n, work)
-        if not z or epsilon_of(how, z, own.delta, steps * visits) > own.epsilon:
-            z = solved(how, own.epsilon, own.delta, steps * visits)
+        if not z or epsilon_of(how, z, own.delta, steps * participations) > own.epsilon:
+            z = solved(how, own.epsilon, own.delta, steps * participations)
     return z
 
 
@@ -293,7 +293,7 @@ class Crowd:
             return self.work.steps is not None
         return len(np.unique(step_counts(self.sizes, self.work))) == 1
 
-    def visits(self) -> int:
+    def participations(self) -> int:
         """The most times that any client comes, or may come where nobody knows."""
         if self.seed is None:
             return self.schedule.steps * (self.schedule.buffer if isinstance(self.schedule, Buffered) else 1)
@@ -340,7 +340,9 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
 
 
 def _bound_own(algorithm: Algorithm, up: LocalNoise, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
-    z, most = _afford(up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.visits())
+    z, most = _afford(
+        up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.participations()
+    )
     new = replace(algorithm, up=replace(up, z=z))
     return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
 
@@ -356,7 +358,7 @@ def _bound_examples(
         )
     sizes = np.zeros(0, np.int64) if crowd.sizes is None else crowd.sizes
     totals = None if crowd.seed is None else crowd.counted()
-    longest = crowd.visits() if totals is None else max(totals.values(), default=1)
+    longest = crowd.participations() if totals is None else max(totals.values(), default=1)
     most: dict[int, int] = {}
     for c, n in enumerate(sizes.tolist()):
         most[n] = max(most.get(n, 0), longest if totals is None else totals[c])

@@ -18,11 +18,11 @@ from fedbraid.data.call import by_signature
 from fedbraid.data.lazy import Column
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.gradients import CHUNK, Torch
+from fedbraid.engines.gradients import CHUNK, TorchGradient
 from fedbraid.errors import DataError, RunError
 from fedbraid.run.checkpoint import Record
 
-_JUDGES: weakref.WeakKeyDictionary[Task, Torch] = weakref.WeakKeyDictionary()
+_JUDGES: weakref.WeakKeyDictionary[Task, TorchGradient] = weakref.WeakKeyDictionary()
 
 
 class Evaluates(Protocol):
@@ -145,7 +145,7 @@ def _chunks(inputs: Column) -> Iterator[slice]:
 @torch.no_grad()
 def _outputs(task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
     if task not in _JUDGES:
-        _JUDGES[task] = Torch(task)
+        _JUDGES[task] = TorchGradient(task)
     found, losses, classes = _JUDGES[task], [], []
     outputs = []
     for at, some, out in found.outputs(x, inputs):

@@ -288,7 +288,7 @@ class Run:
         )
         kept = state.clients.default
         shared: Models = state.average
-        if task.whole.size > task.layout.size:
+        if task.full_layout.size > task.layout.size:
             if PERSONAL not in kept:  # real clients keep them for themselves
                 return {}
             shared = partial(models_of, Rule(), state)
@@ -375,7 +375,7 @@ def load_model_of(task: Task, algorithm: Algorithm, state: State, client: int | 
         raise ConfigError(f"there is no client {client}; there are {task.clients} from 0 on")
     else:
         x = models_of(algorithm.rule, state, np.array([client]))[0]
-    return task.whole.load(task.module(), x)
+    return task.full_layout.load(task.module(), x)
 
 
 def simulate(
@@ -406,7 +406,7 @@ def simulate(
     often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
-    algorithm.fits(work, task.whole.size > task.layout.size)
+    algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.fits(task.layout)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)

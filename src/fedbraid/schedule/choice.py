@@ -83,7 +83,7 @@ class oort:
         losses: Floats,
         wanted: int,
         sizes: Ints,
-        visits: Ints,
+        participations: Ints,
         random: np.random.Generator,
     ) -> Ints:
         known = available[~np.isnan(losses[available])]
@@ -91,7 +91,7 @@ class oort:
         wanted = min(wanted, len(available))
         new = round(wanted * max(self.least, self.explore * self.decay**step))
         new = min(len(fresh), max(new, wanted - len(known)))
-        utility = sizes[known] * losses[known] + np.sqrt(0.1 * math.log(step + 1) / visits[known])
+        utility = sizes[known] * losses[known] + np.sqrt(0.1 * math.log(step + 1) / participations[known])
         count = wanted - new
         if count and len(known) > count:
             bar = self.cutoff * np.partition(utility, -count)[-count]
@@ -160,12 +160,12 @@ class Seen:
     sizes: Ints
     seed: int
     losses: Floats = field(init=False)  # of each one's last visit, NaN before its first
-    visits: Ints = field(init=False)  # the step of its last visit, −1 before its first
+    participations: Ints = field(init=False)  # the step of its last visit, −1 before its first
     asked: dict[int, list[list[int]]] = field(default_factory=dict)  # by step, a cohort for each attempt
 
     def __post_init__(self) -> None:
         self.losses = np.full(len(self.sizes), np.nan)
-        self.visits = np.full(len(self.sizes), -1, np.int64)
+        self.participations = np.full(len(self.sizes), -1, np.int64)
 
     def grow(self, sizes: Ints) -> None:
         """There are so many clients now, with so many samples."""
@@ -173,7 +173,7 @@ class Seen:
         self.sizes = sizes
         if more > 0:
             self.losses = np.concatenate([self.losses, np.full(more, np.nan)])
-            self.visits = np.concatenate([self.visits, np.full(more, -1, np.int64)])
+            self.participations = np.concatenate([self.participations, np.full(more, -1, np.int64)])
 
     def take(self, record: dict[str, Any]) -> None:
         """What a step's record says of its clients."""
@@ -181,7 +181,7 @@ class Seen:
         if last >= len(self.sizes):  # a run of real clients is read before they are here
             self.grow(np.append(self.sizes, np.ones(last + 1 - len(self.sizes), np.int64)))
         self.losses[record["clients"]] = record["losses"]
-        self.visits[record["clients"]] = record["step"]
+        self.participations[record["clients"]] = record["step"]
         self.asked[record["step"] - 1] = record["asked"]
 
     def choose(self, choose: Any, step: int, attempt: int, available: Ints, wanted: int) -> Ints:
@@ -193,7 +193,7 @@ class Seen:
         more = {
             "wanted": wanted,
             "sizes": self.sizes.copy(),
-            "visits": self.visits.copy(),
+            "participations": self.participations.copy(),
             "random": rng.generator(self.seed, "choose", step, attempt),
         }
         takes = inspect.signature(fn).parameters

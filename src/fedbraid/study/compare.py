@@ -23,7 +23,7 @@ from fedbraid.algorithms.personal import alone
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.names import falls
-from fedbraid.core.processes import Ask, Crew, Failure, prepare
+from fedbraid.core.processes import Ask, Failure, WorkerPool, prepare
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, EngineError, RunError, unknown
@@ -367,7 +367,7 @@ class Grid:
         if watcher is not None:
             watcher.begin(cells)
 
-        def heard(cell: Cell, said: tuple[int, float | None]) -> None:
+        def on_message(cell: Cell, said: tuple[int, float | None]) -> None:
             if watcher is not None:
                 watcher.step(cell, *said)
 
@@ -381,8 +381,8 @@ class Grid:
 
         tick = (lambda: None) if watcher is None else watcher.tick
         prepare()
-        with Crew(self._job, jobs) as crew:
-            crew.run(lambda: next(todo, None), done, heard, tick)
+        with WorkerPool(self._job, jobs) as pool:
+            pool.run(lambda: next(todo, None), done, on_message, tick)
 
     @property
     def local(self) -> bool:

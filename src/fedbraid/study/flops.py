@@ -18,7 +18,7 @@ from fedbraid.study.cost import client_flops
 
 def of_clients(task: Task, algorithm: Algorithm, work: Work) -> NDArray[np.float64]:
     """FLOPs of one visit of each client."""
-    return of_sizes(task.sizes, of_task(task), task.whole.size, algorithm, work)
+    return of_sizes(task.sizes, of_task(task), task.full_layout.size, algorithm, work)
 
 
 def of_sizes(

@@ -82,7 +82,7 @@ def write(folder: Path, part: str, facts: Line) -> None:
 def attempt(cell: Cell) -> Line:
     """What a server step of a cell takes: of a few of its own, or of a few local steps where those are many."""
     task = make_task(cell.task)
-    seconds = local = _local_step(cell, task) * visits(cell) * local_steps(cell, task)
+    seconds = local = _local_step(cell, task) * participations(cell) * local_steps(cell, task)
     if local < SHORT:
         seconds = _slope(
             lambda n: _train(cell, task, cell.work, shortened(cell.schedule, n)),
@@ -151,7 +151,7 @@ def shortened(schedule: Schedule, steps: int) -> Schedule:
     return replace(schedule, steps=steps)
 
 
-def visits(cell: Cell) -> float:
+def participations(cell: Cell) -> float:
     """Clients that train for one server step."""
     if isinstance(cell.schedule, Buffered):
         return cell.schedule.buffer

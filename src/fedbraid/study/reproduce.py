@@ -27,7 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fedbraid.core.processes import Crew, Failure
+from fedbraid.core.processes import Failure, WorkerPool
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
 from fedbraid.parse import written
@@ -443,8 +443,8 @@ def go(
         if said is not None:
             raise said.error()
 
-    with Crew(lambda names, ask: work(home, paper, names, runs, parent, again=again), workers) as crew:
-        crew.run(lambda: next(share, None), done, idle=pace.look)
+    with WorkerPool(lambda names, ask: work(home, paper, names, runs, parent, again=again), workers) as pool:
+        pool.run(lambda: next(share, None), done, idle=pace.look)
 
 
 # Tables and pictures --------------------------------------------------------------------------------

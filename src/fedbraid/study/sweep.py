@@ -25,7 +25,7 @@ import torch
 from fedbraid.core import check, rng
 from fedbraid.core.check import number
 from fedbraid.core.names import falls
-from fedbraid.core.processes import Ask, Crew, Failure, prepare
+from fedbraid.core.processes import Ask, Failure, WorkerPool, prepare
 from fedbraid.data import tree
 from fedbraid.data.lazy import Column
 from fedbraid.data.task import Task
@@ -329,7 +329,7 @@ class _Search:
     # Trials ---------------------------------------------------------------------------------------
 
     def run(self, jobs: int | None, watcher: Watcher | None) -> None:
-        def heard(job: _Job, said: tuple[int, float]) -> bool:
+        def on_message(job: _Job, said: tuple[int, float]) -> bool:
             if watcher is not None:
                 watcher.trial(job.number, job.settings, *said)
             looks = self.looks.setdefault(job.number, {})
@@ -351,8 +351,8 @@ class _Search:
                 watcher.done(trial)
 
         prepare()
-        with Crew(self._train, jobs) as crew:
-            crew.run(self._following, done, heard, (lambda: None) if watcher is None else watcher.tick)
+        with WorkerPool(self._train, jobs) as pool:
+            pool.run(self._following, done, on_message, (lambda: None) if watcher is None else watcher.tick)
 
     def _following(self) -> _Job | None:
         """The next setting to try: first what a kill left, then another that was not tried yet."""

@@ -539,7 +539,7 @@ def predict(rounds: int) -> None:
             while read_status(Folder(out)).get("state") not in ("done", "failed"):
                 time.sleep(0.5)
             records = list(Folder(out).records())
-            return out, records[-1]["time"] - min(b for r in records for b in r["began"])
+            return out, records[-1]["time"] - min(b for r in records for b in r["start_times"])
 
         took(f"rounds(1, clients={len(SECONDS)})")  # so that every worker has the app
         recorded, _ = took(known)

@@ -209,7 +209,7 @@ def run_pfl(job: Job) -> Done:
         def metrics(self, x: Tensor, y: Tensor) -> dict[str, float]:
             return {"loss": self.loss(x, y).item()}
 
-    class Watch(TrainingProcessCallback):
+    class DivergenceGuard(TrainingProcessCallback):
         clients = 0
 
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
@@ -218,7 +218,7 @@ def run_pfl(job: Job) -> Done:
             self.clients += int(next(v for k, v in named.items() if "number of devices" in str(k)))
             return False, Metrics()
 
-    work, watch = job.work, Watch()
+    work, watch = job.work, DivergenceGuard()
     order = np.random.default_rng(0).permutation(work.clients).tolist()  # the same in every worker
     data = FederatedDataset(
         lambda i: PyTorchTensorDataset(job.client(i)), get_user_sampler("minimize_reuse", order)
@@ -433,7 +433,7 @@ def run_fluke(job: Job) -> Done:
 
     work = job.work
 
-    class Watch(FederationObserver):
+    class DivergenceGuard(FederationObserver):
         clients = 0
 
         def selected_clients(self, round, clients):
@@ -460,7 +460,7 @@ def run_fluke(job: Job) -> Done:
         DataSplitter(DummyDataContainer(loaders, [None] * work.clients, None, num_classes=work.classes)),
         DDict(client=client, server={"weighted": True}, model=job.model),
     )
-    watch = Watch()
+    watch = DivergenceGuard()
     algorithm.set_callbacks(watch)
     algorithm.run(job.rounds, work.cohort / work.clients)
     return Done(algorithm.server.model, watch.clients)

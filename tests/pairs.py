@@ -433,7 +433,7 @@ def _script(case: Case, known: list[int]) -> Iterator[Any]:
         )
 
 
-class Watch:
+class DivergenceGuard:
     """Keeps x̄ of every step, and lets clients join."""
 
     def __init__(self, ticks: list[Tick]) -> None:
@@ -555,7 +555,7 @@ def check(case: Case) -> Outcome:
         weight_decay=case.decay, lr_decay=case.lr_decay,
     )  # fmt: skip
     plan, ticks = schedule(case)
-    task, log, watch = MAKE(), Log(), Watch(ticks)
+    task, log, watch = MAKE(), Log(), DivergenceGuard(ticks)
     engine = f"in_process(backend={case.backend!r})"
     with log.listening():
         try:

@@ -341,9 +341,9 @@ def test_a_run_makes_a_clock_that_foretells_the_next(blobs, tmp_path):
 
 def test_a_deployments_records_say_who_was_away(tmp_path):
     lines = [
-        {"clients": [0, 1], "began": [10, 10], "ended": [12, 14], "came": [[0, 3], [1, 5]]},
-        {"clients": [0], "began": [14], "ended": [15], "went": [[1, 14.5]], "came": [[2, 14.8]]},
-        {"clients": [1], "began": [15], "ended": [19], "came": [[1, 15]]},
+        {"clients": [0, 1], "start_times": [10, 10], "end_times": [12, 14], "came": [[0, 3], [1, 5]]},
+        {"clients": [0], "start_times": [14], "end_times": [15], "went": [[1, 14.5]], "came": [[2, 14.8]]},
+        {"clients": [1], "start_times": [15], "end_times": [19], "came": [[1, 15]]},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = clock.from_run(tmp_path)

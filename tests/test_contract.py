@@ -182,7 +182,9 @@ def test_what_is_evaluated_is_the_averaged_model(base, tmp_path):
     trial = Trial(lr=0.1)
     result = trial.run(base, evaluate_every=1, out=tmp_path / "run")
     assert result.history[-1]["loss"] == pytest.approx(trial.p.loss(result.x.double().numpy()), abs=1e-5)
-    assert result.history[-1]["norm_h"] == pytest.approx(float((result.x - result.state.x).norm()), rel=1e-5)
+    assert result.history[-1]["offset_norm"] == pytest.approx(
+        float((result.x - result.state.x).norm()), rel=1e-5
+    )
     assert torch.equal(trial.p.layout.flatten(result.model()), result.x)
     from safetensors.torch import load_file
 
@@ -241,7 +243,7 @@ def test_growth_beyond_reason_ends_a_run_and_keeps_the_last_good_step(steep, tmp
     assert all(r["norm"] < 1e5 for r in kept)
     good = int(re.search(r"Step (\d+) was the last within reason", str(stopped.value))[1])
     assert len(kept) == good // every * every
-    result = explosive(steep, keep_going=True)
+    result = explosive(steep, ignore_divergence=True)
     assert len(result.history) == 8
     assert result.history[-1]["norm"] > 1e8
 
@@ -350,7 +352,7 @@ def test_a_client_that_leaves_takes_its_share_with_it(build):
     assert not {1, 4} & {c for r in result.history[5:] for c in r["clients"]}
     mirrors(result, "c_i" if build is fb.scaffold else "h_i", [0, 2, 3, 5, 6, 7])
     silent = trial.run(build(weights="uniform"), callbacks=[Leaves(5, [1, 4], reachable=False)])
-    assert silent.history[5]["left_share"] == [1, 4]
+    assert silent.history[5]["unreturned"] == [1, 4]
     assert not torch.equal(silent.x, result.x)
 
 
@@ -360,7 +362,7 @@ def test_a_client_that_leaves_takes_its_share_with_it(build):
 def test_a_servers_row_goes_with_its_client(gather):
     trial = Trial(lr=0.1, steps=10)
     result = trial.run(gather, callbacks=[Leaves(5, [1, 4], reachable=False)])
-    assert "left_share" not in result.history[5]
+    assert "unreturned" not in result.history[5]
     ledger = result.state.gather
     rows = ledger.rows.get(range(8))
     assert rows["weight"][[1, 4]].abs().sum() == 0
@@ -389,7 +391,7 @@ def newcomers(build, name):
     trial = Trial(lr=0.1)
     from fedbraid.engines.blocks import InProcess
     from fedbraid.engines.client import Setup
-    from fedbraid.run.jobs import Jobs
+    from fedbraid.run.jobs import SimulatedSource
     from fedbraid.run.state import State
     from fedbraid.run.step import advance
     from fedbraid.schedule import Tick
@@ -402,7 +404,7 @@ def newcomers(build, name):
         engine.open(setup)
         who = np.array(cohort)
         tick = Tick(t, float(t), who, np.full(2, t), who, frozenset())
-        state, _ = advance(setup, Jobs(setup, engine), state, tick)
+        state, _ = advance(setup, SimulatedSource(setup, engine), state, tick)
         engine.close()
         mean = state.clients.get(range(N))[name].double().mean(0)
         sent = next(v for k, v in state.sent[t + 1].vectors.items() if k != "x")
@@ -417,17 +419,17 @@ def test_estimates_are_the_mean_over_todays_clients_after_newcomers():
 def test_clients_are_counted_anew_when_one_joins_or_leaves_and_only_then():
     from types import SimpleNamespace
 
-    from fedbraid.run.step import Census
+    from fedbraid.run.step import Population
 
     sizes = np.array([3, 4, 5])
     source, stay = SimpleNamespace(sizes=sizes, real=False), SimpleNamespace(gone=())
-    first = Census.of(source, stay)
+    first = Population.of(source, stay)
     assert (first.N, first.samples) == (3, 12.0)
-    assert Census.of(source, stay, first) is first
-    left = Census.of(source, SimpleNamespace(gone=(1,)), first)
+    assert Population.of(source, stay, first) is first
+    left = Population.of(source, SimpleNamespace(gone=(1,)), first)
     assert (left.N, left.samples, left.sizes.tolist()) == (2, 8.0, [3, 0, 5])
     source.sizes = np.array([3, 4, 5, 6])
-    joined = Census.of(source, SimpleNamespace(gone=(1,)), left)
+    joined = Population.of(source, SimpleNamespace(gone=(1,)), left)
     assert (joined.N, joined.samples) == (3, 14.0)
     assert sizes.tolist() == [3, 4, 5]
 

@@ -10,7 +10,7 @@ import torch
 import fedbraid as fb
 from fedbraid.cli import main, papers
 from fedbraid.engines.flops import forward_flops
-from fedbraid.study.cost import Crowd, estimate, operations
+from fedbraid.study.cost import Federation, estimate, operations
 
 
 def test_fedgbo_tables_4_and_10_within_one_percent() -> None:
@@ -89,7 +89,7 @@ ALGORITHMS = {
 def test_bytes_are_those_of_a_real_round(name: str) -> None:
     task = fb.tasks.load("digits", clients=20)
     work, algorithm = fb.Work(lr=0.05), ALGORITHMS[name]
-    said = estimate(task.module(), task.inputs[:1], algorithm, work, Crowd(20, 6, 71.9))
+    said = estimate(task.module(), task.inputs[:1], algorithm, work, Federation(20, 6, 71.9))
     record = fb.simulate(task, algorithm, work, fb.rounds(2, clients=6), evaluate_every=None).history[-1]
     assert said.bytes_down == record["bytes_down"]
     assert said.bytes_up == pytest.approx(record["bytes_up"], rel=0.01 if name == "topk" else 0)
@@ -98,7 +98,7 @@ def test_bytes_are_those_of_a_real_round(name: str) -> None:
 def test_stored_bytes_are_those_of_a_real_memory() -> None:
     task = fb.tasks.load("digits", clients=20)
     algorithm, work = fb.fedadavr("adam", memory="int4"), fb.Work(lr=0.05)
-    said = estimate(task.module(), task.inputs[:1], algorithm, work, Crowd(20, 20, 71.9))
+    said = estimate(task.module(), task.inputs[:1], algorithm, work, Federation(20, 20, 71.9))
     state = fb.simulate(task, algorithm, work, fb.rounds(1, clients=20), evaluate_every=None).state
     rows = state.gather.rows
     assert len(rows) == 20

@@ -163,7 +163,7 @@ def test_a_killed_worker_ends_the_run_and_leaves_it_resumable(blobs, tmp_path):
 def test_memory_is_flat_over_rounds(blobs, tmp_path):
     process, seen = psutil.Process(), []
 
-    class Watch:
+    class DivergenceGuard:
         def step(self, record, run):
             if record["step"] in (150, 600):
                 gc.collect()
@@ -171,7 +171,7 @@ def test_memory_is_flat_over_rounds(blobs, tmp_path):
 
     fb.simulate(
         blobs, fb.fedadavr("adam", memory="int8"), fb.Work(lr=0.01, steps=1, batch=4), fb.rounds(600, clients=2),
-        engine="in_process", out=tmp_path / "run", callbacks=[Watch()], evaluate_every=50,
+        engine="in_process", out=tmp_path / "run", callbacks=[DivergenceGuard()], evaluate_every=50,
     )  # fmt: skip
     assert seen[1] - seen[0] < 2 * 2**20
 
@@ -187,7 +187,14 @@ def test_files_threads_and_processes_are_given_back(blobs, tmp_path):
         for i, engine in enumerate(("in_process", "pool(workers=2)")):
             out = tmp_path / f"{where}-{i}"
             fb.simulate(blobs, fb.scaffold(), WORK, fb.rounds(2, clients=3), engine=engine, out=out)
-            fb.simulate(blobs, fb.scaffold(), WORK, fb.rounds(2, clients=3), engine=engine, store="disk")
+            fb.simulate(
+                blobs,
+                fb.scaffold(),
+                WORK,
+                fb.rounds(2, clients=3),
+                engine=engine,
+                client_state_storage="disk",
+            )
 
     some("first")
     before = held()

@@ -414,7 +414,9 @@ def test_orders_go_out_together_and_records_make_a_clock(user, tmp_path):
     assert [len(set(models)) for models in orders] == [1, 1]  # of one model, which Flower keeps once
     assert sorted(c for c, _ in result.history[0]["came"]) == [0, 1, 2]
     for record in result.history:
-        assert all(b <= e <= record["time"] for b, e in zip(record["began"], record["ended"], strict=True))
+        assert all(
+            b <= e <= record["time"] for b, e in zip(record["start_times"], record["end_times"], strict=True)
+        )
         assert sum(record["node_up"]) == record["bytes_up"]
         assert sum(record["node_down"]) == record["bytes_down"]
     assert set(fb.clock.from_run(tmp_path / "run")) == {"durations"}
@@ -716,7 +718,7 @@ def test_who_is_to_leave_is_asked_for_its_share_again(user, tmp_path, impatient)
     said = {"algorithm": "scaffold()", "schedule": "rounds(60, clients=2)", "deadline": LONG, "minimum": 2}
     records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
     assert [r["left"] for r in records if "left" in r] == [[1]]
-    assert not any("left_share" in r for r in records)  # it came
+    assert not any("unreturned" in r for r in records)  # it came
 
 
 # Who is who -----------------------------------------------------------------------------------------------
@@ -810,7 +812,7 @@ def test_a_registered_key_is_looked_up_now_and_then(monkeypatch):
     """And a stranger's every time; one that was removed is a stranger some seconds later."""
     now, looked, registered = [100.0], [], {b"node"}
     monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
-    known = gate.Known(lambda key: looked.append(key) or key in registered)
+    known = gate.TaskSummary(lambda key: looked.append(key) or key in registered)
     assert [known(b"node"), known(b"node"), known(b"who"), known(b"who")] == [True, True, False, False]
     assert looked == [b"node", b"who", b"who"]
     registered.clear()

@@ -138,8 +138,8 @@ def test_a_deployment_is_watched_and_recorded_as_a_simulation_is(user, tmp_path)
         "versions",
         "nodes",
         "came",
-        "began",
-        "ended",
+        "start_times",
+        "end_times",
     }
     assert (tmp_path / "run" / "best.safetensors").exists()
     again = driven(user, in_process(user, tmp_path, 3), tmp_path / "run", **said)
@@ -202,7 +202,7 @@ def test_who_cannot_be_asked_leaves_its_share(share, user, tmp_path):
     grid = in_process(user, tmp_path, 3, vanish)
     said = {"algorithm": "scaffold()", "schedule": "rounds(30, clients=2)", "deadline": 0.2, "minimum": 2}
     records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
-    assert [r["left_share"] for r in records if "left" in r] == [[1]]
+    assert [r["unreturned"] for r in records if "left" in r] == [[1]]
     assert all(r["norm"] < 100 for r in records)
     assert all(
         1 not in r["clients"] for r in records[next(i for i, r in enumerate(records) if "left" in r) :]

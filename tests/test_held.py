@@ -69,7 +69,7 @@ def test_the_sum_is_of_what_was_received(blobs, build, weights):
 def test_a_client_that_cannot_be_asked_leaves_its_share(blobs):
     held = fb.fedvarp(held="client")
     run = fb.simulate(blobs, held, WORK, fb.rounds(4, clients=6), callbacks=[Leaver(2, 2, reachable=False)])
-    assert run.history[2]["left_share"] == [2]
+    assert run.history[2]["unreturned"] == [2]
 
 
 def test_a_server_keeps_one_sum(blobs):

@@ -345,7 +345,7 @@ class Made(Dataset):
         return np.full(5, self.client % 7, np.float32), self.client % 3
 
 
-class Crowd:
+class PrivacySetup:
     """A hundred thousand clients, none of whom is there before they are asked for."""
 
     def __len__(self):
@@ -356,7 +356,7 @@ class Crowd:
 
 
 def test_a_hundred_thousand_clients():
-    made = fb.Task.from_datasets(lambda: nn.Linear(5, 3), Crowd(), lazy=True)
+    made = fb.Task.from_datasets(lambda: nn.Linear(5, 3), PrivacySetup(), lazy=True)
     result = fb.simulate(made, fb.fedavg(), WORK, fb.rounds(2, clients=10), engine=LOOP)
     assert made.clients == 100_000
     assert len(result.history) == 2
@@ -454,9 +454,9 @@ def test_a_test_set_is_read_chunk_by_chunk():
     store._labels, store._last = {}, ((0, 0), (None, None))
     x = plain.initial(0)
     from fedbraid.engines.gradients import LoopGradient
-    from fedbraid.run.judge import judge
+    from fedbraid.run.judge import evaluate_model
 
-    judge(LoopGradient(plain), plain, x)
+    evaluate_model(LoopGradient(plain), plain, x)
     plain.close()
     assert Counted.read <= 2  # two samples tell the kind; processes read the rest, once each
     assert len(store._labels) == 3

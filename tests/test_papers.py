@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import Trial
-from test_properties import Watch, watch
+from test_properties import DivergenceGuard, watch
 from torch import nn
 
 import fedbraid as fb
@@ -56,7 +56,7 @@ def squares() -> fb.Task:
 )
 def test_the_averaged_model_rests_only_where_h_is_zero(algorithm):
     """With S fixed, x̄^t = x̄^{t−1} − (h^{t−1} + ḡ^t), so x̄ comes to rest as h goes to zero (Theorem 2)."""
-    seen = Watch()
+    seen = DivergenceGuard()
     work, population_weight = fb.Work(lr=0.1, steps=3, batch=None), fb.rounds(150, clients=4)
     fb.simulate(squares(), algorithm, work, population_weight, evaluate_every=None, callbacks=[seen])
     h = [judged - x for judged, x in zip(seen.judged, seen.x)]

@@ -241,8 +241,10 @@ def test_models_of_their_own_are_judged_beside_the_common_one():
     x, y = (torch.as_tensor(v) for v in p.test)
     common = (result.model()(x).argmax(1) == y).double().mean().item()
     own = [int(result.model(row % p.N)(x[row]).argmax() == y[row]) for row in range(len(y))]
-    assert (result.last("accuracy"), result.last("accuracy_own")) == pytest.approx((common, np.mean(own)))
-    assert result.last("loss_own") != result.last("loss")
+    assert (result.last("accuracy"), result.last("accuracy_personal")) == pytest.approx(
+        (common, np.mean(own))
+    )
+    assert result.last("loss_personal") != result.last("loss")
 
 
 # FedBN ---------------------------------------------------------------------------------------------------
@@ -391,7 +393,7 @@ def test_a_table_by_client():
         rows = result.per_client()
         assert [r["client"] for r in rows] == list(range(8))
         assert [r["samples"] for r in rows] == task.sizes.tolist()
-        key = "accuracy_clients_own" if "ditto" in algorithm.name else "accuracy_clients"
+        key = "accuracy_clients_personal" if "ditto" in algorithm.name else "accuracy_clients"
         assert np.mean([r["accuracy"] for r in rows]) == pytest.approx(result.last(key))
         for row in rows:
             x, y = (

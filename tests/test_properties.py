@@ -17,7 +17,7 @@ from fedbraid.core.declare import DELTA
 ALL = fb.rounds(6, clients=8)
 
 
-class Watch:
+class DivergenceGuard:
     """Notes the model that is sent, the one that is judged, and the cohort, after every step."""
 
     def __init__(self):
@@ -34,7 +34,7 @@ def simulate(*args, **options):
 
 
 def watch(trial, algorithm, schedule=None, **options):
-    seen = Watch()
+    seen = DivergenceGuard()
     trial.run(algorithm, schedule, callbacks=[seen], **options)
     return seen
 
@@ -98,7 +98,7 @@ def centralised(p, name, steps, eta, track_first, weights="samples", beta=0.9, b
 @pytest.mark.parametrize("build", [fb.fedgbo, fb.mimelite])
 def test_one_full_step_of_everybody_is_the_centralised_optimiser(build, weights, name):
     trial = Trial(lr=0.5)
-    seen = Watch()
+    seen = DivergenceGuard()
     work = fb.Work(lr=0.5, steps=1, batch=None)
     simulate(trial.p.task, build(name, weights=weights), work, fb.rounds(10, clients=8), callbacks=[seen])
     expected = centralised(trial.p, name, 10, 0.5, False, weights)
@@ -114,7 +114,7 @@ def test_one_full_step_of_everybody_is_the_centralised_optimiser_for_mfl(name):
         p.data = [p.data[0]] * 4
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
     p.task = fb.Task.from_arrays(p.layout.load(model, torch.from_numpy(p.x0).float()), clients=p.data)
-    seen, work = Watch(), fb.Work(lr=0.5, steps=1, batch=None)
+    seen, work = DivergenceGuard(), fb.Work(lr=0.5, steps=1, batch=None)
     simulate(p.task, fb.mfl(name), work, fb.rounds(10, clients=4), callbacks=[seen])
     np.testing.assert_allclose(seen.x, centralised(p, name, 10, 0.5, True), atol=5e-6)
 

@@ -620,13 +620,13 @@ def reached(folder):
 
 def test_the_timeline_tells_who_could_be_reached(tmp_path):
     line = page.describe(collect([reached(tmp_path / "run")]))["groups"][0]["timeline"]
-    end = max(line["jobs"]["ended"])
+    end = max(line["jobs"]["end_times"])
     spans = list(zip(*line["online"].values(), strict=True))
     assert [s for s in spans if s[0] == 0] == [(0, 0.0, end)]
     assert [s for s in spans if s[0] == 1] == [
         (1, a, min(b, end)) for a, b in ((0.0, 3.0), (5.0, 40.0)) if a < end
     ]
-    for client, began in zip(line["jobs"]["client"], line["jobs"]["began"], strict=True):
+    for client, began in zip(line["jobs"]["client"], line["jobs"]["start_times"], strict=True):
         assert any(c == client and a <= began <= b for c, a, b in spans)
 
 
@@ -659,7 +659,7 @@ def test_a_timeline_of_many_clients(browser, single, tmp_path, stalest, spans):
         "version": step - draw.integers(0, stalest + 1, count),
         "step": step,
     }
-    jobs |= {"began": began, "ended": began + draw.exponential(0.3, count)}
+    jobs |= {"start_times": began, "end_times": began + draw.exponential(0.3, count)}
     line = {
         "name": "many",
         "seed": 0,
@@ -695,7 +695,7 @@ def test_a_long_timeline_is_thinned(task, tmp_path, monkeypatch):
     whole = page.describe(collect([tmp_path / "r"]))["groups"][0]["timeline"]
     assert {len(v) for v in whole["jobs"].values()} == {30}
     assert whole["note"] == ""
-    assert all(b < e for b, e in zip(whole["jobs"]["began"], whole["jobs"]["ended"]))
+    assert all(b < e for b, e in zip(whole["jobs"]["start_times"], whole["jobs"]["end_times"]))
     assert all(v <= s for v, s in zip(whole["jobs"]["version"], whole["jobs"]["step"]))
     monkeypatch.setattr(page, "JOBS", 10)
     some = page.describe(collect([tmp_path / "r"]))["groups"][0]["timeline"]
@@ -756,7 +756,7 @@ def test_every_part_is_there(browser, report):
         ("#goal", "20 %"),
         ("#bytes", "dc"),
         ("#extras", "Staleness"),
-        ("#extras", "drift"),
+        ("#extras", "update_norm"),
         ("#commands", "fedbraid run"),
         ("#settings", "Work(lr=0.05"),
     ):

@@ -77,10 +77,12 @@ def test_memory_and_folder_give_the_same_bits(blobs, tmp_path):
         for store in ("memory", "disk"):
             where = tmp_path / f"{algorithm.name}-{store}"
             saved = fb.simulate(
-                blobs, algorithm, WORK, fb.rounds(8, clients=2), seed=1, out=where, store=store
+                blobs, algorithm, WORK, fb.rounds(8, clients=2), seed=1, out=where, client_state_storage=store
             )
             assert torch.equal(kept.x, saved.x)
-        spilled = fb.simulate(blobs, algorithm, WORK, fb.rounds(8, clients=2), seed=1, store="disk")
+        spilled = fb.simulate(
+            blobs, algorithm, WORK, fb.rounds(8, clients=2), seed=1, client_state_storage="disk"
+        )
         assert torch.equal(kept.x, spilled.x)
 
 

@@ -299,7 +299,7 @@ def test_other_bits_are_asked_for(cut, monkeypatch, what):
         RunError, match=rf"would go on with other bits .*: {what} was .* and is another; .*--accept-other"
     ):
         fb.resume(folder, task=run["task"])
-    assert len(fb.resume(folder, task=run["task"], accept_other_bits=True).history) == 10
+    assert len(fb.resume(folder, task=run["task"], allow_numeric_changes=True).history) == 10
     said = json.loads((folder / "run.json").read_text())
     assert said["bits"][what] == "another"
     assert [(b["until"], b[what] == "another") for b in said["bits_before"]] == [(5, False)]

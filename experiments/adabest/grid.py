@@ -55,7 +55,7 @@ def _maker(partition: str, seed: int):  # type: ignore[no-untyped-def]
 
 LETTERS = {(p, s): _maker(p, s) for p in PARTITIONS for s in SEEDS}
 WORK = fb.Work(lr=0.1, lr_decay=0.998, epochs=1, batch=45, weight_decay=1e-4, last="fill")
-KEEP = ("accuracy", "loss", "norm", "norm_h", "drift", "train_loss")
+KEEP = ("accuracy", "loss", "norm", "offset_norm", "update_norm", "train_loss")
 
 
 def cell(
@@ -232,7 +232,7 @@ def stability_table(done: Done) -> str:
             rows.append([
                     f"{partition}, {name}{note}", spread([peak(x) for x in lines]), spread([final(x) for x in lines]),
                     spread([at(x, "norm", 0.1) for x in lines]), spread([at(x, "norm") for x in lines]),
-                    spread([at(x, "norm_h") for x in lines], 2) if lines[0]["curve"]["norm_h"][-1] is not None else "–",
+                    spread([at(x, "offset_norm") for x in lines], 2) if lines[0]["curve"]["offset_norm"][-1] is not None else "–",
                     spread([100 * at(x, "train_accuracy") for x in lines]) if part == "theirs" else "–", str(len(lines)),
                 ])  # fmt: skip
     head = [

@@ -105,7 +105,7 @@ def cell(part: str, partition: str, quantiser: str, method: str, bits: int, shif
         seed=seed,
         every=20,
         last=LAST,
-        keep=("accuracy", "loss", "norm", "drift", "moved", "predicted"),
+        keep=("accuracy", "loss", "norm", "update_norm", "moved", "predicted"),
     )
 
 
@@ -406,7 +406,7 @@ def draw(done: Done) -> None:
         return
     panels = [
         Panel(title, [(n, x["curve"]["step"], x["curve"][key]) for n, x in curves], y=title)
-        for key, title in (("accuracy", "test accuracy"), ("drift", "mean ‖y − x‖"))
+        for key, title in (("accuracy", "test accuracy"), ("update_norm", "mean ‖y − x‖"))
     ]
     for layer in [k for k in curves[0][1]["curve"]["moved"][0] if k.endswith("weight")]:
         moved = [(n, x["curve"]["step"], [m[layer] for m in x["curve"]["moved"]]) for n, x in curves]

@@ -50,7 +50,7 @@ def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
         case "tasks":
             from fedbraid.data import tasks
 
-            return {name: tasks._KNOWN[name].read for name in tasks.names()}
+            return {name: tasks._SOURCES[name].read for name in tasks.names()}
         case "algorithms":
             from fedbraid import algorithms
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedbraid.core.layout import Layout
     from fedbraid.data.call import Forward
     from fedbraid.data.tree import Tree
-    from fedbraid.study.cost import Cost, Crowd
+    from fedbraid.study.cost import Cost, Federation
     from fedbraid.study.privacy import Privacy
 
 WINDOW = 80  # characters that a text model reads, as in LEAF
@@ -140,13 +140,13 @@ def cost(
 
 def _subject(
     what: str, shortcuts: cfg.Section, samples: float | None, per_round: float | None
-) -> tuple[nn.Module, Tree, Crowd, Forward, Layout | None]:
+) -> tuple[nn.Module, Tree, Federation, Forward, Layout | None]:
     """The model, one sample for it, who trains it, how it is called, and its layout where that is not the plain one."""
     from fedbraid import models
     from fedbraid.data import call as calling
     from fedbraid.data import tree
     from fedbraid.parse import call
-    from fedbraid.study.cost import Crowd
+    from fedbraid.study.cost import Federation
 
     name, args, settings = what, list[Any](), dict[str, Any]()
     if not files.names_file(what):
@@ -162,7 +162,7 @@ def _subject(
         return (
             task.module(),
             tree.take(task.sample, slice(1)),
-            Crowd(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
+            Federation(task.clients, _cohort(per_round, task.clients), float(task.sizes.mean())),
             task.run,
             task.full_layout,
         )
@@ -178,7 +178,7 @@ def _subject(
     if samples is not None:
         number("samples", samples, "(0, inf)", "leaves nothing to train on")
     module, sample = _model(name, settings)
-    crowd = Crowd(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
+    crowd = Federation(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
     return module, sample, crowd, calling.call, None
 
 
@@ -219,7 +219,7 @@ def _model(name: str, settings: dict[str, Any]) -> tuple[nn.Module, Tensor]:
     return module, torch.zeros(1, full.get("channels", 1), full.get("size", 28), full.get("size", 28))
 
 
-def _show(name: str, found: Cost, crowd: Crowd) -> None:
+def _show(name: str, found: Cost, crowd: Federation) -> None:
     facts(
         {
             "algorithm": name,
@@ -243,7 +243,7 @@ def _show(name: str, found: Cost, crowd: Crowd) -> None:
 _STEPS = {"poisson": "Poisson rounds", "fixed": "rounds", "arrivals": "buffers"}
 
 
-def _show_privacy(private: Privacy, crowd: Crowd) -> None:
+def _show_privacy(private: Privacy, crowd: Federation) -> None:
     print()
     table(
         f"Privacy: noise {private.noise:.3f} keeps {private.rounds:,} {_STEPS[private.sampling]} of {crowd.per_round:,} clients"

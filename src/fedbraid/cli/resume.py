@@ -42,8 +42,8 @@ def resume(
     patience: Patience = None,
     keep_best: KeepBest = None,
     metric: Metric = None,
-    keep_going: KeepGoing = False,
-    accept_other_bits: AcceptOtherBits = False,
+    ignore_divergence: KeepGoing = False,
+    allow_numeric_changes: AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -74,8 +74,8 @@ def resume(
         return resume_run(
             run,
             callbacks=[*callbacks, *watching],
-            keep_going=keep_going or None,
-            accept_other_bits=accept_other_bits,
+            ignore_divergence=ignore_divergence or None,
+            allow_numeric_changes=allow_numeric_changes,
         )
 
     keep(run, json, quiet, asked, go)

@@ -78,8 +78,8 @@ def run(
     patience: o.Patience = None,
     metric: o.Metric = None,
     keep_best: o.KeepBest = False,
-    keep_going: o.KeepGoing = False,
-    accept_other_bits: o.AcceptOtherBits = False,
+    ignore_divergence: o.KeepGoing = False,
+    allow_numeric_changes: o.AcceptOtherBits = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -133,8 +133,8 @@ def run(
             clock=clock, choose=choose,
         ),
         "run": cfg.given(
-            seed=seed, engine=cfg.engine_at(engine, address), device=device, store=store, out=out,
-            evaluate_every=evaluate_every, target=target, keep_going=keep_going or None,
+            seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=store, out=out,
+            evaluate_every=evaluate_every, target=target, ignore_divergence=ignore_divergence or None,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
@@ -144,7 +144,7 @@ def run(
     asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric))
     watching = asked.callbacks()
     with _folder(whole) as place:
-        made.options["accept_other_bits"] = accept_other_bits
+        made.options["accept_other_bits"] = allow_numeric_changes
         keep(place, json, quiet, asked, lambda callbacks: _simulate(made, place, [*callbacks, *watching]))
 
 

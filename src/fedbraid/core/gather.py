@@ -42,7 +42,7 @@ class Uploads:
         return replace(self, vectors=vectors, declared=declared or self.declared)
 
 
-class Served(Protocol):
+class ServerData(Protocol):
     """What the server itself holds: its data, and the model to try on them."""
 
     @property
@@ -82,7 +82,7 @@ class ServerContext:
     sent: Vectors = field(
         default_factory=dict
     )  # [1, ·] each: this version's model and what else is sent with it
-    data: Served | None = None  # what the server itself holds, in a run
+    data: ServerData | None = None  # what the server itself holds, in a run
 
 
 # Staleness ------------------------------------------------------------------------------------------

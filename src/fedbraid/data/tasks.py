@@ -26,7 +26,7 @@ from fedbraid.parse import evaluate
 
 
 @dataclass(frozen=True)
-class Known:
+class DataSource:
     """A data set that can be loaded by name, and what it is used with unless told otherwise."""
 
     read: Callable[..., DataSet]
@@ -35,26 +35,26 @@ class Known:
     partition: Partition
 
 
-_KNOWN = {
-    "celeba": Known(celeba.read, "qafel_cnn", 9343, natural()),
-    "cifar10": Known(cifar.cifar10, "small_cnn", 100, iid()),
-    "cifar100": Known(cifar.cifar100, "fedgbo_cnn", 100, pachinko(0.1, 10.0)),
-    "digits": Known(digits.read, "mlp", 100, iid()),
-    "emnist": Known(mnist.emnist, "lenet5", 100, iid()),
-    "femnist": Known(femnist.read, "fedgbo_cnn", 3550, natural()),
-    "fmnist": Known(mnist.fmnist, "lenet5", 100, iid()),
-    "mnist": Known(mnist.mnist, "lenet5", 100, iid()),
-    "mushrooms": Known(mushrooms.read, "logistic", 100, iid()),
-    "sent140": Known(sent140.read, "bag_of_words", 21876, natural()),
-    "shakespeare": Known(shakespeare.shakespeare, "gru_char", 660, natural()),
-    "synthetic": Known(synthetic.read, "softmax_regression", 30, natural()),
-    "tinyshakespeare": Known(shakespeare.tinyshakespeare, "gru_char", 200, natural()),
+_SOURCES = {
+    "celeba": DataSource(celeba.read, "qafel_cnn", 9343, natural()),
+    "cifar10": DataSource(cifar.cifar10, "small_cnn", 100, iid()),
+    "cifar100": DataSource(cifar.cifar100, "fedgbo_cnn", 100, pachinko(0.1, 10.0)),
+    "digits": DataSource(digits.read, "mlp", 100, iid()),
+    "emnist": DataSource(mnist.emnist, "lenet5", 100, iid()),
+    "femnist": DataSource(femnist.read, "fedgbo_cnn", 3550, natural()),
+    "fmnist": DataSource(mnist.fmnist, "lenet5", 100, iid()),
+    "mnist": DataSource(mnist.mnist, "lenet5", 100, iid()),
+    "mushrooms": DataSource(mushrooms.read, "logistic", 100, iid()),
+    "sent140": DataSource(sent140.read, "bag_of_words", 21876, natural()),
+    "shakespeare": DataSource(shakespeare.shakespeare, "gru_char", 660, natural()),
+    "synthetic": DataSource(synthetic.read, "softmax_regression", 30, natural()),
+    "tinyshakespeare": DataSource(shakespeare.tinyshakespeare, "gru_char", 200, natural()),
 }
 
 
 def names() -> list[str]:
     """The data sets that `load` knows."""
-    return sorted(_KNOWN)
+    return sorted(_SOURCES)
 
 
 def load(
@@ -79,9 +79,9 @@ def load(
     >>> task.clients, task.spec
     (100, "load('digits', clients=100, partition=label_chunks(1), seed=0)")
     """
-    if name not in _KNOWN:
-        raise unknown("task", name, _KNOWN)
-    known = _KNOWN[name]
+    if name not in _SOURCES:
+        raise unknown("task", name, _SOURCES)
+    known = _SOURCES[name]
     if clients is not None:
         integer("clients", clients)
     share = (
@@ -124,7 +124,7 @@ def reload(spec: str) -> Task:
 
 
 def _options(
-    name: str, known: Known, clients: int | None, seed: int, options: dict[str, Any]
+    name: str, known: DataSource, clients: int | None, seed: int, options: dict[str, Any]
 ) -> dict[str, Any]:
     """What the reader is called with; a data set that is made up is told the clients and the seed."""
     taken = inspect.signature(known.read).parameters
@@ -135,7 +135,7 @@ def _options(
     return options | {k: v for k, v in told.items() if k in taken}
 
 
-def _count(known: Known, data: DataSet, share: Partition) -> int:
+def _count(known: DataSource, data: DataSet, share: Partition) -> int:
     """How many clients there are when nobody says."""
     if isinstance(share, natural) and data.groups is not None:
         return len(np.unique(data.groups))

@@ -32,7 +32,7 @@ from fedbraid.engines.blocks import gradient
 from fedbraid.engines.client import Setup, TrainRequest, client_update, first_client_state
 from fedbraid.errors import RunError
 from fedbraid.links.private import LocalNoise
-from fedbraid.run.budget import Crowd, bound
+from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import model_checksum
 from fedbraid.run.files import checksum, make_folder, write_whole
 
@@ -103,8 +103,8 @@ class Seat:
             own, (algorithm, work) = self.own, settings.what()
             assert own is not None
             if _of_its_own(algorithm):  # a gradient knows its noise
-                crowd = Crowd(settings.when(), settings.nodes, work, own.sizes)
-                algorithm, _ = bound(algorithm, crowd)
+                crowd = PrivacySetup(settings.when(), settings.nodes, work, own.sizes)
+                algorithm, _ = attach_privacy(algorithm, crowd)
             offsets = np.concatenate([np.zeros(client + 1, np.int64), own.offsets[1:]])
             setup = Setup(algorithm, replace(own, offsets=offsets), work, settings.seed)
             self.known, self.made = (settings, client), (setup, gradient(setup, "auto"))
@@ -160,10 +160,10 @@ def _within_budget(
     if not _of_its_own(algorithm):
         return algorithm
     sizes = np.array([samples], np.int64)
-    algorithm, budgets = bound(algorithm, Crowd(settings.when(), settings.nodes, work, sizes))
+    algorithm, budgets = attach_privacy(algorithm, PrivacySetup(settings.when(), settings.nodes, work, sizes))
     for budget in budgets:
         budget.recall([[0]] * visits)
-        if not budget.affords([0], sizes):
+        if not budget.can_afford([0], sizes):
             raise RunError(
                 f"this node has uploaded {visits} times, which is all that its privacy budget allows; it takes no part in"
                 " this run any more"

@@ -40,7 +40,7 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.engines.client import Reply, Setup
 from fedbraid.engines.gradients import LoopGradient
 from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
-from fedbraid.run.budget import Crowd, bound
+from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
 from fedbraid.run.state import State
@@ -85,7 +85,7 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
         raise ConfigError(
             "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
         )
-    algorithm, budgets = bound(algorithm, Crowd(schedule, settings.nodes, work))
+    algorithm, budgets = attach_privacy(algorithm, PrivacySetup(schedule, settings.nodes, work))
     setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
     callbacks = [*project.callbacks, *settings.callbacks(), Lines()]
     options = Options(evaluate_every=settings.evaluate_every or None, callbacks=callbacks)
@@ -300,9 +300,9 @@ class Fleet:
             then, record = advance(self.setup, Arrivals(alone, self.sizes), first, replace(tick, step=0))
         except (Diverged, WireError) as error:
             raise WireError(f"no step can be taken with it: {str(error).split(';')[0]}") from error
-        if then.watch.strained:
+        if then.guard.steps_over_limit:
             raise WireError(
-                f"no step can be taken with it: the model's norm would go from {first.watch.norm:.3g} to {record['norm']:.3g}"
+                f"no step can be taken with it: the model's norm would go from {first.guard.norm:.3g} to {record['norm']:.3g}"
             )
 
     # When a step closes -------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ const charts = (() => {
   function ends(curve, band, metric) {
     if (band === "none" || !curve.half) return [];
     const top = metric === "accuracy" ? 1 : Infinity;
-    const bottom = metric === "drift" ? -Infinity : 0;
+    const bottom = metric === "update_norm" ? -Infinity : 0;
     const cut = (v) => Math.min(top, Math.max(bottom, v));
     if (band === "range") return [curve.high.map(cut), curve.low.map(cut)];
     return [curve.mean.map((v, j) => cut(v + curve.half[j])), curve.mean.map((v, j) => cut(v - curve.half[j]))];
@@ -210,16 +210,16 @@ const charts = (() => {
 
   // By client, for the cursor, and by age, for the pen: the stalest are drawn last, on top.
   function prepared(line) {
-    const { client, version, step, began, ended } = line.jobs, count = client.length;
+    const { client, version, step, start_times, end_times } = line.jobs, count = client.length;
     const classes = ages(line), sorted = classes.map(() => []), rows = new Map();
     let end = 0;
     for (let j = 0; j < count; j += 1) {
       sorted[aged(step[j] - version[j], classes)].push(j);
       if (!rows.has(client[j])) rows.set(client[j], []);
       rows.get(client[j]).push(j);
-      if (ended[j] > end) end = ended[j];
+      if (end_times[j] > end) end = end_times[j];
     }
-    return { client, version, step, began, ended, sorted, rows, end };
+    return { client, version, step, start_times, end_times, sorted, rows, end };
   }
 
   function segments(u, jobs, line, place) {
@@ -234,8 +234,8 @@ const charts = (() => {
     jobs.sorted.forEach((those, k) => {
       pen.beginPath();
       for (const j of those) {
-        if (jobs.ended[j] < x.min || jobs.began[j] > x.max || jobs.client[j] < y.min - 1 || jobs.client[j] > y.max + 1) continue;
-        const a = left + (jobs.began[j] - x.min) * kx, b = left + (jobs.ended[j] - x.min) * kx, at = top + height - (jobs.client[j] - y.min) * ky;
+        if (jobs.end_times[j] < x.min || jobs.start_times[j] > x.max || jobs.client[j] < y.min - 1 || jobs.client[j] > y.max + 1) continue;
+        const a = left + (jobs.start_times[j] - x.min) * kx, b = left + (jobs.end_times[j] - x.min) * kx, at = top + height - (jobs.client[j] - y.min) * ky;
         pen.rect(a, at - thick / 2, Math.max(b - a, 1), thick);
         drawn += 1;
       }
@@ -280,7 +280,7 @@ const charts = (() => {
     for (let away = 0; away <= reach; away += 1)
       for (const c of away ? [client - away, client + away] : [client])
         for (const j of jobs.rows.get(c) || [])
-          if (jobs.began[j] - slack <= time && time <= jobs.ended[j] + slack) return { time, client: c, version: jobs.version[j], step: jobs.step[j], began: jobs.began[j], ended: jobs.ended[j] };
+          if (jobs.start_times[j] - slack <= time && time <= jobs.end_times[j] + slack) return { time, client: c, version: jobs.version[j], step: jobs.step[j], start_times: jobs.start_times[j], end_times: jobs.end_times[j] };
     return { time, client, version: null, step: line.steps.findLastIndex((t) => t <= time) + 1 };
   }
 

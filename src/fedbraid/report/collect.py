@@ -16,7 +16,7 @@ from fedbraid.study.compare import FAILED
 from fedbraid.study.compare import FILE as COMPARE
 
 if TYPE_CHECKING:
-    from fedbraid.run.known import Known
+    from fedbraid.run.known import TaskSummary
 
 NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
 
@@ -62,7 +62,7 @@ class Collection:
     groups: list[Group]
     target: float | None
     failed: dict[str, int] = field(default_factory=dict)
-    known: Known | None = None
+    known: TaskSummary | None = None
     why: str = ""  # why nothing is known of the task
     metric: str | None = None  # what a comparison said that its runs are compared by
 
@@ -98,7 +98,10 @@ class Collection:
 
 
 def collect(
-    paths: Sequence[Path], target: float | None = None, unfinished: bool = False, known: Known | None = None
+    paths: Sequence[Path],
+    target: float | None = None,
+    unfinished: bool = False,
+    known: TaskSummary | None = None,
 ) -> Collection:
     """The runs in these folders, which may be comparisons; refuses to mix tasks, and unfinished runs unless told."""
     runs: list[Stored] = []
@@ -215,7 +218,7 @@ def _task_name(run: Stored) -> str:
     return str(run.config["task"] or run.config.get("task_name"))
 
 
-def _known(run: Stored) -> tuple[Known | None, str]:
+def _known(run: Stored) -> tuple[TaskSummary | None, str]:
     """What is known of the task, or why nothing is."""
     from fedbraid.data import tasks
     from fedbraid.run import known

@@ -18,7 +18,7 @@ AXES = {
     "time": "simulated time",
     "flops": "FLOPs on clients",
 }
-TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "drift", "staleness")))
+TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "update_norm", "staleness")))
 
 
 def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target: float | None = None) -> Any:

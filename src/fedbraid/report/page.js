@@ -2,7 +2,7 @@
 (() => {
   const AXES = { step: "Rounds", bytes: "Bytes", time: "Time", flops: "FLOPs" };
   const AXIS_TITLES = { step: "server steps", bytes: "bytes up and down", time: "simulated time", flops: "FLOPs on clients" };
-  const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", drift: "Drift", staleness: "Staleness", epsilon: "Privacy spent, ε" };
+  const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", update_norm: "Drift", staleness: "Staleness", epsilon: "Privacy spent, ε" };
   const BANDS = { interval: "95 % interval", range: "Min to max", none: "No bands" };
   const $ = (id) => document.getElementById(id);
   let data = JSON.parse($("data").textContent);
@@ -208,7 +208,7 @@
     );
   }
 
-  const EXTRAS = { drift: "How far clients drift: the mean norm of their updates", staleness: "Staleness: server steps between fetching and handing in", epsilon: "Privacy: ε spent so far" };
+  const EXTRAS = { update_norm: "How far clients update_norm: the mean norm of their updates", staleness: "Staleness: server steps between fetching and handing in", epsilon: "Privacy: ε spent so far" };
 
   function extras() {
     const present = Object.keys(EXTRAS).filter((m) => data.groups.some((g) => g.curves[m]));
@@ -217,7 +217,7 @@
       place.dataset.of = present.join();
       place.replaceChildren(...present.map((m) => html("section", { class: "card" }, html("h2", null, EXTRAS[m]), html("div", { class: "plot", id: `plot-${m}` }))));
     }
-    for (const m of present) plot($(`plot-${m}`), m, view.axis, { height: 240, log: m === "drift" && view.scale === "log" });
+    for (const m of present) plot($(`plot-${m}`), m, view.axis, { height: 240, log: m === "update_norm" && view.scale === "log" });
   }
 
   function timeline() {
@@ -243,7 +243,7 @@
     const say = (name, text) => html("div", null, html("span", { class: "soft" }, name), html("span", { class: "num" }, text));
     tip(u, html("div", null, `client ${job.client}`), ...(job.version === null
       ? [say("at", plain(job.time)), say("doing", "nothing"), say("server at version", String(job.step))]
-      : [say("from version", String(job.version)), say("handed in at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.began)), say("took", plain(job.ended - job.began))]));
+      : [say("from version", String(job.version)), say("handed in at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.start_times)), say("took", plain(job.end_times - job.start_times))]));
   }
 
   function clients() {

@@ -188,17 +188,22 @@ def _clients(group: Group, key: str) -> Record | None:
 def _timeline(group: Group, most: int) -> Record | None:
     """Every job of the first run: who trained from which version, when; None without a clock."""
     run = group.runs[0]
-    clocked = [r for r in run.records if "began" in r]
+    clocked = [r for r in run.records if "start_times" in r]
     if not clocked:
         return None
-    keys = {"client": "clients", "version": "versions", "began": "began", "ended": "ended"}
+    keys = {
+        "client": "clients",
+        "version": "versions",
+        "start_times": "start_times",
+        "end_times": "end_times",
+    }
     jobs = {name: [v for r in clocked for v in r[key]] for name, key in keys.items()}
-    jobs["step"] = [r["step"] - 1 for r in clocked for _ in r["began"]]
+    jobs["step"] = [r["step"] - 1 for r in clocked for _ in r["start_times"]]
     count = len(jobs["step"])
     every = -(-count // most)
     return {
         "name": group.name,
-        "online": _online(run.config, max(jobs["ended"]), most),
+        "online": _online(run.config, max(jobs["end_times"]), most),
         "seed": run.config["seed"],
         "clients": run.config["clients"],
         "steps": [r["time"] for r in run.records],

@@ -102,19 +102,19 @@ def epsilon_of(how: Mechanism, z: float, delta: float, steps: int) -> float:
 # Budgets --------------------------------------------------------------------------------------------
 
 
-class Spending(Protocol):
+class PrivacyAccountant(Protocol):
     """What a run spends, and whether it may go on."""
 
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         """Count what steps before a resume spent, by who came to each."""
 
-    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         """For the record of a step, by samples of each client; nothing where there is no noise, and so no ε."""
 
-    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
+    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
         """Whether a step may be taken that these clients come to."""
 
-    def ends(self, step: int) -> bool:
+    def is_exhausted(self, step: int) -> bool:
         """Whether the run ends after this step, whoever would come to the next."""
 
 
@@ -130,15 +130,15 @@ class Budget:
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
         """Nothing to count: a step spends the same whoever comes."""
 
-    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         if self.z == 0:
             return {}
         return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(accounted_at(step), self.last))}
 
-    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
+    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
         return True
 
-    def ends(self, step: int) -> bool:
+    def is_exhausted(self, step: int) -> bool:
         return step >= self.last
 
 
@@ -169,16 +169,16 @@ class OwnBudgets:
         self.participations.update(came)
         self.largest = max([self.largest, *(self.participations[c] for c in came)])
 
-    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         self._count(came)
         if self.z == 0 or not self.largest:
             return {}
         return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
 
-    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
+    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
         return all(self.participations[c] + more <= self.most for c, more in Counter(coming).items())
 
-    def ends(self, step: int) -> bool:
+    def is_exhausted(self, step: int) -> bool:
         return self.cautious and self.largest >= self.most
 
 
@@ -213,7 +213,7 @@ class ExampleBudgets:
             self.most[n] = max(self.most.get(n, 0), min(accounted_at(self.participations[c]), all_of_it))
             self.out |= self._limited and self.participations[c] >= self._allowed(n)
 
-    def spent(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
+    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
         self._count(came, sizes)
         if self.z == 0 or not self.most:
             return {}
@@ -239,11 +239,11 @@ class ExampleBudgets:
             affordable(how, self._noise(n), self.own.epsilon, self.own.delta, steps * self.longest) // steps
         )
 
-    def affords(self, coming: Sequence[int], sizes: Sizes) -> bool:
+    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
         after = self.participations + Counter(coming)
         return not self._limited or all(after[c] <= self._allowed(int(sizes[c])) for c in {*coming})
 
-    def ends(self, step: int) -> bool:
+    def is_exhausted(self, step: int) -> bool:
         return self.totals is None and self.out  # nobody knows who comes next
 
 
@@ -278,7 +278,7 @@ def least(own: HiddenExamples, most: Mapping[int, int], work: Work) -> float:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class PrivacySetup:
     """What privacy asks of a run: its schedule, its clients and their work; no seed where clients are real."""
 
     schedule: Schedule
@@ -306,7 +306,9 @@ class Crowd:
         return Counter(c for tick in ticks for c in tick.clients.tolist())
 
 
-def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
+def attach_privacy(
+    algorithm: Algorithm, crowd: PrivacySetup
+) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
     if crowd.schedule.asynchronous and algorithm.rule.fades():
@@ -339,7 +341,9 @@ def bound(algorithm: Algorithm, crowd: Crowd) -> tuple[Algorithm, tuple[Spending
     return replace(algorithm, gather=new), (Budget(how, z, gather.delta, last),)
 
 
-def _bound_own(algorithm: Algorithm, up: LocalNoise, crowd: Crowd) -> tuple[Algorithm, tuple[Spending, ...]]:
+def _bound_own(
+    algorithm: Algorithm, up: LocalNoise, crowd: PrivacySetup
+) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
     z, most = _afford(
         up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.participations()
     )
@@ -348,8 +352,8 @@ def _bound_own(algorithm: Algorithm, up: LocalNoise, crowd: Crowd) -> tuple[Algo
 
 
 def _bound_examples(
-    algorithm: Algorithm, own: HiddenExamples, crowd: Crowd
-) -> tuple[Algorithm, tuple[Spending, ...]]:
+    algorithm: Algorithm, own: HiddenExamples, crowd: PrivacySetup
+) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
     """Noise for the worst client of a simulation; real ones, unless it was given, each solve for their own."""
     work = crowd.work
     if (work.replace, work.last, work.shuffle) != (False, "keep", True):
@@ -385,7 +389,7 @@ def _check_examples(own: HiddenExamples, once: Mapping[int, int], work: Work) ->
             )
 
 
-def _check(algorithm: Algorithm, crowd: Crowd) -> None:
+def _check(algorithm: Algorithm, crowd: PrivacySetup) -> None:
     """Refuse what this run could not keep private."""
     gather, up = algorithm.gather, algorithm.up
     if isinstance(gather, Noised) and not (isinstance(up, Clipped) and up.clip == gather.clip):

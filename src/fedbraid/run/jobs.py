@@ -34,7 +34,7 @@ class Replies(Protocol):
         """In blocks with the versions they trained from, no client twice in one block."""
 
 
-class Source(Replies, Protocol):
+class StepSource(Replies, Protocol):
     """Where a run's steps come from: simulated jobs, or clients that are really apart."""
 
     def ticks(self, run: Run) -> Iterator[Tick]:
@@ -49,7 +49,7 @@ class Source(Replies, Protocol):
     def describe(self) -> str: ...
 
 
-class Jobs:
+class SimulatedSource:
     """Turns arrivals into replies. Jobs that are in flight from one version train as one block.
 
     Results wait here until their client arrives; they can always be computed again from the versions

@@ -36,7 +36,9 @@ Scores = tuple[Tensor, Tensor | None, list[Any]]  # a loss per example, classes 
 TOGETHER = 64  # clients whose own models are held at a time
 
 
-def judge(engine: Evaluates, task: Task, x: Models, on: str = "test", step: int | None = None) -> Record:
+def evaluate_model(
+    engine: Evaluates, task: Task, x: Models, on: str = "test", step: int | None = None
+) -> Record:
     """Loss, accuracy and metrics of a model on the pooled test set, or also by client.
 
     Where clients have models of their own, each judges its own test share, or as good a part of the common test set.

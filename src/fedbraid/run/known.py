@@ -27,7 +27,7 @@ SIZES = 100_000  # clients whose sizes are kept in a folder
 
 
 @dataclass(frozen=True)
-class Known:
+class TaskSummary:
     """Facts of a task."""
 
     partition: Record
@@ -36,12 +36,12 @@ class Known:
     parameters: int
 
 
-def of_task(task: Task) -> Known:
+def of_task(task: Task) -> TaskSummary:
     try:
         forward = flops.of_task(task)
     except Exception:  # torch's counter runs the user's own model in its own way, and may not get through
         forward = None
-    return Known(_partition(task), task.sizes, forward, task.layout.size)
+    return TaskSummary(_partition(task), task.sizes, forward, task.layout.size)
 
 
 def _partition(task: Task) -> Record:
@@ -65,14 +65,14 @@ def note(folder: Folder, task: Task) -> None:
     folder.write_json(FILE, vars(known) | {"sizes": sizes})
 
 
-def noted(folder: Folder) -> Known | None:
+def noted(folder: Folder) -> TaskSummary | None:
     """What the run's folder says of its task, None where it says nothing."""
     if not (folder.path / FILE).exists():
         return None
     said = folder.read_json(FILE)
     try:
         sizes = None if said["sizes"] is None else np.array(said["sizes"], np.int64)
-        return Known(dict(said["partition"]), sizes, said["forward"], int(said["parameters"]))
+        return TaskSummary(dict(said["partition"]), sizes, said["forward"], int(said["parameters"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"{folder.path / FILE} lacks or garbles {error}; remove it to report without the partition"

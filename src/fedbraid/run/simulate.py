@@ -38,15 +38,15 @@ from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
 from fedbraid.run import bits
-from fedbraid.run.budget import Crowd, Spending, bound
+from fedbraid.run.budget import PrivacyAccountant, PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.history import History
-from fedbraid.run.jobs import Jobs, Source
-from fedbraid.run.judge import Evaluates, Models, judge, per_client
+from fedbraid.run.jobs import SimulatedSource, StepSource
+from fedbraid.run.judge import Evaluates, Models, evaluate_model, per_client
 from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
-from fedbraid.run.step import Census, advance
+from fedbraid.run.step import Population, advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
 from fedbraid.schedule.choice import CHOICES, Seen
 
@@ -60,11 +60,11 @@ class Options:
     evaluate_every: int | None = 1
     evaluate_on: str = "test"
     callbacks: Sequence[Any] = ()
-    store: str = "auto"
+    client_state_storage: str = "auto"
     checkpoint_every: int = 1
-    layers: bool = False
-    keep_going: bool = False
-    accept_other_bits: bool = False
+    log_layer_norms: bool = False
+    ignore_divergence: bool = False
+    allow_numeric_changes: bool = False
 
     def __post_init__(self) -> None:
         if self.evaluate_every is not None:
@@ -72,8 +72,10 @@ class Options:
         integer("checkpoint_every", self.checkpoint_every)
         if self.evaluate_on not in ("test", "clients"):
             raise ConfigError(f"evaluate_on={self.evaluate_on!r} is not known; use 'test' or 'clients'")
-        if self.store not in ("auto", "memory", "disk"):
-            raise ConfigError(f"store={self.store!r} is not known; use 'auto', 'memory' or 'disk'")
+        if self.client_state_storage not in ("auto", "memory", "disk"):
+            raise ConfigError(
+                f"store={self.client_state_storage!r} is not known; use 'auto', 'memory' or 'disk'"
+            )
         for i, cb in enumerate(self.callbacks):
             if isinstance(cb, type) or not any(hasattr(cb, name) for name in ("start", "step", "end")):
                 raise ConfigError(
@@ -187,7 +189,7 @@ class Run:
 
     setup: Setup
     schedule: Schedule
-    source: Source
+    source: StepSource
     engine: Evaluates
     options: Options
     state: State
@@ -195,7 +197,7 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: History = field(default_factory=History)
     note: Record = field(default_factory=dict)
-    budgets: tuple[Spending, ...] = ()  # what privacy costs
+    budgets: tuple[PrivacyAccountant, ...] = ()  # what privacy costs
     seen: Seen | None = None  # of clients, where the schedule chooses by it
     _left: Record = field(default_factory=dict, repr=False)
 
@@ -215,7 +217,7 @@ class Run:
         self.state, stays = self.state.without(self.setup.algorithm, client, share)
         self._left.setdefault("left", []).append(client)
         if stays:
-            self._left.setdefault("left_share", []).append(client)
+            self._left.setdefault("unreturned", []).append(client)
 
     def _check_here(self, client: int) -> None:
         if not 0 <= client < len(self.source.sizes) or client in self.state.gone:
@@ -228,24 +230,26 @@ class Run:
         self._tell("start", self)
         pending: list[Record] = []
         self.seen = self._seen()
-        census: Census | None = None
+        population: Population | None = None
         for tick in () if self.note.get("stopped") else self.source.ticks(self):
-            if not all(budget.affords(tick.clients.tolist(), self.source.sizes) for budget in self.budgets):
+            if not all(
+                budget.can_afford(tick.clients.tolist(), self.source.sizes) for budget in self.budgets
+            ):
                 self._stop(pending)
                 break
             before = self.state.x
-            census = Census.of(self.source, self.state, census)
+            population = Population.of(self.source, self.state, population)
             self.state, record = advance(
-                self.setup, self.source, self.state, tick, self.options.keep_going, census
+                self.setup, self.source, self.state, tick, self.options.ignore_divergence, population
             )
             if self.seen is not None:
                 self.seen.take(record)
             record |= {**self.source.taken(tick), **self._measure(before), **self._left}
             for budget in self.budgets:
-                record |= budget.spent(self.state.t, record["clients"], self.source.sizes)
+                record |= budget.charge(self.state.t, record["clients"], self.source.sizes)
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
-            stop = any(answers) or any(budget.ends(self.state.t) for budget in self.budgets)
+            stop = any(answers) or any(budget.is_exhausted(self.state.t) for budget in self.budgets)
             self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
@@ -293,10 +297,10 @@ class Run:
                 return {}
             shared = partial(models_of, Rule(), state)
         if rule.apart and kept:
-            return judge(self.engine, task, partial(models_of, rule, state), on, state.t)
-        record = judge(self.engine, task, shared, on, state.t)
+            return evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
+        record = evaluate_model(self.engine, task, shared, on, state.t)
         if kept and rule.own(kept) is not None:
-            own = judge(self.engine, task, partial(models_of, rule, state), on, state.t)
+            own = evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
             record |= {OWN.format(name): value for name, value in own.items()}
         return record
 
@@ -306,13 +310,13 @@ class Run:
         return (
             last
             or self.source.real
-            or (t % self.options.checkpoint_every == 0 and not self.state.watch.strained)
+            or (t % self.options.checkpoint_every == 0 and not self.state.guard.steps_over_limit)
         )
 
     def _measure(self, before: Tensor) -> Record:
         t, every, task = self.state.t, self.options.evaluate_every, self.setup.task
         record: Record = {}
-        if self.options.layers:
+        if self.options.log_layer_norms:
             moved = self.state.x - before
             record["moved"] = {s.name: float(moved[s.offset : s.end].norm()) for s in task.layout}
         if every is not None and task.test is not None and (t % every == 0 or t == self.schedule.steps):
@@ -355,7 +359,7 @@ class Run:
 
 
 CLIENTS = "clients.json"  # what each client's model is worth to it in the end
-OWN = "{}_own"  # what is said of clients' own models, by the name of what is said of the server's
+OWN = "{}_personal"  # what is said of clients' own models, by the name of what is said of the server's
 
 
 def models_of(rule: Rule, state: State, clients: NDArray[np.int64]) -> Tensor:
@@ -392,11 +396,11 @@ def simulate(
     evaluate_every: int | None = 1,
     evaluate_on: str = "test",
     callbacks: Sequence[Any] = (),
-    store: str = "auto",
+    client_state_storage: str = "auto",
     checkpoint_every: int = 1,
-    layers: bool = False,
-    keep_going: bool = False,
-    accept_other_bits: bool = False,
+    log_layer_norms: bool = False,
+    ignore_divergence: bool = False,
+    allow_numeric_changes: bool = False,
 ) -> Result:
     """Train a task with an algorithm and return what came of it.
 
@@ -419,11 +423,20 @@ def simulate(
 
         callbacks = [*callbacks, Bar()]
     options = Options(
-        evaluate_every, evaluate_on, callbacks, store, checkpoint_every, layers, keep_going, accept_other_bits
+        evaluate_every,
+        evaluate_on,
+        callbacks,
+        client_state_storage,
+        checkpoint_every,
+        log_layer_norms,
+        ignore_divergence,
+        allow_numeric_changes,
     )
     if (caution := schedule.caution(task.clients)) is not None:
         log.warning(caution)
-    algorithm, budgets = bound(algorithm, Crowd(schedule, task.clients, work, task.sizes, seed))
+    algorithm, budgets = attach_privacy(
+        algorithm, PrivacySetup(schedule, task.clients, work, task.sizes, seed)
+    )
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
@@ -446,18 +459,18 @@ def simulate(
                 note_task(folder, task)
             else:
                 same(folder, known, config)
-        jobs = Jobs(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
+        jobs = SimulatedSource(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
         return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
 
 
 def drive(
     setup: Setup,
     schedule: Schedule,
-    source: Source,
+    source: StepSource,
     engine: Evaluates,
     options: Options,
     folder: Folder | None,
-    budgets: tuple[Spending, ...] = (),
+    budgets: tuple[PrivacyAccountant, ...] = (),
     here: Record | None = None,
 ) -> Result:
     """Steps from any source to the end of the schedule, from where the folder stands if it holds some.
@@ -470,13 +483,13 @@ def drive(
     state = State.first(setup.algorithm, task.layout, task.initial(seed), seed, source.real, task.own(seed))
     run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:
-        with _spilled(state, options.store, setup.task.clients):
+        with _spilled(state, options.client_state_storage, setup.task.clients):
             return run.go()
-    run.checkpoint = Checkpoint(folder, state, options.store, setup.task.clients)
+    run.checkpoint = Checkpoint(folder, state, options.client_state_storage, setup.task.clients)
     try:
         run.state, run.note = run.checkpoint.restore(state)
         if run.state.t < schedule.steps and here is not None:
-            bits.agree(folder, here, run.state.t, options.accept_other_bits)
+            bits.agree(folder, here, run.state.t, options.allow_numeric_changes)
         for budget in budgets:
             budget.recall(record["clients"] for record in folder.records())
         return run.go()
@@ -492,14 +505,14 @@ def resume(
     schedule: Schedule | None = None,
     progress: bool = False,
     callbacks: Sequence[Any] = (),
-    keep_going: bool | None = None,
-    accept_other_bits: bool = False,
+    ignore_divergence: bool | None = None,
+    allow_numeric_changes: bool = False,
 ) -> Result:
     """Continue a run from its last committed step, to the very bits of one that was never stopped.
 
     A task or algorithm of your own making, or a schedule that chooses by one, must be given again; those that fedbraid can build from
     `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
-    says which, and goes on with `accept_other_bits=True`.
+    says which, and goes on with `allow_numeric_changes=True`.
     """
     folder = Folder(out)
     config = folder.config()
@@ -515,8 +528,8 @@ def resume(
             device=config["device"],
             progress=progress,
             callbacks=callbacks,
-            accept_other_bits=accept_other_bits,
-            **config["options"] | ({} if keep_going is None else {"keep_going": keep_going}),
+            allow_numeric_changes=allow_numeric_changes,
+            **config["options"] | ({} if ignore_divergence is None else {"keep_going": ignore_divergence}),
         )
     except (KeyError, TypeError) as error:
         raise RunError(
@@ -573,8 +586,8 @@ def describe(
         "engine": engine.describe(),
         "device": device,
         "options": {
-            "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "store": options.store,
-            "checkpoint_every": options.checkpoint_every, "layers": options.layers, "keep_going": options.keep_going,
+            "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "client_state_storage": options.client_state_storage,
+            "checkpoint_every": options.checkpoint_every, "log_layer_norms": options.log_layer_norms, "keep_going": options.ignore_divergence,
         },
         "bits": bits.describe(engine),
         "versions": {

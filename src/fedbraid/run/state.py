@@ -20,31 +20,31 @@ LASTING = 3  # steps in a row
 
 
 @dataclass(frozen=True)
-class Watch:
+class DivergenceGuard:
     """What norm and loss began with, and for how many steps in a row they have been beyond reason."""
 
     norm: float
     loss: float = 0.0
-    strained: int = 0
+    steps_over_limit: int = 0
 
     @staticmethod
-    def first(x: Tensor, layout: Layout) -> Watch:
+    def first(x: Tensor, layout: Layout) -> DivergenceGuard:
         """From the start or a fresh initialisation, whichever is larger: runs from zero weights are safe."""
         fresh = sum(s.size / (3 * math.prod(s.shape[1:])) if len(s.shape) > 1 else s.size for s in layout)
-        return Watch(max(float(x.norm()), math.sqrt(fresh)))
+        return DivergenceGuard(max(float(x.norm()), math.sqrt(fresh)))
 
-    def see(self, step: int, norm: float, loss: float, keep_going: bool) -> Watch:
+    def see(self, step: int, norm: float, loss: float, ignore_divergence: bool) -> DivergenceGuard:
         """After a step; growth that lasts ends the run as numbers that are not finite do."""
         start = self.loss or max(loss, 1.0)
         beyond = norm > GROWTH * self.norm or loss > GROWTH * start
-        strained = self.strained + 1 if beyond and not keep_going else 0
-        if strained >= LASTING:
+        steps_over_limit = self.steps_over_limit + 1 if beyond and not ignore_divergence else 0
+        if steps_over_limit >= LASTING:
             raise Diverged(
                 f"the model has grown beyond reason: after step {step} its norm is {norm:.3g} (it began with {self.norm:.3g})"
                 f" and the training loss {loss:.3g} (with {start:.3g}); lower the client or server learning rate, or look on"
                 f" with --keep-going. Step {step - LASTING} was the last within reason; the last committed step is intact"
             )
-        return replace(self, loss=start, strained=strained)
+        return replace(self, loss=start, steps_over_limit=steps_over_limit)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class State:
     gather: Any
     server: Any
     wire: Any  # of the down link
-    watch: Watch
+    guard: DivergenceGuard
     sent: dict[int, ModelVersion]  # version -> what clients hold of it, while somebody needs it
     clients: ClientTable  # what simulated clients remember
     gone: tuple[int, ...] = ()  # clients that have left for good
@@ -79,8 +79,8 @@ class State:
         rows = ClientTable(
             {} if real else {**algorithm.init_client_state(x, layout), **(own or {})}
         )  # real clients remember for themselves
-        watch = Watch.first(x, layout)
-        return cls(0, x, x, gather, server, cast.state, watch, {0: cast.version}, rows)
+        guard = DivergenceGuard.first(x, layout)
+        return cls(0, x, x, gather, server, cast.state, guard, {0: cast.version}, rows)
 
     def without(self, algorithm: Algorithm, client: int, share: Vectors | None) -> tuple[State, bool]:
         """(the state after a client has left for good, whether its share stays).

@@ -22,14 +22,14 @@ from fedbraid.errors import Diverged, WireError
 from fedbraid.run.jobs import Replies
 from fedbraid.run.served import Held
 from fedbraid.run.state import State
-from fedbraid.run.tally import Tally
+from fedbraid.run.tally import StepMetrics
 from fedbraid.schedule import Tick
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Census:
+class Population:
     """Who there is and how many samples they have, counted anew only when somebody joins or leaves."""
 
     given: NDArray[np.int64]  # by client number, as the source has them
@@ -39,7 +39,7 @@ class Census:
     samples: float
 
     @classmethod
-    def of(cls, source: Replies, state: State, before: Census | None = None) -> Census:
+    def of(cls, source: Replies, state: State, before: Population | None = None) -> Population:
         """Of a step; the one before it stands where its source still gives the same table."""
         given, gone = source.sizes, state.gone
         if before is not None and before.given is given and before.gone == gone:
@@ -57,32 +57,32 @@ def advance(
     source: Replies,
     state: State,
     tick: Tick,
-    keep_going: bool = False,
-    census: Census | None = None,
+    ignore_divergence: bool = False,
+    population: Population | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather what the tick's clients upload, step, broadcast."""
-    algorithm, task, census = setup.algorithm, setup.task, census or Census.of(source, state)
-    layout, x, sizes, N = task.layout, state.x, census.sizes, census.N
-    tally = Tally(algorithm.gather.weights, state.t + 1)
+    algorithm, task, population = setup.algorithm, setup.task, population or Population.of(source, state)
+    layout, x, sizes, N = task.layout, state.x, population.sizes, population.N
+    metrics = StepMetrics(algorithm.gather.weights, state.t + 1)
     acc = None  # made while the first clients train
     state.clients.expect()
     for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
         up = uploads(setup, sizes, state, reply, versions)
         down, synced = _charge(algorithm, state, reply, versions)
-        tally.add(up, reply, down, algorithm.up.quantized(reply.clients))
+        metrics.add(up, reply, down, algorithm.up.quantized(reply.clients))
         acc = algorithm.gather.zero(x) if acc is None else acc
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
-    if tally.count or algorithm.gather.alone:
+    if metrics.count or algorithm.gather.alone:
         lr, K, a = (
-            (tally.mean(name) for name in ("lr", "K", "a"))
-            if tally.count
+            (metrics.mean(name) for name in ("lr", "K", "a"))
+            if metrics.count
             else _on_average(setup, sizes, state.t)
         )
         ctx = ServerContext(
-            state.t, algorithm.gather.cohort(tally.count), N, census.samples, lr, K, a,
-            algorithm.gather.coded(tally.quantized / max(tally.count, 1)), layout, sizes, tally.max_staleness,
+            state.t, algorithm.gather.cohort(metrics.count), N, population.samples, lr, K, a,
+            algorithm.gather.coded(metrics.quantized / max(metrics.count, 1)), layout, sizes, metrics.max_staleness,
             {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
@@ -92,7 +92,11 @@ def advance(
         new, average, gather = x, state.average, state.gather
         server = algorithm.server.idle(state.server, x)
     norm = _finite_norm(average, new, state.t + 1)
-    watch = state.watch.see(state.t + 1, norm, tally.train_loss, keep_going) if tally.count else state.watch
+    watch = (
+        state.guard.see(state.t + 1, norm, metrics.train_loss, ignore_divergence)
+        if metrics.count
+        else state.guard
+    )
     who = BroadcastContext(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)
     try:
         cast = algorithm.down.send(algorithm.send(new, server, N), state.wire, who)
@@ -101,19 +105,19 @@ def advance(
     record = {
         "step": state.t + 1,
         "time": tick.time,
-        **tally.record(tick, len(state.sent)),
+        **metrics.record(tick, len(state.sent)),
         "norm": norm,
         **cast.notes,
         **algorithm.gather.notes(gather),
     }
     if new is not average:
-        record["norm_h"] = float(torch.linalg.vector_norm(average - new))
+        record["offset_norm"] = float(torch.linalg.vector_norm(average - new))
     record["bytes_broadcast"] = sum(cast.version.sizes.values())
     sent = {**state.sent, state.t + 1: cast.version}
     for version in state.sent.keys() - tick.live:
         del sent[version]
     state = replace(
-        state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, watch=watch, sent=sent
+        state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, guard=watch, sent=sent
     )  # fmt: skip
     return state, record
 

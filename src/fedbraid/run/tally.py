@@ -15,7 +15,7 @@ from fedbraid.errors import Diverged
 from fedbraid.schedule import Tick
 
 
-class Tally:
+class StepMetrics:
     """Counts of one step, and means over its senders, weighed as its gather weighs them."""
 
     def __init__(self, weights: str, step: int) -> None:
@@ -26,7 +26,7 @@ class Tally:
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
         self.count = self.quantized = 0
-        self.sums = dict.fromkeys(("weight", "lr", "K", "a", "loss", "drift"), 0.0)
+        self.sums = dict.fromkeys(("weight", "lr", "K", "a", "loss", "update_norm"), 0.0)
 
     def add(self, up: Uploads, reply: Reply, down: dict[str, int], quantized: int) -> None:
         self.count += len(reply.clients)
@@ -39,7 +39,7 @@ class Tally:
         # in float64, which lr has
         columns = torch.cat([up.p(self.kind), up.lr, up.K, up.a, reply.loss[:, None], moved], 1)
         self.sums = dict(zip(self.sums, _plus([*self.sums.values()], columns.cpu().numpy()), strict=True))
-        if not math.isfinite(self.sums["drift"]):
+        if not math.isfinite(self.sums["update_norm"]):
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
             raise Diverged(
                 f"client {bad}'s update at step {self.step} is not finite; lower the learning rate, or clip gradients with"
@@ -75,7 +75,7 @@ class Tally:
             record |= {
                 "train_loss": self.train_loss,
                 "lr": self.mean("lr"),
-                "drift": self.sums["drift"] / self.count,
+                "update_norm": self.sums["update_norm"] / self.count,
             }
         if tick.asked is not None:  # what the next choice is made of
             record |= {"asked": tick.asked, "losses": self.losses}

@@ -290,7 +290,9 @@ def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
     took: dict[int, list[float]] = {}
     there: dict[int, list[list[float]]] = {}
     for record in _records(folder):
-        for client, began, ended in zip(record["clients"], record.get("began", ()), record.get("ended", ())):
+        for client, began, ended in zip(
+            record["clients"], record.get("start_times", ()), record.get("end_times", ())
+        ):
             took.setdefault(client, []).append(ended - began)
         for client, at in record.get("came", ()):
             spans = there.setdefault(client, [])

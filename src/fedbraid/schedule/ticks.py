@@ -58,7 +58,7 @@ class Tick:
         if self.spans is None:
             return {}
         began, ended = ([float(f"{v:.7g}") for v in ends] for ends in self.spans.T.tolist())
-        return {"versions": self.versions.tolist(), "began": began, "ended": ended}
+        return {"versions": self.versions.tolist(), "start_times": began, "end_times": ended}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ MOVING = {RMSProp: 5, SGDm: 8, Adam: 11}
 
 
 @dataclass(frozen=True)
-class Crowd:
+class Federation:
     """How many clients there are, how many take part in a round, and how many samples each holds on average."""
 
     clients: int
@@ -75,7 +75,7 @@ def estimate(
     sample: Tree,
     algorithm: Algorithm,
     work: Work,
-    crowd: Crowd,
+    crowd: Federation,
     run: Forward = call,
     whole: Layout | None = None,
 ) -> Cost:
@@ -115,7 +115,7 @@ def _bytes(tree: Any) -> int:
 _ENCODED = 32  # clients whose messages are really encoded; the rest are counted at their mean
 
 
-def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd) -> dict[str, int]:
+def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federation) -> dict[str, int]:
     """Bytes that a round's cohort sends, by name."""
     some = max(1, min(crowd.per_round, _ENCODED))
     which = np.linspace(0, crowd.clients - 1, some).astype(np.int64)
@@ -128,7 +128,7 @@ def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd)
     return {name: round(float(lengths.mean()) * crowd.per_round) for name, lengths in sizes.items()}
 
 
-def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Crowd) -> dict[str, int]:
+def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federation) -> dict[str, int]:
     """Bytes that a round's cohort receives, by name; with a hidden state, all packets since the last visit."""
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(1)) * 0.01
     vectors = a.send(x + noise, state.server, crowd.clients)

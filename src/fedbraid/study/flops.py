@@ -11,7 +11,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.engines.flops import of_task
-from fedbraid.run.known import Known
+from fedbraid.run.known import TaskSummary
 from fedbraid.run.metrics import Record
 from fedbraid.study.cost import client_flops
 
@@ -30,7 +30,7 @@ def of_sizes(
     return np.array(each)[which]
 
 
-def of_known(known: Known, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
+def of_known(known: TaskSummary, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
     """FLOPs of one visit of each client of a task that a folder describes."""
     if known.sizes is None or known.forward is None:
         return None

@@ -129,7 +129,7 @@ def _judged(cell: Cell, task: Task) -> float:
     """The seconds that the whole test set takes, by a few of its samples."""
     from fedbraid.engines import choose
     from fedbraid.engines.client import Setup
-    from fedbraid.run.judge import judge
+    from fedbraid.run.judge import evaluate_model
     from fedbraid.run.simulate import algorithm_from
 
     if task.test is None:
@@ -138,8 +138,8 @@ def _judged(cell: Cell, task: Task) -> float:
     engine = choose(ENGINE, few, cell.work, 1, 1)
     engine.open(Setup(algorithm_from(cell.algorithm), few, cell.work, cell.seed))
     x = few.initial(cell.seed)
-    judge(engine, few, x)
-    seconds = _timed(lambda: judge(engine, few, x))
+    evaluate_model(engine, few, x)
+    seconds = _timed(lambda: evaluate_model(engine, few, x))
     engine.close()
     return seconds * len(task.test[1]) / min(JUDGED, len(task.test[1]))
 

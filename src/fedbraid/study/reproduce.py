@@ -267,13 +267,13 @@ class Curve:
         self.seen: list[Line] = []
 
     def step(self, record: Line, run: Run) -> bool:
-        from fedbraid.run.judge import judge
+        from fedbraid.run.judge import evaluate_model
 
         if self.parent is not None and os.getppid() != self.parent:
             raise KeyboardInterrupt
         t, end = record["step"], run.schedule.steps
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
-            record.update(judge(run.engine, run.setup.task, run.state.average))
+            record.update(evaluate_model(run.engine, run.setup.task, run.state.average))
             record.update(self.cell.probe(run) if self.cell.probe else {})
             if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
                 task = run.setup.task
@@ -317,7 +317,7 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
         simulate(
             task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,
             evaluate_every=None, callbacks=[curve], checkpoint_every=max(1, min(50, cell.schedule.steps // 4)),
-            layers="moved" in cell.keep,
+            log_layer_norms="moved" in cell.keep,
         )  # fmt: skip
     except Diverged as error:
         stopped = str(error)

@@ -17,7 +17,7 @@ from fedbraid.run.metrics import Record, best, rounds_to
 
 AXES = ("step", "bytes", "time", "flops")
 BY_CLIENT = ("accuracy_clients", "accuracy_worst_tenth", "loss_clients")
-METRICS = ("accuracy", "loss", "train_loss", "drift", "staleness")
+METRICS = ("accuracy", "loss", "train_loss", "update_norm", "staleness")
 
 # fmt: off
 _T975 = (

@@ -115,7 +115,7 @@ def test_rounds_ask_who_is_there_and_wait_for_somebody():
     seen = ticks(fb.rounds(5, clients=2, availability=availability(table)), 3)
     assert [sorted(t.clients.tolist()) for t in seen] == [[0], [0, 1], [1], [2], [2]]
     assert [t.time for t in seen] == [1, 2, 3, 11, 12]
-    assert seen[3].spans.tolist() == [[10.0, 11.0]]
+    assert seen[3].intervals.tolist() == [[10.0, 11.0]]
 
 
 def test_who_goes_away_in_a_round_is_not_waited_for():
@@ -150,7 +150,7 @@ def test_poisson_rounds_lose_those_who_are_away():
 def test_everybody_always_there_is_as_without():
     there = availability({c: [[0, None]] for c in range(20)})
     for schedule in (
-        fb.rounds(30, clients=4, over=1.5, timeout=2.0, durations=clock.halfnormal()),
+        fb.rounds(30, clients=4, over_select=1.5, timeout=2.0, durations=clock.halfnormal()),
         fb.rounds(30, clients=4, sampling="poisson", durations=clock.halfnormal()),
         fb.buffered(60, buffer=3, concurrency=8),
         fb.buffered(60, buffer=3, concurrency=8, arrivals="closed"),
@@ -176,7 +176,7 @@ def test_asynchronous_jobs_are_of_those_who_were_there(arrivals, away):
     for tick in seen:
         for c in tick.started.tolist():
             flying.setdefault(c, []).append(tick.step)
-        for c, v, (start, end) in zip(tick.clients.tolist(), tick.versions.tolist(), tick.spans.tolist()):
+        for c, v, (start, end) in zip(tick.clients.tolist(), tick.versions.tolist(), tick.intervals.tolist()):
             assert flying[c].pop(0) == v
             assert naive(table, 60, c, start + 1e-9)
             assert naive(table, 60, c, end - 1e-6)

@@ -133,7 +133,7 @@ SETTINGS = {
     "Work(last)": (fb.Work, {"last": "kep"}),
     **{f"rounds({v})": (fb.rounds, {"steps": v}) for v in (0, -3, 2.5, None)},
     **{f"rounds(clients={v})": (fb.rounds, {"steps": 2, "clients": v}) for v in (0, -1, 0.0, 1.5, NAN, "all", None, [1, 2], [[0], []])},
-    "rounds(over)": (fb.rounds, {"steps": 2, "over": 0.5}),
+    "rounds(over)": (fb.rounds, {"steps": 2, "over_select": 0.5}),
     "rounds(timeout)": (fb.rounds, {"steps": 2, "timeout": 0}),
     "rounds(durations)": (fb.rounds, {"steps": 2, "durations": 3.0}),
     **{f"buffered({k}={v})": (fb.buffered, {"steps": 2, k: v}) for k in ("buffer", "concurrency") for v in (0, -1, 2.5)},

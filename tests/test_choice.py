@@ -16,7 +16,7 @@ from fedbraid.run.simulate import SCHEDULES
 
 WORK = fb.Work(lr=0.05, batch=5)
 VMAP = "in_process(backend='vmap')"
-TIMED = {"durations": fb.clock.lognormal(0, 0.8), "timeout": 1.2, "over": 1.5}
+TIMED = {"durations": fb.clock.lognormal(0, 0.8), "timeout": 1.2, "over_select": 1.5}
 
 
 def worst(step, available, losses):
@@ -27,13 +27,13 @@ def worst(step, available, losses):
 CHOICES = {"worst": worst, "power_of_choice": fb.power_of_choice(4), "oort": fb.oort(explore=0.6)}
 
 
-def run(task, choose, steps=8, **options):
+def run(task, select, steps=8, **options):
     timed = {k: options.pop(k) for k in (*TIMED,) if k in options}
     return fb.simulate(
         task,
         fb.fedavg(),
         WORK,
-        fb.rounds(steps, clients=2, choose=choose, **timed),
+        fb.rounds(steps, clients=2, select=select, **timed),
         seed=5,
         engine=VMAP,
         **options,
@@ -43,18 +43,18 @@ def run(task, choose, steps=8, **options):
 def test_a_choice_sees_step_availability_and_last_losses(blobs):
     seen = []
 
-    def choose(step, available, losses, sizes, wanted, visits):
+    def select(step, available, losses, sizes, wanted, visits):
         seen.append((step, available.tolist(), losses, sizes.tolist(), wanted, visits))
         return available[step % 3 : step % 3 + 2]
 
-    result = run(blobs, choose)
+    result = run(blobs, select)
     last, when = np.full(blobs.clients, np.nan), np.full(blobs.clients, -1)
     for record, (step, available, losses, sizes, wanted, visits) in zip(result.history, seen, strict=True):
         assert (step, available, wanted) == (record["step"] - 1, list(range(6)), 2)
         assert sizes == blobs.sizes.tolist()
         np.testing.assert_array_equal(losses, last)
         np.testing.assert_array_equal(visits, when)
-        assert record["clients"] == [step % 3, step % 3 + 1] == record["asked"][0]
+        assert record["clients"] == [step % 3, step % 3 + 1] == record["selected"][0]
         assert record["train_loss"] == pytest.approx(np.mean(record["losses"]))
         last[record["clients"]], when[record["clients"]] = record["losses"], record["step"]
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_asks_the_same(blobs, tmp_path, name, timed):
 
     with pytest.raises(KeyboardInterrupt):
         run(blobs, CHOICES[name], **timed, out=tmp_path / "run", callbacks=[Stop()])
-    schedule = fb.rounds(8, clients=2, choose=worst, **timed) if name == "worst" else None
+    schedule = fb.rounds(8, clients=2, select=worst, **timed) if name == "worst" else None
     again = fb.resume(tmp_path / "run", task=blobs, schedule=schedule)
     assert again.history == whole.history
     assert torch.equal(again.x, whole.x)
@@ -131,7 +131,7 @@ def test_oort_explores_and_then_takes_the_useful():
 
 
 @pytest.mark.parametrize(
-    ("choose", "said"),
+    ("select", "said"),
     [
         (lambda step, available, losses: [], "at least one client"),
         (lambda step, available, losses: [0, 0], "a client twice"),
@@ -140,23 +140,23 @@ def test_oort_explores_and_then_takes_the_useful():
         (lambda step, available, losses: "ab", "at least one client"),
     ],
 )
-def test_choices_that_cannot_be_asked_are_sentences(blobs, choose, said):
+def test_choices_that_cannot_be_asked_are_sentences(blobs, select, said):
     with pytest.raises(fb.FedbraidError, match=said):
-        run(blobs, choose)
+        run(blobs, select)
 
 
 def test_refusals():
-    for options in ({"choose": 3}, {"choose": worst, "sampling": "poisson"}):
-        with pytest.raises(fb.FedbraidError, match=r"choose="):
+    for options in ({"select": 3}, {"select": worst, "sampling": "poisson"}):
+        with pytest.raises(fb.FedbraidError, match=r"select="):
             fb.rounds(3, clients=2, **options)
     with pytest.raises(fb.FedbraidError, match="given cohorts"):
-        fb.rounds(1, clients=[[0, 1]], choose=worst)
+        fb.rounds(1, clients=[[0, 1]], select=worst)
     with pytest.raises(fb.FedbraidError, match="use 0 <= decay <= 1"):
         fb.oort(decay=2)
 
 
 def test_choices_print_as_they_are_read():
-    for schedule in (fb.rounds(3, choose=fb.power_of_choice(7)), fb.rounds(3, choose=fb.oort(least=0.1))):
+    for schedule in (fb.rounds(3, select=fb.power_of_choice(7)), fb.rounds(3, select=fb.oort(least=0.1))):
         assert evaluate(repr(schedule), SCHEDULES, "schedule") == schedule
 
 
@@ -166,7 +166,7 @@ def test_private_runs_do_not_choose(blobs):
             blobs,
             fb.private(fb.fedavg(weights="uniform"), noise=1.0),
             WORK,
-            fb.rounds(2, clients=2, choose=worst),
+            fb.rounds(2, clients=2, select=worst),
         )
 
 
@@ -178,11 +178,11 @@ def test_from_the_shell(tmp_path, monkeypatch):
         "def pick(step, available, losses):\n    return available[step : step + 2]\n"
     )
     words = ["run", "digits", "fedavg", "--clients", "8", "--rounds", "3", "--per-round", "2", "--json"]
-    for choose, wanted in (("mine.py:pick", [[0, 1], [1, 2], [2, 3]]), ("power_of_choice(3)", None)):
-        done = CliRunner().invoke(app, [*words, "--choose", choose, "--out", choose[:4]])
+    for select, wanted in (("mine.py:pick", [[0, 1], [1, 2], [2, 3]]), ("power_of_choice(3)", None)):
+        done = CliRunner().invoke(app, [*words, "--select", select, "--out", select[:4]])
         assert done.exit_code == 0, done.output
         clients = [
-            json.loads(line)["clients"] for line in Path(choose[:4], "metrics.jsonl").read_text().splitlines()
+            json.loads(line)["clients"] for line in Path(select[:4], "metrics.jsonl").read_text().splitlines()
         ]
         assert clients == wanted or wanted is None
-        assert CliRunner().invoke(app, ["resume", choose[:4]]).exit_code == 0
+        assert CliRunner().invoke(app, ["resume", select[:4]]).exit_code == 0

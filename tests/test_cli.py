@@ -288,7 +288,7 @@ def test_options_reach_the_run(call: Call) -> None:
     assert said["work"] == repr(work)
     clock = fb.clock
     times = {"durations": clock.halfnormal(2), "bandwidth": clock.bandwidth(1e6, 1e6)}
-    assert said["schedule"] == repr(fb.rounds(3, 0.25, over=1.5, timeout=9.0, **times))
+    assert said["schedule"] == repr(fb.rounds(3, 0.25, over_select=1.5, timeout=9.0, **times))
     assert said["seed"] == 5
     assert "block=2" in said["engine"]
     assert said["options"]["store"] == "disk"

@@ -107,7 +107,7 @@ SCHEDULE = (
     "durations",
     "bandwidth",
     "availability",
-    "choose",
+    "select",
 )
 
 

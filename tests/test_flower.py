@@ -114,7 +114,7 @@ def test_the_servers_numbers_are_the_simulators(name, user, tmp_path):
 
 @pytest.mark.quick
 def test_a_deployment_is_watched_and_recorded_as_a_simulation_is(user, tmp_path):
-    class Seen:
+    class ClientHistory:
         def __init__(self):
             self.told = []
 
@@ -128,7 +128,7 @@ def test_a_deployment_is_watched_and_recorded_as_a_simulation_is(user, tmp_path)
         def end(self, result):
             self.told.append("end")
 
-    seen = Seen()
+    seen = ClientHistory()
     said = {"schedule": "rounds(4, clients=3)", "minimum": 3, "keep_best": True}
     result = driven(user, in_process(user, tmp_path, 3), tmp_path / "run", (seen,), **said)
     assert seen.told == ["start", 1, 2, "end"]

@@ -502,7 +502,11 @@ def test_what_cannot_be_private_says_why(build, said):
     [
         (fb.error_feedback(fb.private(fb.fedavg(), noise=1.0)), fb.rounds(2, clients=2), "does not clip"),
         (fb.private(fb.fedavg(), noise=1.0), fb.rounds(2, clients=[[0], [1]]), "cohorts that are drawn"),
-        (fb.private(fb.fedavg(), noise=1.0), fb.rounds(2, clients=2, over=1.5), "leave out over and timeout"),
+        (
+            fb.private(fb.fedavg(), noise=1.0),
+            fb.rounds(2, clients=2, over_select=1.5),
+            "leave out over and timeout",
+        ),
         (fb.private(fb.fedavg(), noise=0.1, epsilon=0.1), fb.buffered(2), "more than the budget of 0.1"),
         (
             fb.private(fb.fedavg(), noise=0.1, epsilon=0.1, where="client"),

@@ -135,7 +135,7 @@ def test_papers_and_other_programs(grid, tmp_path, capsys):
         (fb.fedadavr("lamb", lr=0.02, memory="int4"), fb.Work(lr=0.1, steps=4, batch=None, clip=1.0), fb.rounds(3, clients=0.1)),
         (fb.fedshift(fb.fedpaq(fb.codecs.uniform(4))), fb.Work(lr=0.1, epochs=2, weight_decay=0.01, last="drop"), fb.rounds(2, clients=1.0)),
         (fb.qafel(), WORK, fb.buffered(3, buffer=2, concurrency=5, durations=fb.clock.lognormal(0.0, 1.0))),
-        (fb.fedavg(), WORK, fb.rounds(2, clients=4, over=1.5, timeout=5.0, durations=fb.clock.halfnormal(1.0), bandwidth=fb.clock.bandwidth(up=1e6, down=1e7))),
+        (fb.fedavg(), WORK, fb.rounds(2, clients=4, over_select=1.5, timeout=5.0, durations=fb.clock.halfnormal(1.0), bandwidth=fb.clock.bandwidth(up=1e6, down=1e7))),
     ],
 )  # fmt: skip
 def test_the_command_runs_it_again(task, tmp_path, capsys, algorithm, work, schedule):
@@ -459,7 +459,7 @@ def browser():
         found.close()
 
 
-class Seen:
+class ClientHistory:
     """A page and everything that went wrong in it."""
 
     def __init__(self, browser, url, **options):
@@ -485,7 +485,7 @@ def report(grid, tmp_path_factory):
 
 @pytest.mark.browser
 def test_every_switch(browser, report):
-    seen = Seen(browser, report)
+    seen = ClientHistory(browser, report)
     looked = seen.page
     drawings = set()
     for metric in ("accuracy", "loss", "train_loss"):
@@ -532,7 +532,7 @@ def scale(looked, plot, axis):
 
 @pytest.mark.browser
 def test_bands(browser, report):
-    looked = Seen(browser, report).page
+    looked = ClientHistory(browser, report).page
     count = "document.getElementById('main-plot').chart.bands.length"
     pressed = "#band button[aria-pressed=true]"
     assert looked.get_attribute(pressed, "data-value") == "range"  # two seeds make intervals too wide to read
@@ -548,7 +548,7 @@ def test_bands(browser, report):
 
 @pytest.mark.browser
 def test_a_curve_is_zoomed(browser, report):
-    looked = Seen(browser, report).page
+    looked = ClientHistory(browser, report).page
     whole = scale(looked, "main-plot", "x")
     drag(looked, "#main-plot .u-over", (150, 40), (420, 90))
     near = scale(looked, "main-plot", "x")
@@ -573,7 +573,7 @@ def drag(looked, place, start, end):
 
 @pytest.mark.browser
 def test_the_timeline(browser, report):
-    seen = Seen(browser, report)
+    seen = ClientHistory(browser, report)
     looked = seen.page
     assert looked.locator("#timeline-run button").count() == 0  # one run is on a clock
     assert "12" in looked.evaluate(
@@ -634,7 +634,7 @@ def test_the_timeline_tells_who_could_be_reached(tmp_path):
 def test_who_could_be_reached_is_drawn(browser, tmp_path):
     out = tmp_path / "page.html"
     assert main(["report", str(reached(tmp_path / "run")), "-o", str(out), "--quiet"]) == 0
-    seen = Seen(browser, out.as_uri())
+    seen = ClientHistory(browser, out.as_uri())
     assert seen.page.evaluate("document.getElementById('timeline-plot').online") >= 10
     assert "can be reached" in seen.page.inner_text("#timeline-key")
     assert seen.errors == []
@@ -670,7 +670,7 @@ def test_a_timeline_of_many_clients(browser, single, tmp_path, stalest, spans):
     data["groups"][0]["timeline"] = line | {"jobs": {k: v.tolist() for k, v in jobs.items()}}
     out = tmp_path / "many.html"
     out.write_text(page.render(data))
-    seen = Seen(browser, out.as_uri())
+    seen = ClientHistory(browser, out.as_uri())
     looked = seen.page
     assert looked.evaluate("document.getElementById('timeline-plot').drawn") == count
     assert looked.locator("#timeline-key > span").all_inner_texts() == spans
@@ -705,12 +705,12 @@ def test_a_long_timeline_is_thinned(task, tmp_path, monkeypatch):
 
 @pytest.mark.browser
 def test_cut_tables_say_so(browser, report):
-    looked = Seen(browser, report, viewport={"width": 390, "height": 800}).page
+    looked = ClientHistory(browser, report, viewport={"width": 390, "height": 800}).page
     cut = looked.locator(".cut:has(#results)")
     assert cut.get_attribute("data-more") == "true"
     looked.evaluate("document.querySelector('.scroll:has(#results)').scrollLeft = 10000")
     looked.wait_for_selector(".cut[data-more='false']:has(#results)", state="attached")
-    wide = Seen(browser, report, viewport={"width": 1400, "height": 800}).page
+    wide = ClientHistory(browser, report, viewport={"width": 1400, "height": 800}).page
     assert wide.locator(".cut:has(#results)").get_attribute("data-more") == "false"
 
 
@@ -723,7 +723,7 @@ def test_names_and_commands_break_between_words(browser, single, tmp_path, width
     data["groups"] = [data["groups"][0] | {"name": name}]
     out = tmp_path / "named.html"
     out.write_text(page.render(data))
-    looked = Seen(browser, out.as_uri(), viewport={"width": width, "height": 800}).page
+    looked = ClientHistory(browser, out.as_uri(), viewport={"width": width, "height": 800}).page
     assert looked.inner_text("#results td").strip() == name
     assert looked.inner_text("#commands pre") == data["groups"][0]["command"]
     for place, word in (
@@ -750,7 +750,7 @@ ROWS = """([place, word]) => {
 
 @pytest.mark.browser
 def test_every_part_is_there(browser, report):
-    looked = Seen(browser, report).page
+    looked = ClientHistory(browser, report).page
     for part, text in (
         ("#results", "control <i>variates</i>"),
         ("#goal", "20 %"),
@@ -768,7 +768,7 @@ def test_every_part_is_there(browser, report):
 @pytest.mark.parametrize("width", [320, 390, 768, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_overlaps_or_overflows(browser, report, width, scheme):
-    seen = Seen(browser, report, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    seen = ClientHistory(browser, report, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert seen.page.evaluate("document.documentElement.dataset.theme") == scheme
     assert seen.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     for axis in ("step", "bytes", "flops"):
@@ -798,7 +798,7 @@ def test_watch_shows_a_fleet_and_nothing_that_its_nodes_slip_in(browser, watched
     shutil.copytree(single, place)
     watched.watch.paths = [place]
     (place / "status.json").write_text(json.dumps(fleet_status()))
-    seen = Seen(browser, watched.address)
+    seen = ClientHistory(browser, watched.address)
     text = seen.page.inner_text("#fleets")
     for words in (
         HOSTILE,
@@ -841,7 +841,7 @@ def test_watch_follows_a_real_run(browser, tmp_path):
         wait_for(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 2000)
         with serve([out], port=0) as server:
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-            seen = Seen(browser, server.address)
+            seen = ClientHistory(browser, server.address)
             first = seen.page.inner_text("#status")
             assert first.startswith("running: step ")
             seen.page.wait_for_function("t => document.getElementById('status').textContent !== t", arg=first)

@@ -18,7 +18,7 @@ clock = fb.clock
 SCHEDULES = {
     "rounds": fb.rounds(30, clients=4),
     "share": fb.rounds(30, clients=0.25),
-    "over": fb.rounds(30, clients=4, over=1.5, durations=clock.halfnormal()),
+    "over_select": fb.rounds(30, clients=4, over_select=1.5, durations=clock.halfnormal()),
     "timeout": fb.rounds(30, clients=4, timeout=1.0, durations=clock.exponential()),
     "constant": fb.buffered(60, buffer=3, concurrency=8),
     "poisson": fb.buffered(60, buffer=3, concurrency=8, arrivals="poisson"),
@@ -55,7 +55,14 @@ def test_there_is_a_tick_for_every_step_and_time_never_runs_backwards(name):
 def test_ticks_are_a_function_of_the_seed_and_can_be_replayed(name):
     def told(seed):
         return [
-            (t.time, t.clients.tolist(), t.versions.tolist(), t.started.tolist(), t.live, t.dropped)
+            (
+                t.time,
+                t.clients.tolist(),
+                t.versions.tolist(),
+                t.started.tolist(),
+                t.pending_versions,
+                t.dropped,
+            )
             for t in ticks(SCHEDULES[name], seed=seed)
         ]
 
@@ -93,7 +100,7 @@ def test_a_client_has_at_most_one_job_in_flight_and_hands_in_every_job_once(name
         started -= handed
         flying = {c: [v for (i, v), k in started.items() if i == c for _ in range(k)] for c in range(20)}
         assert max(map(len, flying.values())) <= 1
-        assert tick.live == {v for vs in flying.values() for v in vs}
+        assert tick.pending_versions == {v for vs in flying.values() for v in vs}
 
 
 @buffered
@@ -122,12 +129,12 @@ def test_history_counts_the_same_staleness_and_keeps_a_bounded_number_of_version
         assert record["versions_kept"] <= 8 + 1  # one job a client, and the newest
         live.append(record["versions_kept"])
     assert max(live) > 2
-    assert set(result.state.sent) == tick.live | {40}
+    assert set(result.state.sent) == tick.pending_versions | {40}
 
 
 def test_versions_kept_do_not_grow_with_the_run():
     schedule = fb.buffered(3000, buffer=5, concurrency=50)
-    kept = [len(t.live) for t in ticks(schedule, N=500)]
+    kept = [len(t.pending_versions) for t in ticks(schedule, N=500)]
     assert max(kept[1500:]) <= max(kept[:1500]) + 5
     assert max(kept) < 100
 
@@ -228,7 +235,7 @@ def test_a_share_of_clients_and_more_than_there_are():
     assert {len(t.clients) for t in ticks(fb.rounds(5, clients=0.01))} == {1}
     for t in ticks(fb.rounds(5, clients=99)):
         assert sorted(t.clients.tolist()) == list(range(20))
-    for t in ticks(fb.rounds(5, clients=15, over=9.0, durations=clock.halfnormal())):
+    for t in ticks(fb.rounds(5, clients=15, over_select=9.0, durations=clock.halfnormal())):
         assert (len(t.clients), t.dropped) == (15, 5)
 
 
@@ -239,10 +246,10 @@ def test_explicit_cohorts_are_taken_as_they_are():
 
 
 def test_over_asks_more_and_takes_the_first():
-    asked_and_kept = [(len(t.clients) + t.dropped, len(t.clients)) for t in ticks(SCHEDULES["over"])]
+    asked_and_kept = [(len(t.clients) + t.dropped, len(t.clients)) for t in ticks(SCHEDULES["over_select"])]
     assert set(asked_and_kept) == {(6, 4)}
     plain = ticks(fb.rounds(300, clients=4, durations=clock.halfnormal()))
-    hurried = ticks(fb.rounds(300, clients=4, over=2.0, durations=clock.halfnormal()))
+    hurried = ticks(fb.rounds(300, clients=4, over_select=2.0, durations=clock.halfnormal()))
     assert hurried[-1].time < 0.7 * plain[-1].time
     # the mean of the largest of four half-normals, and of the fourth of eight
     order = np.sort(np.abs(np.random.default_rng(0).normal(size=(20000, 8))), axis=1)
@@ -267,7 +274,7 @@ def test_a_timeout_drops_those_who_are_late_and_the_round_waits_no_longer():
 def test_dropped_clients_never_ran():
     """Whoever is dropped uploads nothing and remembers nothing."""
     trial = Trial()
-    schedule = fb.rounds(6, clients=2, over=2.0, durations=clock.halfnormal())
+    schedule = fb.rounds(6, clients=2, over_select=2.0, durations=clock.halfnormal())
     result = trial.run(fb.scaffold(), schedule)
     assert all(r["dropped"] == 2 for r in result.history)
     took_part = {c for r in result.history for c in r["clients"]}
@@ -320,7 +327,7 @@ def test_slow_classes_are_slow_for_good():
         (lambda: fb.rounds(5, clients=float("nan")), "clients=nan"),
         (lambda: fb.rounds(5, clients=[[0, 1]]), "1 cohorts for 5 rounds"),
         (lambda: fb.rounds(2, clients=[[0, 1], []]), "non-empty"),
-        (lambda: fb.rounds(5, over=0.5), "over=0.5"),
+        (lambda: fb.rounds(5, over_select=0.5), "over_select=0.5"),
         (lambda: fb.rounds(5, timeout=0), "timeout=0"),
         (lambda: fb.buffered(0), "steps=0"),
         (lambda: fb.buffered(5, buffer=0), "buffer=0"),
@@ -398,7 +405,7 @@ def test_poisson_rounds_on_a_clock():
     drawn = ticks(fb.rounds(50, clients=1, sampling="poisson", durations=clock.halfnormal()))
     assert any(not len(t.clients) for t in drawn)
     assert all(later.time > sooner.time for sooner, later in pairwise(drawn))
-    assert all(t.spans.shape == (len(t.clients), 2) for t in drawn)
+    assert all(t.intervals.shape == (len(t.clients), 2) for t in drawn)
 
 
 def test_a_round_that_nobody_came_to_moves_nothing(blobs, tmp_path):
@@ -434,6 +441,6 @@ def test_bad_poisson_rounds_are_refused(blobs):
         fb.simulate(blobs, fb.fedavg(), fb.Work(), fb.rounds(1, clients=7, sampling="poisson"))
     with pytest.raises(fb.FedbraidError, match="unknown sampling 'poison'; did you mean 'poisson'"):
         fb.rounds(1, sampling="poison")
-    for more in ({"clients": [[0]]}, {"over": 1.5}, {"timeout": 1.0}):
+    for more in ({"clients": [[0]]}, {"over_select": 1.5}, {"timeout": 1.0}):
         with pytest.raises(fb.FedbraidError, match="Poisson rounds take whoever is drawn"):
             fb.rounds(1, sampling="poisson", **more)

@@ -28,7 +28,7 @@ from fedbraid.deploy import supernode
 pytestmark = [pytest.mark.engines, pytest.mark.quick]
 
 
-class Link:
+class Network:
     """A SuperLink with orders for one node, of runs of which some are over."""
 
     def __init__(self):
@@ -77,7 +77,7 @@ class Link:
 
 @pytest.fixture
 def link():
-    return Link()
+    return Network()
 
 
 class Node:

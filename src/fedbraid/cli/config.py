@@ -27,15 +27,15 @@ Config = dict[str, Section]
 
 WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
 SCHEDULE = (
-    "rounds", "per_round", "over", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
-    "availability", "clock", "choose",
+    "rounds", "per_round", "over_select", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
+    "availability", "clock", "select",
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
     "keep_going",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
-ONLY_ROUNDS = ("per_round", "over", "timeout", "choose")
+ONLY_ROUNDS = ("per_round", "over_select", "timeout", "select")
 ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
 
 DEFAULT_WORK: Section = {"lr": 0.01, "momentum": 0.9, "batch": 20}
@@ -287,12 +287,12 @@ def schedule_of(section: Section) -> Schedule:
             use = "leave out buffer and concurrency" if asynchronous else "give a buffer, such as --buffer 10"
             kind = "synchronous rounds" if asynchronous else "asynchronous steps"
             raise ConfigError(f"{key}={settings[key]!r} belongs to {kind}; {use}")
-    _numbers(settings, ["per_round", "over", "timeout", "buffer", "concurrency"], "schedule")
+    _numbers(settings, ["per_round", "over_select", "timeout", "buffer", "concurrency"], "schedule")
     for key in ("durations", "bandwidth", "availability"):
         if key in settings:
             settings[key] = _clock(key, settings[key])
-    if "choose" in settings:
-        settings["choose"] = named(str(settings["choose"]))
+    if "select" in settings:
+        settings["select"] = named(str(settings["select"]))
     if "clock" in settings:
         settings = _of_run(settings)
     if asynchronous:
@@ -308,13 +308,13 @@ def _count(value: float) -> int | float:
 def _clock(key: str, text: Any) -> Any:
     from fedbraid.parse import evaluate
     from fedbraid.run.simulate import SCHEDULES
-    from fedbraid.schedule.clock import Durations, Link, availability
+    from fedbraid.schedule.clock import Durations, Network, availability
 
     if not isinstance(text, str):
         raise ConfigError(f"{key}={text!r} is no model of time; write a call such as 'halfnormal(1)'")
     if key == "availability" and not text.startswith("availability("):
         return availability(text)
-    wanted = {"bandwidth": Link, "availability": availability}.get(key, Durations)
+    wanted = {"bandwidth": Network, "availability": availability}.get(key, Durations)
     return evaluate(text, {k: v for k, v in SCHEDULES.items() if issubclass(v, wanted)}, key)
 
 

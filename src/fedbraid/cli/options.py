@@ -77,7 +77,7 @@ Durations = Annotated[
 Bandwidth = Annotated[
     str | None, typer.Option(help="Schedule: bytes per unit of time, e.g. 'bandwidth(up=1e6, down=1e7)'.")
 ]
-Choose = Annotated[
+ClientSelection = Annotated[
     str | None,
     typer.Option(
         help="Schedule: who is asked, by last losses: 'power_of_choice(20)', 'oort()' or FILE.py:NAME."

@@ -63,7 +63,7 @@ def run(
     arrivals: o.Arrivals = None,
     durations: o.Durations = None,
     bandwidth: o.Bandwidth = None,
-    choose: o.Choose = None,
+    choose: o.ClientSelection = None,
     availability: o.Availability = None,
     clock: o.Clock = None,
     seed: o.Seed = None,
@@ -128,9 +128,9 @@ def run(
             weight_decay=weight_decay, clip=clip, lr_decay=lr_decay, last=last,
         ),
         "schedule": cfg.given(
-            rounds=rounds, per_round=per_round, over=over, timeout=timeout, buffer=buffer, concurrency=concurrency,
+            rounds=rounds, per_round=per_round, over_select=over, timeout=timeout, buffer=buffer, concurrency=concurrency,
             arrivals=arrivals, durations=durations, bandwidth=bandwidth, availability=availability,
-            clock=clock, choose=choose,
+            clock=clock, select=choose,
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=store, out=out,

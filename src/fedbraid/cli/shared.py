@@ -23,9 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "weight_decay": o.WeightDecay, "clip": o.Clip, "lr_decay": o.LrDecay, "last": o.Last,
     },
     "schedule": {
-        "rounds": o.Rounds, "per_round": o.PerRound, "over": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
+        "rounds": o.Rounds, "per_round": o.PerRound, "over_select": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
         "concurrency": o.Concurrency, "arrivals": o.Arrivals, "durations": o.Durations, "bandwidth": o.Bandwidth,
-        "availability": o.Availability, "clock": o.Clock, "choose": o.Choose,
+        "availability": o.Availability, "clock": o.Clock, "select": o.ClientSelection,
     },
     "run": {"evaluate_every": o.EvaluateEvery},
 }  # fmt: skip

@@ -22,7 +22,7 @@ TAKEN = frozenset(  # what records hold besides the task's own metrics
         "norm",
         "offset_norm",
         "moved",
-        "asked",
+        "selected",
         "losses",
         "versions_kept",
         "loss",

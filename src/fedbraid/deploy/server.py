@@ -255,8 +255,8 @@ class Fleet:
         while run.state.t < self.schedule.steps:
             self.got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
             waiting = [*self.flying.values(), *(a.job for a in self.spare)]
-            live = frozenset(j.version for j in waiting if j.trains)
-            yield self._tick(self.got, [a.job.version for a in self.got], live)
+            pending_versions = frozenset(j.version for j in waiting if j.trains)
+            yield self._tick(self.got, [a.job.version for a in self.got], pending_versions)
             self.orders = {}
             leaving.forget(self.folder, (m.name for m in self.roster.members.values() if m.gone))
             self._status("running")
@@ -281,14 +281,14 @@ class Fleet:
     def note(self) -> Record:
         return {"roster": self.roster.note(), "time": self.last, "norms": self.bound.note()}
 
-    def _tick(self, got: list[Arrival], versions: list[int], live: frozenset[int]) -> Tick:
+    def _tick(self, got: list[Arrival], versions: list[int], pending_versions: frozenset[int]) -> Tick:
         clients, now = np.array([a.job.client for a in got]), time.monotonic() - self.begun
         spans = np.array([(a.job.since, a.at) for a in got]) - self.begun
         seen = None if self.run is None else self.run.seen
         asked = None if seen is None else seen.asked.get(self.state.t, [])
         nobody = np.array([], np.int64)
         return Tick(
-            self.state.t, now, clients, np.array(versions), nobody, live, self.late, spans=spans, asked=asked
+            self.state.t, now, clients, np.array(versions), nobody, pending_versions, self.late, intervals=spans, selected=asked
         )  # fmt: skip
 
     def _rehearse(self, arrival: Arrival) -> None:
@@ -363,11 +363,11 @@ class Fleet:
         enough = min(wanted, self.settings.minimum)
         if len(idle) + len(got) < enough or not idle:
             return [], wanted
-        count = min(len(idle), math.ceil((wanted - len(got)) * self.schedule.over))
+        count = min(len(idle), math.ceil((wanted - len(got)) * self.schedule.over_select))
         if self.run is not None and (seen := self.run.seen) is not None:
             seen.grow(self.sizes)
             tries = len(seen.asked.get(t, []))
-            chosen = seen.choose(self.schedule.choose, t, tries, np.array(sorted(idle)), count).tolist()
+            chosen = seen.choose(self.schedule.select, t, tries, np.array(sorted(idle)), count).tolist()
             return chosen, min(wanted, len(got) + len(chosen))
         picks = rng.generator(self.settings.seed, "cohort", t, attempt).choice(
             len(idle), count, replace=False

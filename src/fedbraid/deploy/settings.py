@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedbraid.parse import Names
     from fedbraid.schedule import Schedule
 
-CHOICES = {"too_few": ("wait", "stop"), "identity": ("key", "name"), "samples": ("fixed", "free")}
+SELECTIONS = {"too_few": ("wait", "stop"), "identity": ("key", "name"), "samples": ("fixed", "free")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Settings:
             number(name, getattr(self, name), "(0, inf)", "leaves no time")
         for name in ("max_norm", "norm_factor"):
             number(name, getattr(self, name), "[0, inf)", "refuses everything, and 0 nothing")
-        for name, words in CHOICES.items():
+        for name, words in SELECTIONS.items():
             if getattr(self, name) not in words:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is not known; use {words[0]!r} or {words[1]!r}"

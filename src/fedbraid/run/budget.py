@@ -54,14 +54,14 @@ class Mechanism:
             return Mechanism("all"), float(schedule.cohort(N))
         if not isinstance(schedule, Rounds) or isinstance(schedule.clients, tuple):
             raise ConfigError("private accounts for cohorts that are drawn; use rounds(…, clients=a number)")
-        if (schedule.over, schedule.timeout) != (1, None):
+        if (schedule.over_select, schedule.timeout) != (1, None):
             raise ConfigError("private rounds count whom they draw, however slow; leave out over and timeout")
         if schedule.sampling == "poisson":
             rate = schedule.rate(N)
             return Mechanism("poisson", rate), rate * N
-        if schedule.choose is not None:
+        if schedule.select is not None:
             raise ConfigError(
-                "choose= looks at clients' losses, which privacy would have to pay for; leave it out of private runs"
+                "select= looks at clients' losses, which privacy would have to pay for; leave it out of private runs"
             )
         if schedule.availability is not None:
             raise ConfigError(

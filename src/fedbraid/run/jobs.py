@@ -82,7 +82,7 @@ class SimulatedSource:
         ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), *seen)
         foresees = self.task.lazy and run.seen is None
         for tick, after in _foreseen(ticks) if foresees else ((tick, None) for tick in ticks):
-            self.after = after.clients if after is not None and after.together else None
+            self.after = after.clients if after is not None and after.is_synchronous else None
             if tick.step >= run.state.t:
                 tick = tick.without(run.state.gone)
             self._opens(tick)
@@ -107,7 +107,7 @@ class SimulatedSource:
             done = Counter(tick.clients[tick.versions == tick.step].tolist())
             flying = Counter(tick.started.tolist()) - done
             self.blocks[tick.step] = list(flying)
-        for version in self.blocks.keys() - tick.live:
+        for version in self.blocks.keys() - tick.pending_versions:
             del self.blocks[version]
             self.ready.pop(version, None)
 
@@ -162,7 +162,7 @@ def _foreseen(ticks: Iterator[Tick]) -> Iterator[tuple[Tick, Tick | None]]:
 
 def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """Consecutive arrivals from one version, split where a client comes again."""
-    if tick.together:
+    if tick.is_synchronous:
         yield tick.step, tick.clients
         return
     run: list[int] = []

@@ -48,7 +48,7 @@ from fedbraid.run.known import note as note_task
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
-from fedbraid.schedule.choice import CHOICES, Seen
+from fedbraid.schedule.choice import SELECTIONS, ClientHistory
 
 log = logging.getLogger("fedbraid")
 
@@ -198,7 +198,7 @@ class Run:
     history: History = field(default_factory=History)
     note: Record = field(default_factory=dict)
     budgets: tuple[PrivacyAccountant, ...] = ()  # what privacy costs
-    seen: Seen | None = None  # of clients, where the schedule chooses by it
+    seen: ClientHistory | None = None  # of clients, where the schedule chooses by it
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
@@ -268,11 +268,11 @@ class Run:
         if self.checkpoint is not None:
             self.checkpoint.commit(self.state, pending, self.note)
 
-    def _seen(self) -> Seen | None:
+    def _seen(self) -> ClientHistory | None:
         """What a schedule that chooses has seen so far, read from the records."""
-        if getattr(self.schedule, "choose", None) is None:
+        if getattr(self.schedule, "select", None) is None:
             return None
-        seen = Seen(self.source.sizes, self.setup.seed)
+        seen = ClientHistory(self.source.sizes, self.setup.seed)
         for record in self.history if self.folder is None else self.folder.records():
             if record["step"] <= self.state.t:
                 seen.take(record)
@@ -559,7 +559,7 @@ SCHEDULES: dict[str, Any] = {
     "bandwidth": clock.bandwidth,
     "devices": clock.devices,
     "availability": clock.availability,
-    **CHOICES,
+    **SELECTIONS,
     **_DURATIONS,
 }
 

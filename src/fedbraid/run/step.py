@@ -114,7 +114,7 @@ def advance(
         record["offset_norm"] = float(torch.linalg.vector_norm(average - new))
     record["bytes_broadcast"] = sum(cast.version.sizes.values())
     sent = {**state.sent, state.t + 1: cast.version}
-    for version in state.sent.keys() - tick.live:
+    for version in state.sent.keys() - tick.pending_versions:
         del sent[version]
     state = replace(
         state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, guard=watch, sent=sent

@@ -77,12 +77,12 @@ class StepMetrics:
                 "lr": self.mean("lr"),
                 "update_norm": self.sums["update_norm"] / self.count,
             }
-        if tick.asked is not None:  # what the next choice is made of
-            record |= {"asked": tick.asked, "losses": self.losses}
+        if tick.selected is not None:  # what the next choice is made of
+            record |= {"selected": tick.selected, "losses": self.losses}
         if tick.dropped:
             record["dropped"] = tick.dropped
         stale = np.concatenate(self.staleness) if self.staleness else np.zeros(0, np.int64)
-        if len(stale) and (tick.live or stale.any()):
+        if len(stale) and (tick.pending_versions or stale.any()):
             record["staleness"] = float(stale.mean())
             record["staleness_max"] = int(stale.max())
             record["staleness_counts"] = np.bincount(stale).tolist()

@@ -22,7 +22,7 @@ from fedbraid.parse import evaluate
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Choose = Callable[..., Sequence[int] | Ints]  # (step, available, losses, …) -> client ids
+ClientSelection = Callable[..., Sequence[int] | Ints]  # (step, available, losses, …) -> client ids
 
 
 @runtime_checkable
@@ -107,17 +107,17 @@ class Own:
     """A function of the user's own, which prints by its name; one in a file is imported when it is first needed."""
 
     name: str
-    fn: Choose | None = field(default=None, compare=False)
+    fn: ClientSelection | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return f"own({self.name!r})"
 
     @property
-    def found(self) -> Choose:
+    def found(self) -> ClientSelection:
         if self.fn is not None:
             return self.fn
         if files.names_file(self.name):
-            made: Choose = files.load(self.name, Function, "choice", CHOOSERS)
+            made: ClientSelection = files.load(self.name, Function, "choice", CHOOSERS)
             return made
         raise ConfigError(
             f"the schedule chooses by a function of your own, {self.name}; pass it again: fb.resume(…, schedule=schedule)"
@@ -125,7 +125,7 @@ class Own:
 
 
 CHOOSERS: dict[str, Callable[..., Any]] = {"power_of_choice": power_of_choice, "oort": oort}
-CHOICES = {**CHOOSERS, "own": Own}
+SELECTIONS = {**CHOOSERS, "own": Own}
 
 
 def named(text: str) -> Any:
@@ -143,7 +143,7 @@ def checked(choose: Any) -> Any:
         return choose
     if not callable(choose):
         raise ConfigError(
-            f"choose={choose!r} chooses nobody; give a function (step, available, losses) -> client ids, or"
+            f"select={choose!r} chooses nobody; give a function (step, available, losses) -> client ids, or"
             " fb.power_of_choice(d)"
         )
     return Own(getattr(choose, "__qualname__", type(choose).__name__), choose)
@@ -154,7 +154,7 @@ def _or(values: Floats, other: float) -> Floats:
 
 
 @dataclass
-class Seen:
+class ClientHistory:
     """What is known of clients while a run goes on, and who was asked at each step."""
 
     sizes: Ints
@@ -182,7 +182,7 @@ class Seen:
             self.grow(np.append(self.sizes, np.ones(last + 1 - len(self.sizes), np.int64)))
         self.losses[record["clients"]] = record["losses"]
         self.participations[record["clients"]] = record["step"]
-        self.asked[record["step"] - 1] = record["asked"]
+        self.asked[record["step"] - 1] = record["selected"]
 
     def choose(self, choose: Any, step: int, attempt: int, available: Ints, wanted: int) -> Ints:
         """Who is asked at this attempt of a step: as it was committed, or as the function says now."""
@@ -203,7 +203,7 @@ class Seen:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             raise RunError(
-                f"choose= fails at step {step} ({why}); mend it, and resume: what ran before is kept"
+                f"select= fails at step {step} ({why}); mend it, and resume: what ran before is kept"
             ) from error
         tries.append(_cohort(said, step, available))
         return np.asarray(tries[-1], np.int64)
@@ -214,12 +214,12 @@ def _cohort(said: NDArray[Any], step: int, available: Ints) -> list[int]:
     ids = said.reshape(-1)
     if not len(ids) or ids.dtype.kind not in "iu":
         raise RunError(
-            f"choose= gave {said.tolist()!r} at step {step}; give at least one client's number. What ran before is kept"
+            f"select= gave {said.tolist()!r} at step {step}; give at least one client's number. What ran before is kept"
         )
     away = np.setdiff1d(ids, available)
     if len(away) or len(np.unique(ids)) < len(ids):
         what = f"client {away[0]}, who cannot be asked" if len(away) else "a client twice"
         raise RunError(
-            f"choose= gave {what}, at step {step}; take from `available`, each once. What ran before is kept"
+            f"select= gave {what}, at step {step}; take from `available`, each once. What ran before is kept"
         )
     return [int(c) for c in ids]

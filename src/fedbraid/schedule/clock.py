@@ -212,7 +212,7 @@ class measured(Durations):
 
 
 @dataclass(frozen=True)
-class Link:
+class Network:
     """How long a message is on its way."""
 
     def seconds(self, client: int, bytes_down: float, bytes_up: float) -> float:
@@ -224,7 +224,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class bandwidth(Link):
+class bandwidth(Network):
     """Bytes per unit of time on a client's link: transfer adds message size / rate to each job.
 
     `spread` is the sigma of a log-normal factor that each client draws once.
@@ -248,7 +248,7 @@ class bandwidth(Link):
 
 
 @dataclass(frozen=True)
-class devices(Link):
+class devices(Network):
     """Links as they were measured, `[[down, up], …]` in bytes per unit of time: each client has one of them by a draw.
 
     `devices("phones")` are 19 phones, in bytes a second.

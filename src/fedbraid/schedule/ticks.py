@@ -21,7 +21,7 @@ from fedbraid.core.check import integer, number, plain_numbers
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
 from fedbraid.schedule.availability import Idle, Reachable
-from fedbraid.schedule.choice import Choose, Seen, checked
+from fedbraid.schedule.choice import ClientHistory, ClientSelection, checked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -36,11 +36,11 @@ class Tick:
     clients: Ints  # senders in order of arrival
     versions: Ints  # the version each trained from
     started: Ints  # clients that started from version `step` before this step closed
-    live: frozenset[int]  # versions that jobs still in flight train from
+    pending_versions: frozenset[int]  # versions that jobs still in flight train from
     dropped: int = 0  # clients that were asked but came too late
-    together: bool = False  # all of them started from this version, and nobody twice
-    spans: Floats | None = None  # [senders, 2]: when each began and ended, where a clock says so
-    asked: list[list[int]] | None = None  # who was asked, attempt by attempt, where that was chosen
+    is_synchronous: bool = False  # all of them started from this version, and nobody twice
+    intervals: Floats | None = None  # [senders, 2]: when each began and ended, where a clock says so
+    selected: list[list[int]] | None = None  # who was asked, attempt by attempt, where that was chosen
 
     def without(self, gone: Collection[int]) -> Tick:
         """The tick without clients that have left."""
@@ -48,16 +48,20 @@ class Tick:
             return self
         here = ~np.isin(self.clients, list(gone))
         started = self.started[~np.isin(self.started, list(gone))]
-        spans = None if self.spans is None else self.spans[here]
+        intervals = None if self.intervals is None else self.intervals[here]
         return replace(
-            self, clients=self.clients[here], versions=self.versions[here], started=started, spans=spans
+            self,
+            clients=self.clients[here],
+            versions=self.versions[here],
+            started=started,
+            intervals=intervals,
         )
 
     def clocked(self) -> dict[str, list[Any]]:
         """What a record says of the clock: by sender, the version trained from, and when that began and ended."""
-        if self.spans is None:
+        if self.intervals is None:
             return {}
-        began, ended = ([float(f"{v:.7g}") for v in ends] for ends in self.spans.T.tolist())
+        began, ended = ([float(f"{v:.7g}") for v in ends] for ends in self.intervals.T.tolist())
         return {"versions": self.versions.tolist(), "start_times": began, "end_times": ended}
 
 
@@ -73,7 +77,7 @@ class Schedule:
         link, durations = getattr(self, "bandwidth", None), getattr(self, "durations", None)
         if durations is not None and not isinstance(durations, clock.Durations):
             raise ConfigError(f"durations={durations!r} says no times; use one such as fb.clock.constant(1)")
-        if link is not None and not isinstance(link, clock.Link):
+        if link is not None and not isinstance(link, clock.Network):
             raise ConfigError(f"bandwidth={link!r} says no rates; use fb.clock.bandwidth(down, up)")
         when = getattr(self, "availability", None)
         if when is not None and not isinstance(when, clock.availability):
@@ -82,7 +86,7 @@ class Schedule:
             )
 
     def ticks(
-        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
     ) -> Iterator[Tick]:
         """One tick per server step; `message` is the bytes down and up, for transfer times, `seen` for choices."""
         raise NotImplementedError
@@ -109,25 +113,25 @@ class Rounds(Schedule):
     """
 
     clients: int | float | tuple[tuple[int, ...], ...] = 10
-    over: float = 1.0
+    over_select: float = 1.0
     timeout: float | None = None
     durations: clock.Durations = field(default_factory=clock.constant)
-    bandwidth: clock.Link | None = None
+    bandwidth: clock.Network | None = None
     sampling: str = "fixed"
     availability: clock.availability | None = None
-    choose: Any = None
+    select: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "choose", checked(self.choose))
-        if self.choose is not None and (isinstance(self.clients, tuple) or self.sampling != "fixed"):
+        object.__setattr__(self, "choose", checked(self.select))
+        if self.select is not None and (isinstance(self.clients, tuple) or self.sampling != "fixed"):
             raise ConfigError(
-                "choose= says who is asked, and so do given cohorts or Poisson rounds; leave out one of the two"
+                "select= says who is asked, and so do given cohorts or Poisson rounds; leave out one of the two"
             )
         if self.sampling not in ("fixed", "poisson"):
             raise unknown("sampling", str(self.sampling), ["fixed", "poisson"])
         if self.sampling == "poisson" and (
-            isinstance(self.clients, tuple) or (self.over, self.timeout) != (1, None)
+            isinstance(self.clients, tuple) or (self.over_select, self.timeout) != (1, None)
         ):
             raise ConfigError(
                 "Poisson rounds take whoever is drawn; leave out given cohorts, over and timeout, or use sampling='fixed'"
@@ -147,12 +151,12 @@ class Rounds(Schedule):
             raise ConfigError(
                 f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
             )
-        times = (self.over, self.timeout, self.bandwidth, self.availability)
+        times = (self.over_select, self.timeout, self.bandwidth, self.availability)
         if isinstance(self.clients, tuple) and times != (1, None, None, None):
             raise ConfigError(
                 "given cohorts are waited for as they are; leave out over, timeout, bandwidth and availability"
             )
-        number("over", self.over, "[1, inf)", "asks fewer clients than are needed")
+        number("over_select", self.over_select, "[1, inf)", "asks fewer clients than are needed")
         if self.timeout is not None:
             number("timeout", self.timeout, "(0, inf)", "lets nobody finish")
 
@@ -171,21 +175,30 @@ class Rounds(Schedule):
         return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
 
     def ticks(
-        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
     ) -> Iterator[Tick]:
         now = 0.0
-        seen = seen or Seen(np.ones(N, np.int64), seed)
+        seen = seen or ClientHistory(np.ones(N, np.int64), seed)
         for step in range(self.steps):
-            clients, took, dropped, spans = self._round(N, seed, step, message, now, seen)
+            clients, took, dropped, intervals = self._round(N, seed, step, message, now, seen)
             versions = np.full(len(clients), step, np.int64)
-            spans = None if spans is None else spans + now
+            intervals = None if intervals is None else intervals + now
             now += took
             yield Tick(
-                step, now, clients, versions, clients, frozenset(), dropped, True, spans, seen.asked.get(step)
+                step,
+                now,
+                clients,
+                versions,
+                clients,
+                frozenset(),
+                dropped,
+                True,
+                intervals,
+                seen.asked.get(step),
             )
 
     def _round(
-        self, N: int, seed: int, step: int, message: tuple[float, float], now: float, seen: Seen
+        self, N: int, seed: int, step: int, message: tuple[float, float], now: float, seen: ClientHistory
     ) -> tuple[Ints, float, int, Floats | None]:
         """Who hands in, how long the round takes, how many come too late, and each one's span."""
         if isinstance(self.clients, tuple):
@@ -203,23 +216,25 @@ class Rounds(Schedule):
             here, pause = self._here(N, now + waited)
             waited += pause
             there = N if here is None else len(here)
-            wanted, count = cohort, min(there, math.ceil(cohort * self.over))
-            if self.choose is None:
+            wanted, count = cohort, min(there, math.ceil(cohort * self.over_select))
+            if self.select is None:
                 asked = rng.generator(seed, "cohort", step, attempt).choice(there, count, replace=False)
                 asked = asked if here is None else here[asked]
             else:
                 some = np.arange(N) if here is None else here
-                asked = seen.choose(self.choose, step, attempt, some, count)
-                wanted = min(wanted, len(asked)) if self.over > 1 else len(asked)
-            if self._steady and self.over == 1 and self.durations.mean <= limit:  # all at once, and in time
+                asked = seen.choose(self.select, step, attempt, some, count)
+                wanted = min(wanted, len(asked)) if self.over_select > 1 else len(asked)
+            if (
+                self._steady and self.over_select == 1 and self.durations.mean <= limit
+            ):  # all at once, and in time
                 return asked, self.durations.mean, 0, None
             took, arrives = self._took(asked, seed, step, attempt, message, now + waited)
             order = np.argsort(np.where(arrives, took, np.inf), kind="stable")[:wanted]
             kept = np.sort(order[arrives[order] & (took[order] <= limit)])
             end = float(took[kept].max()) if len(kept) == wanted else min(limit, float(took.max()))
             if len(kept):
-                spans = waited + np.stack([np.zeros(len(kept)), took[kept]], 1)
-                return asked[kept], waited + end, len(asked) - len(kept), spans
+                intervals = waited + np.stack([np.zeros(len(kept)), took[kept]], 1)
+                return asked[kept], waited + end, len(asked) - len(kept), intervals
             waited += end
         raise ConfigError(
             f"no client finished round {step + 1} in 1000 tries (timeout={self.timeout}); raise the timeout, shorten"
@@ -272,8 +287,8 @@ class Rounds(Schedule):
                 None if self._steady else np.zeros((0, 2)),
             )
         took, arrives = self._took(here, seed, step, 0, message, now)
-        spans = np.stack([np.zeros(len(here)), took], 1)[arrives]
-        return here[arrives], float(took.max()), len(drawn) - len(spans), spans
+        intervals = np.stack([np.zeros(len(here)), took], 1)[arrives]
+        return here[arrives], float(took.max()), len(drawn) - len(intervals), intervals
 
     def _took(
         self, asked: Ints, seed: int, step: int, attempt: int, message: tuple[float, float], now: float
@@ -302,7 +317,7 @@ class Buffered(Schedule):
     concurrency: int = 100
     arrivals: str | tuple[float, ...] = "constant"
     durations: clock.Durations = field(default_factory=clock.halfnormal)
-    bandwidth: clock.Link | None = None
+    bandwidth: clock.Network | None = None
     availability: clock.availability | None = None
 
     def __post_init__(self) -> None:
@@ -328,7 +343,7 @@ class Buffered(Schedule):
         return True
 
     def ticks(
-        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: Seen | None = None
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
     ) -> Iterator[Tick]:
         queue = _Queue(self, N, seed, message)
         for step in range(self.steps):
@@ -365,7 +380,7 @@ class _Queue:
         clients: list[int] = []
         versions: list[int] = []
         started: list[int] = []
-        spans: list[tuple[float, float]] = []
+        intervals: list[tuple[float, float]] = []
         running, goal, busy, dropped = self.running, self.schedule.buffer, self.busy_versions, 0
         closed, moves = self.schedule.arrivals == "closed", self.schedule.availability is not None
         while len(clients) < goal:
@@ -388,7 +403,7 @@ class _Queue:
                     del busy[version]
                 clients.append(client)
                 versions.append(version)
-                spans.append((start, end))
+                intervals.append((start, end))
             elif wake < self.next_arrival:
                 self.now = wake
             elif self.next_arrival < math.inf:
@@ -404,7 +419,7 @@ class _Queue:
                 )
         return Tick(
             step, self.now, np.array(clients, np.int64), np.array(versions, np.int64),
-            np.array(started, np.int64), frozenset(busy), dropped, spans=np.array(spans),
+            np.array(started, np.int64), frozenset(busy), dropped, intervals=np.array(intervals),
         )  # fmt: skip
 
     def _wake(self, closed: bool) -> float:
@@ -496,12 +511,12 @@ def rounds(
     steps: int,
     clients: int | float | Sequence[Sequence[int]] = 10,
     *,
-    over: float = 1.0,
+    over_select: float = 1.0,
     timeout: float | None = None,
     durations: clock.Durations | None = None,
-    bandwidth: clock.Link | None = None,
+    bandwidth: clock.Network | None = None,
     sampling: str = "fixed",
-    choose: Choose | None = None,
+    select: ClientSelection | None = None,
     availability: clock.availability | None = None,
 ) -> Rounds:
     """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
@@ -520,13 +535,13 @@ def rounds(
     return Rounds(
         steps,
         clients,
-        over,
+        over_select,
         timeout,
         durations or clock.constant(),
         bandwidth,
         sampling,
         availability,
-        choose,
+        select,
     )
 
 
@@ -537,7 +552,7 @@ def buffered(
     *,
     arrivals: str | Sequence[float] = "constant",
     durations: clock.Durations | None = None,
-    bandwidth: clock.Link | None = None,
+    bandwidth: clock.Network | None = None,
     availability: clock.availability | None = None,
 ) -> Buffered:
     """Asynchronous training: a server step after every `buffer` uploads (FedBuff, QAFeL)."""

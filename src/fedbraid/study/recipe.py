@@ -72,11 +72,11 @@ def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
         case Rounds():
             whole = isinstance(schedule.clients, float) and schedule.clients == 1
             said["per_round"] = clients if whole else schedule.clients
-            said |= {"over": schedule.over} if schedule.over != 1 else {}
+            said |= {"over_select": schedule.over_select} if schedule.over_select != 1 else {}
             said |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
-            if isinstance(schedule.choose, Own):
+            if isinstance(schedule.select, Own):
                 return None
-            said |= {"choose": repr(schedule.choose)} if schedule.choose is not None else {}
+            said |= {"select": repr(schedule.select)} if schedule.select is not None else {}
             plain: Any = constant()
         case Buffered():
             if not isinstance(schedule.arrivals, str):

@@ -332,7 +332,7 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.silent = Parts(), Silent()
+        self.body, self.silent = Chunks(), Silent()
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
@@ -340,7 +340,7 @@ class Named(nn.Module):
         return self.head(self.body(x)["hidden"])
 
 
-class Parts(nn.Module):
+class Chunks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.fc = nn.Parameter(torch.ones(4)), nn.Linear(5, 4)
@@ -357,7 +357,7 @@ class Silent(nn.Module):
 def test_a_part_of_the_model_may_give_anything():
     x, y = torch.randn(8, 5), torch.randint(3, (8,))
     task = fb.Task.from_arrays(Named, [(x, y), (x, y)])
-    assert task.sketch.multiply_adds == 4 + (20 + 4) + (12 + 3)
+    assert task.summary.multiply_adds == 4 + (20 + 4) + (12 + 3)
     assert len(fb.simulate(task, fb.fedavg(), fb.Work(batch=4), fb.rounds(1, clients=2)).history) == 1
 
 

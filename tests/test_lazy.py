@@ -262,7 +262,7 @@ def test_a_test_share_per_client():
 
 def test_clients_held_out_are_the_same_on_disk():
     eager, late = (fb.sweep.hold_out(task(lazy=on_disk), 0.3, 1) for on_disk in (False, True))
-    assert isinstance(late.test[0], lazy.Column)
+    assert isinstance(late.test[0], lazy.LazyColumn)
     assert late.sizes.tolist() == eager.sizes.tolist()
     runs = [fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=3), engine=LOOP) for t in (eager, late)]
     assert runs[0].history == runs[1].history

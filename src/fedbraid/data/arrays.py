@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.data import tree
-from fedbraid.data.tree import Padded, Parts, Tree
+from fedbraid.data.tree import Chunks, Padded, Tree
 from fedbraid.errors import DataError
 
 Collate = Callable[[list[Any]], Any]  # samples as they come -> all of them as one batch, as in a DataLoader
@@ -33,13 +33,13 @@ def pair(given: Any, what: str, loss: Any) -> tuple[Tree, Tree]:
     for kind, some in (("input", x), ("target", y)):
         for key, leaf in tree.named(some):
             if leaf.ndim == 0 or len(leaf) != count:
-                raise DataError(_uneven(what, kind, key, leaf, x, count))
+                raise DataError(_ragged(what, kind, key, leaf, x, count))
     if count == 0:
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     return _with_keys(x, lambda key, v: _input(v, what, key)), _targets(y, what, loss)
 
 
-def _uneven(what: str, kind: str, key: Any, leaf: Any, x: Tree, count: int) -> str:
+def _ragged(what: str, kind: str, key: Any, leaf: Any, x: Tree, count: int) -> str:
     if kind == "target":
         return (
             f"{what} has inputs of shape {tuple(tree.first(x).shape)} but targets of shape {tuple(leaf.shape)};"
@@ -64,7 +64,7 @@ def _input(x: Any, what: str, key: Any) -> Any:
         return x
     if isinstance(x, Padded):
         return Padded(_input(x.values, what, key), x.lengths)
-    if isinstance(x, Parts):
+    if isinstance(x, Chunks):
         return x  # each was looked at before
     x = x.to(torch.float32)
     if not _finite(x):
@@ -74,7 +74,7 @@ def _input(x: Any, what: str, key: Any) -> Any:
 
 
 def _targets(y: Tree, what: str, loss: Any) -> Tree:
-    if isinstance(loss, str) and not isinstance(y, Tensor | Parts):
+    if isinstance(loss, str) and not isinstance(y, Tensor | Chunks):
         kind = "no targets" if y is None else f"a {type(y).__name__} of targets"
         raise DataError(f"{what} has {kind}, which {loss!r} cannot use; give a loss of your own for them")
     if loss in ("cross_entropy", "logistic"):
@@ -82,12 +82,12 @@ def _targets(y: Tree, what: str, loss: Any) -> Tree:
             raise DataError(
                 f"{what} has {y.dtype} targets; {loss} needs whole class numbers (or use loss='mse')"
             )
-        return y if isinstance(y, Parts) else y.long()
+        return y if isinstance(y, Chunks) else y.long()
     return _with_keys(y, lambda key, v: _target(v, what, loss))
 
 
 def _target(y: Any, what: str, loss: Any) -> Any:
-    if isinstance(y, Parts):
+    if isinstance(y, Chunks):
         return y
     if isinstance(y, Padded):
         return Padded(_target(y.values, what, loss), y.lengths)
@@ -117,7 +117,7 @@ def tensors(given: Any, what: str, kind: str) -> Tree:
 
 def tensor(value: Any, what: str) -> Any:
     """An array, a list, a column of a frame or of a Hugging Face dataset as a tensor, without a copy where it can be."""
-    if isinstance(value, Tensor | Padded | Parts):
+    if isinstance(value, Tensor | Padded | Chunks):
         return value.detach() if isinstance(value, Tensor) else value
     if hasattr(value, "to_numpy"):
         value = value.to_numpy()
@@ -160,7 +160,7 @@ def beside(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
 
 
 def _parts(trees: list[Tree]) -> Tree:
-    return _with_keys(trees[0], lambda key, _: Parts.of([t if key is None else t[key] for t in trees]))
+    return _with_keys(trees[0], lambda key, _: Chunks.of([t if key is None else t[key] for t in trees]))
 
 
 def _stack(trees: list[Tree], kind: str, apart: bool) -> Tree:

@@ -30,7 +30,7 @@ def logits(out: Any) -> Any:
     return out if found is None else found
 
 
-class Called(nn.Module):
+class ForwardModule(nn.Module):
     """A module and how it is called, as one module of one argument: the inputs."""
 
     def __init__(self, module: nn.Module, run: Forward) -> None:
@@ -49,7 +49,7 @@ OTHERS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class SignatureCall:
     """A loss that sees these of outputs, targets and inputs, in this order, and what other models give."""
 
     given: Callable[..., Any]
@@ -75,7 +75,7 @@ class Asked:
         return self.given(*[have[name] for name in self.order])
 
 
-def by_signature(given: Callable[..., Any]) -> Asked:
+def by_signature(given: Callable[..., Any]) -> SignatureCall:
     """`given` as a function of (outputs, targets, inputs), which sees the inputs where an argument is called so.
 
     >>> by_signature(lambda outputs, inputs: outputs - inputs)(3, None, 1)
@@ -84,10 +84,10 @@ def by_signature(given: Callable[..., Any]) -> Asked:
     try:
         kinds = inspect.signature(given).parameters.values()
     except (TypeError, ValueError):
-        return Asked(given)
+        return SignatureCall(given)
     names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if more := [n for n in names[2:] if n in (*NAMES[2:], *OTHERS)]:
-        return Asked(given, (*NAMES[:2], *more))
+        return SignatureCall(given, (*NAMES[:2], *more))
     if names[:2] in (["outputs"], ["outputs", "inputs"]):
-        return Asked(given, tuple(n for n in names[:3] if n in NAMES))
-    return Asked(given)
+        return SignatureCall(given, tuple(n for n in names[:3] if n in NAMES))
+    return SignatureCall(given)

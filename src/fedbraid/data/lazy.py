@@ -46,7 +46,7 @@ Key = (
 )  # client, version, seed, and which rows if not all
 
 
-class Store:
+class LazyDataset:
     """One dataset per client, none of it kept."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Store:
     def _name(self, client: int) -> str:
         return self.what or f"client {client}"
 
-    def of(self, client: int) -> Store:
+    def of(self, client: int) -> LazyDataset:
         """This client's alone, under whatever number it is asked for."""
         one = copy.copy(self)
         one.__setstate__({**self.__getstate__(), "only": client})
@@ -101,7 +101,7 @@ class Store:
         one.offsets = np.array([0, one.sizes[0]])
         return one
 
-    def some(self, clients: NDArray[np.int64]) -> Store:
+    def some(self, clients: NDArray[np.int64]) -> LazyDataset:
         """These clients alone, numbered anew."""
         few = copy.copy(self)
         few.__setstate__({**self.__getstate__(), "datasets": _Some(self.datasets, clients)})
@@ -109,10 +109,10 @@ class Store:
         few.offsets = np.concatenate([[0], np.cumsum(few.sizes)])
         return few
 
-    def together(self, clients: NDArray[np.int64], what: str) -> Store:
+    def together(self, clients: NDArray[np.int64], what: str) -> LazyDataset:
         """These clients' samples as one test set."""
         whole: Any = torch.utils.data.ConcatDataset([self.datasets[int(c)] for c in clients])
-        store = Store([whole], self.loss, self.inputs, self.targets, self.collate, what)
+        store = LazyDataset([whole], self.loss, self.inputs, self.targets, self.collate, what)
         store.classes = self.classes
         return store
 
@@ -251,7 +251,7 @@ class Store:
 class _Readers:
     """Processes that read a store; numbers come back through memory that all of them see."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: LazyDataset) -> None:
         self.store, self.pool = store, WorkerPool(self._read, READERS)
         rooms = READERS * max(WINDOW, CHUNKS) + 1
         self.seen = memoryview(mmap.mmap(-1, rooms * ROOM))  # none of it is there before it is written
@@ -346,14 +346,14 @@ def _own_randomness() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class LazyColumn:
     """The inputs (0) or targets (1) of all samples, read when they are asked for."""
 
-    store: Store
+    store: LazyDataset
     part: int
 
     @classmethod
-    def both(cls, store: Store) -> tuple[Column, Column]:
+    def both(cls, store: LazyDataset) -> tuple[LazyColumn, LazyColumn]:
         return cls(store, 0), cls(store, 1)
 
     @cached_property
@@ -403,13 +403,13 @@ class Column:
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
-    def to(self, device: Any) -> Column:
+    def to(self, device: Any) -> LazyColumn:
         if torch.device(device).type != "cpu":
             raise DataError(f"lazy data is read by the CPU, not on {device}; use device='cpu'")
         return self
 
 
-class Seen:
+class BlockView:
     """A task as a block of visited clients sees it: with their own samples as the table."""
 
     def __init__(self, task: Task, clients: NDArray[np.int64], table: tuple[Tree, Tree]) -> None:

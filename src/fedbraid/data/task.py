@@ -23,9 +23,9 @@ from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment
 from fedbraid.data.call import Forward, Loss, by_signature, call, logits
-from fedbraid.data.lazy import Column, Seen, Store
+from fedbraid.data.lazy import BlockView, LazyColumn, LazyDataset
 from fedbraid.data.partition import Partition
-from fedbraid.data.tree import Padded, Parts, Tree
+from fedbraid.data.tree import Chunks, Padded, Tree
 from fedbraid.errors import DataError, unknown
 
 Build = Callable[[], nn.Module]
@@ -53,7 +53,7 @@ def _mean(each: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "logistic": logistic, "mse": mse}
 
 
-class Sketch(NamedTuple):
+class ModelSummary(NamedTuple):
     """What a model looks like from outside."""
 
     text: str  # its layers, as it prints
@@ -172,14 +172,14 @@ class Task:
             return arrays.read(columns.by_item(dataset), what, inputs, targets, collate)
 
         if lazy:
-            store, tested = Store(clients, loss, inputs, targets, collate), None
+            store, tested = LazyDataset(clients, loss, inputs, targets, collate), None
             store.like  # noqa: B018 (read once here, for all processes)
             if client_tests is not None:
                 test, options["test_offsets"] = arrays.joined(client_tests)
             if test is not None:
-                judged = Store([test], loss, inputs, targets, collate, "the test set")
-                tested = Column.both(judged)
-            x, y = Column.both(store)
+                judged = LazyDataset([test], loss, inputs, targets, collate, "the test set")
+                tested = LazyColumn.both(judged)
+            x, y = LazyColumn.both(store)
             return cls._make(
                 model, x, y, torch.arange(len(store)), store.offsets, test=tested, loss=loss, **options
             )
@@ -309,32 +309,32 @@ class Task:
 
     def block_view(self, clients: NDArray[np.int64], version: int, seed: int) -> Task:
         """The task as these clients see it who train from this version: lazy data is read now."""
-        if not isinstance(self.inputs, Column):
+        if not isinstance(self.inputs, LazyColumn):
             return self
-        return cast("Task", Seen(self, clients, self.inputs.store.table(clients, version, seed)))
+        return cast("Task", BlockView(self, clients, self.inputs.store.table(clients, version, seed)))
 
     def ahead(
         self, clients: NDArray[np.int64], version: int, seed: int, after: NDArray[np.int64] | None = None
     ) -> None:
         """Who will be visited next, and after them at the next version, for lazy data to be read ahead."""
-        if isinstance(self.inputs, Column):
+        if isinstance(self.inputs, LazyColumn):
             self.inputs.store.ahead(clients, version, seed, after)
 
     @property
     def lazy(self) -> bool:
         """Whether samples are read when their client is visited."""
-        return isinstance(self.inputs, Column)
+        return isinstance(self.inputs, LazyColumn)
 
     def close(self) -> None:
         """Stop what reads ahead."""
         for some in (self.inputs, self.test and self.test[0]):
-            if isinstance(some, Column):
+            if isinstance(some, LazyColumn):
                 some.store.stop()
 
     @property
-    def uneven(self) -> bool:
+    def ragged(self) -> bool:
         """Whether clients' samples have lengths of their own that nobody knows before they are read."""
-        return isinstance(self.inputs, Column) and self.inputs.store.collate is not None
+        return isinstance(self.inputs, LazyColumn) and self.inputs.store.collate is not None
 
     @property
     def like(self) -> tuple[Tree, Tree]:
@@ -349,9 +349,9 @@ class Task:
     @property
     def classifies(self) -> bool:
         """Whether targets are class numbers, so that there is an accuracy."""
-        return isinstance(self._like, Tensor | Parts) and not self._like.is_floating_point()
+        return isinstance(self._like, Tensor | Chunks) and not self._like.is_floating_point()
 
-    def guess(self, outputs: Any) -> Tensor | None:
+    def predict(self, outputs: Any) -> Tensor | None:
         """The classes that the outputs name, where there is one for each sample."""
         if not (self.classifies and self._like.ndim == 1 and isinstance(outputs, Tensor)):
             return None
@@ -363,7 +363,7 @@ class Task:
     def measures(self) -> tuple[str, ...]:
         """What an evaluation says of a model; the first is what it is judged by unless told otherwise."""
         with torch.no_grad():
-            named = self.guess(self._forward(self.module().to(self.device).eval(), self.device)) is not None
+            named = self.predict(self._forward(self.module().to(self.device).eval(), self.device)) is not None
         return (*(("accuracy",) if named else ()), "loss", *self.metrics)
 
     @cached_property
@@ -375,10 +375,10 @@ class Task:
     @property
     def stochastic(self) -> bool:
         """Whether the model draws random numbers while it trains (dropout), by trying it."""
-        return self.sketch.stochastic
+        return self.summary.stochastic
 
     @cached_property
-    def sketch(self) -> Sketch:
+    def summary(self) -> ModelSummary:
         """What one forward pass of two samples tells of the model."""
         leaves = products = 0
 
@@ -396,7 +396,7 @@ class Task:
         for hook in hooks:
             hook.remove()
         frozen = not all(p.requires_grad for p in module.parameters())
-        return Sketch(repr(module), stochastic, frozen, leaves, products)
+        return ModelSummary(repr(module), stochastic, frozen, leaves, products)
 
     def _forward(self, module: nn.Module, device: str | torch.device) -> Any:
         """The outputs for the first and the last sample."""
@@ -496,7 +496,7 @@ class Task:
     def _tensors(self) -> Iterator[Tensor]:
         """All that the run's numbers depend on, keys of trees apart."""
         for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
-            for leaf in tree.leaves(some.example if isinstance(some, Column) else some):
+            for leaf in tree.leaves(some.example if isinstance(some, LazyColumn) else some):
                 yield from _pieces(leaf)
         if self.start is not None:
             yield from self.module().state_dict().values()
@@ -558,7 +558,7 @@ class Task:
         seen = self._like
         tested = self.test[1] if self.test else seen[:0]
         for column in (self.targets, tested):
-            if isinstance(column, Column):  # its labels are looked at when they are read
+            if isinstance(column, LazyColumn):  # its labels are looked at when they are read
                 column.store.classes = classes
         for what, y in (("training", seen), ("test", _like(tested))):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
@@ -587,12 +587,12 @@ def _check_shares(clients: Any, test: Any, client_tests: Sequence[Any]) -> None:
 
 
 def _like(targets: Tree) -> Tree:
-    return targets.example if isinstance(targets, Column) else targets
+    return targets.example if isinstance(targets, LazyColumn) else targets
 
 
 def _pieces(leaf: Any) -> Iterator[Tensor]:
     """The tensors that a leaf is made of."""
-    if isinstance(leaf, Parts):
+    if isinstance(leaf, Chunks):
         for piece in leaf.pieces:
             yield from _pieces(piece)
     else:

@@ -151,14 +151,14 @@ class Padded:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Chunks:
     """A leaf in several pieces below each other, each of them where it is: a map of a file, or a client's own table."""
 
     pieces: list[Any]
     begins: NDArray[np.int64]  # one more than pieces
 
     @classmethod
-    def of(cls, pieces: list[Any]) -> Parts:
+    def of(cls, pieces: list[Any]) -> Chunks:
         return cls(pieces, np.cumsum([0] + [len(p) for p in pieces]))
 
     @property
@@ -214,5 +214,5 @@ class Parts:
     def is_floating_point(self) -> bool:
         return bool(self.pieces[0].is_floating_point())
 
-    def to(self, device: Any) -> Parts:
-        return Parts([p.to(device) for p in self.pieces], self.begins)
+    def to(self, device: Any) -> Chunks:
+        return Chunks([p.to(device) for p in self.pieces], self.begins)

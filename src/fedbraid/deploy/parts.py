@@ -13,7 +13,7 @@ import torch
 from fedbraid.core.layout import Layout
 from fedbraid.data import tree
 from fedbraid.data.arrays import pair
-from fedbraid.data.lazy import Column
+from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, DataError
 
@@ -78,7 +78,7 @@ class Same:
     def served(self) -> Task:
         whole = self.whole()
         x, y = (
-            tree.take(t.example if isinstance(t, Column) else t, slice(0))
+            tree.take(t.example if isinstance(t, LazyColumn) else t, slice(0))
             for t in (whole.inputs, whole.targets)
         )
         none = torch.zeros(0, dtype=torch.int64)
@@ -98,9 +98,9 @@ def alone(task: Task, client: int) -> Task:
     lo, hi = int(task.offsets[client]), int(task.offsets[client + 1])
     rows, offsets = task.rows[lo:hi], np.array([0, hi - lo])
     x, y = task.inputs, task.targets
-    if isinstance(x, Column):
+    if isinstance(x, LazyColumn):
         store = x.store.of(client)
-        x, y = Column(store, 0), Column(store, 1)
+        x, y = LazyColumn(store, 0), LazyColumn(store, 1)
     else:
         x, y = tree.take(x, rows), tree.take(y, rows)
     return replace(

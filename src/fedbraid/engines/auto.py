@@ -67,7 +67,7 @@ def expected_seconds(task: Task, work: Work, participations: int) -> float:
 
 def _called_and_computed(task: Task, work: Work) -> tuple[float, float]:
     """About how many seconds of a client's step PyTorch is busy with itself, and with arithmetic."""
-    n, look = np.array([task.sizes.mean().round()], np.int64), task.sketch
+    n, look = np.array([task.sizes.mean().round()], np.int64), task.summary
     return LAYER * (1 + look.layers), 6 * look.multiply_adds * int(batch_sizes(n, work)[0]) / RATE
 
 
@@ -79,13 +79,13 @@ def guess(task: Task, seconds: float) -> str:
 
 def compiling(task: Task) -> float:
     """About how many seconds compilers take, that work side by side where there are cores."""
-    alone = 0.8 + 0.6 * min(task.sketch.layers, 2) + 0.08 * task.sketch.layers
+    alone = 0.8 + 0.6 * min(task.summary.layers, 2) + 0.08 * task.summary.layers
     return alone * (0.6 if len(os.sched_getaffinity(0)) > 1 else 1.0)
 
 
 def loading(task: Task) -> float:
     """About how many seconds it takes to follow a model and load what was compiled for it."""
-    return 0.05 + 0.008 * task.sketch.layers
+    return 0.05 + 0.008 * task.summary.layers
 
 
 def native_pays(task: Task, work: Work, wall: float) -> bool:
@@ -140,7 +140,7 @@ def share_kept(task: Task, work: Work) -> float:
 def mostly_empty(task: Task, work: Work) -> bool:
     """Whether a batch leaves most places of compiled code's vectors empty, and PyTorch is not busy with itself."""
     size = int(batch_sizes(np.array([task.sizes.mean().round()], np.int64), work)[0])
-    share, operations = size / (-(-size // lanes()) * lanes()), 6 * task.sketch.multiply_adds * size
+    share, operations = size / (-(-size // lanes()) * lanes()), 6 * task.summary.multiply_adds * size
     return share < FILLED and operations > HEAVY
 
 
@@ -392,7 +392,7 @@ def _key(task: Task, work: Work, cohort: int) -> str:
 
 def _model(task: Task) -> str:
     return _hash(
-        (task.full_layout.fingerprint.hex(), task.sketch.text, _loss(task), tree.shapes(task.inputs))
+        (task.full_layout.fingerprint.hex(), task.summary.text, _loss(task), tree.shapes(task.inputs))
     )
 
 

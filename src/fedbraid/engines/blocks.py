@@ -240,7 +240,7 @@ def _check_vmap(task: Task) -> None:
         raise ConfigError(
             "the model draws random numbers (dropout), which vmap cannot count; use backend='loop'"
         )
-    if task.uneven:
+    if task.ragged:
         raise ConfigError("vmap needs clients' samples to be of one length; use backend='loop'")
     if task.full_layout.buffers is not None:
         raise ConfigError("vmap cannot follow running statistics (BatchNorm); use backend='loop'")

@@ -14,7 +14,7 @@ from fedbraid.core import rng
 from fedbraid.core.rule import ExamplePrivacy, Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
-from fedbraid.data.call import Called
+from fedbraid.data.call import ForwardModule
 from fedbraid.data.tree import Tree
 from fedbraid.engines.gradients import LoopGradient, TorchGradient, VmapGradient
 from fedbraid.errors import FedbraidError
@@ -75,7 +75,7 @@ class VectorizedPerExample(PerExampleGradient):
 
     def __init__(self, own: ExamplePrivacy, base: VmapGradient, task: Task) -> None:
         super().__init__(own, base)
-        called = Called(base.module, base.run)
+        called = ForwardModule(base.module, base.run)
 
         def one(params: dict[str, Tensor], x: Tree, t: Tree, w: Tensor) -> Tensor:
             batched: Tensor = base.loss(functional_call(called, params, (_alone(x),)), _alone(t), _alone(x))

@@ -67,7 +67,7 @@ class FrozenFeatureCache:
     @staticmethod
     def suits(task: Task) -> bool:
         """Whether there are such parts."""
-        if task.augment is not None or not task.sketch.frozen:
+        if task.augment is not None or not task.summary.frozen:
             return False
         if not all(isinstance(leaf, Tensor) for leaf in tree.leaves(task.inputs)):
             return False

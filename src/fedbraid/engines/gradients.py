@@ -14,8 +14,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from fedbraid.core.device import seed
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
-from fedbraid.data.call import Called
-from fedbraid.data.tree import Parts, Tree
+from fedbraid.data.call import ForwardModule
+from fedbraid.data.tree import Chunks, Tree
 from fedbraid.engines.frozen import FrozenFeatureCache
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class TorchGradient:
         self.layout, self.loss, self.run = task.full_layout, task.per_example, task.run
         self.device, self.precision = task.device, precision
         self.module = task.module().to(task.device)
-        self.guess, self.task = task.guess, task
+        self.predict, self.task = task.predict, task
         convolves = any(isinstance(m, nn.Conv2d) and m.in_channels > 1 for m in self.module.modules())
         like = task.like[0]
-        self.channels_last = convolves and isinstance(like, Tensor | Parts) and like.ndim == 4
+        self.channels_last = convolves and isinstance(like, Tensor | Chunks) and like.ndim == 4
         self.test = None if task.test is None else task.test[0]
 
     @cached_property
@@ -70,7 +70,7 @@ class TorchGradient:
         losses, classes = [], []
         for at, a, out in self.outputs(x, inputs):
             losses.append(self.loss(out, tree.take(targets, at), a))
-            if (guessed := self.guess(out)) is not None:
+            if (guessed := self.predict(out)) is not None:
                 classes.append(guessed)
         return torch.cat(losses), torch.cat(classes) if classes else None
 
@@ -192,7 +192,7 @@ class VmapGradient(TorchGradient):
     def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
         super().__init__(task, precision)
 
-        called = Called(self.module, self.run)
+        called = ForwardModule(self.module, self.run)
 
         def one(params: dict[str, Tensor], x: Tree, t: Tree, w: Tensor) -> Tensor:
             each: Tensor = self.loss(functional_call(called, params, (x,)), t, x)
@@ -219,7 +219,7 @@ class VmapGradient(TorchGradient):
         leaves = [m for m in task.module().modules() if not list(m.children())]
         if task.device.type == "cpu" and not all(isinstance(m, plain) for m in leaves):
             return False
-        if task.stochastic or task.compares or task.uneven or task.full_layout.buffers is not None:
+        if task.stochastic or task.compares or task.ragged or task.full_layout.buffers is not None:
             return False
         rows, y = task.rows[[0, -1]].view(2, 1), task.full_layout.flatten(task.module()).to(task.device)
         try:  # a forward or loss of the user's may do what vmap cannot follow

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbraid.core.names import falls
 from fedbraid.data import tree
 from fedbraid.data.call import by_signature
-from fedbraid.data.lazy import Column
+from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.engines.gradients import CHUNK, TorchGradient
@@ -133,14 +133,14 @@ def _shares(task: Task) -> Iterator[tuple[int, Tensor]]:
 def _scores(engine: Evaluates, task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
     if task.metrics:
         return _outputs(task, x, inputs, targets)
-    if not isinstance(inputs, Column):
+    if not isinstance(inputs, LazyColumn):
         return *engine.evaluate(x, inputs, targets), []
     found = [engine.evaluate(x, inputs[at], targets[at]) for at in _chunks(inputs)]
     classes = [c for _, c in found if c is not None]
     return torch.cat([losses for losses, _ in found]), torch.cat(classes) if classes else None, []
 
 
-def _chunks(inputs: Column) -> Iterator[slice]:
+def _chunks(inputs: LazyColumn) -> Iterator[slice]:
     return (slice(lo, lo + CHUNK) for lo in range(0, len(inputs), CHUNK))
 
 
@@ -153,7 +153,7 @@ def _outputs(task: Task, x: Tensor, inputs: Tree, targets: Tree) -> Scores:
     for at, some, out in found.outputs(x, inputs):
         losses.append(found.loss(out, tree.take(targets, at), some))
         outputs.append(out)
-        if (guessed := task.guess(out)) is not None:
+        if (guessed := task.predict(out)) is not None:
             classes.append(guessed)
     return torch.cat(losses), torch.cat(classes) if classes else None, outputs
 
@@ -191,7 +191,7 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
 
 def _whole(leaf: Any) -> Any:
     """All rows of a leaf, however it is kept."""
-    if isinstance(leaf, Column):
+    if isinstance(leaf, LazyColumn):
         return leaf.whole()
     return leaf.values if isinstance(leaf, Padded) else leaf
 

@@ -27,7 +27,7 @@ from fedbraid.core.check import number
 from fedbraid.core.names import falls
 from fedbraid.core.processes import Ask, Failure, WorkerPool, prepare
 from fedbraid.data import tree
-from fedbraid.data.lazy import Column
+from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Folder, Record
@@ -142,12 +142,12 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         )
     held = np.sort(rng.generator(seed, "hold-out").permutation(task.clients)[:count])
     kept = np.setdiff1d(np.arange(task.clients), held)
-    if isinstance(task.inputs, Column):  # which is asked by client, not by row
+    if isinstance(task.inputs, LazyColumn):  # which is asked by client, not by row
         few, judge = task.inputs.store.some(kept), task.inputs.store.together(held, "the held-out clients")
-        inputs, targets = Column.both(few)
+        inputs, targets = LazyColumn.both(few)
         return dataclasses.replace(
             task, inputs=inputs, targets=targets, rows=torch.arange(len(few)), offsets=few.offsets,
-            test=Column.both(judge), test_offsets=None, spec=None,
+            test=LazyColumn.both(judge), test_offsets=None, spec=None,
         )  # fmt: skip
     rows, offsets = _rows(task, kept)
     tested, _ = _rows(task, held)

@@ -40,9 +40,9 @@ TEXTS = [
 ]  # fmt: skip
 COMMANDS: dict[str, list[str]] = {
     "run": ["--clients", "--partition", "--model", "-a", "--lr", "--epochs", "--steps", "--batch", "--momentum", "--clip",
-            "--rounds", "--per-round", "--over", "--timeout", "--buffer", "--concurrency", "--arrivals", "--durations",
-            "--bandwidth", "--availability", "--clock", "--seed", "--engine", "--device", "--store", "--out", "--evaluate-every", "--target", "--track",
-            "--patience", "--keep-best", "--accept-other-bits", "--json", "--quiet"],
+            "--rounds", "--per-round", "--over-select", "--timeout", "--buffer", "--concurrency", "--arrivals", "--durations",
+            "--bandwidth", "--availability", "--replay-timing", "--seed", "--engine", "--device", "--client-state", "--out", "--evaluate-every", "--target", "--track",
+            "--patience", "--keep-best", "--allow-numeric-changes", "--json", "--quiet"],
     "resume": ["--target", "--track", "--patience", "--keep-best", "--no-keep-best", "--json", "--quiet"],
     "report": ["--out", "--target", "--axis", "--csv", "--latex", "--unfinished", "--json"],
     "export": ["--format", "--json"],

@@ -383,15 +383,15 @@ def test_the_command_line_takes_phones_files_and_runs(tmp_path, capsys):
     ]
     assert run(*phones, "--out", out) == (0, "")
     assert "availability(source='phones'" in scheduled("a")
-    assert run("--clock", out, "--out", str(tmp_path / "b")) == (0, "")
+    assert run("--replay-timing", out, "--out", str(tmp_path / "b")) == (0, "")
     assert "measured(" in scheduled("b")
     file.write_text('{"0": [[0, 9]], "1": [[0, 9]]}')
     dealt = f"availability({str(file)!r}, period=9, deal=True)"
     assert run("--availability", dealt, "--out", str(tmp_path / "c")) == (0, "")
     for words, says in (
         (["--availability", "phonse"], "cannot be read"),
-        (["--clock", str(tmp_path)], "metrics.jsonl"),
-        (["--clock", out, "--durations", "constant(1)"], "leave out one"),
+        (["--replay-timing", str(tmp_path)], "metrics.jsonl"),
+        (["--replay-timing", out, "--durations", "constant(1)"], "leave out one"),
     ):
         code, error = run(*words)
         assert code == 2

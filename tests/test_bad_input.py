@@ -245,7 +245,7 @@ def test_names_that_nobody_knows(make, said):
         ({"evaluate_every": 0}, "evaluate_every=0 is not a count"),
         ({"evaluate_on": "client"}, "evaluate_on='client' is not known"),
         ({"evaluate_on": "clients"}, "needs a test share per client; give client_tests="),
-        ({"store": "dsk"}, "store='dsk' is not known"),
+        ({"client_state_storage": "dsk"}, "client_state_storage='dsk' is not known"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1 is not a count"),
     ],
 )  # fmt: skip

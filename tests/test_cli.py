@@ -206,11 +206,11 @@ def test_more_clients_than_there_are_are_not_taken_in_silence(
 
 
 def test_training_alone_says_that_nothing_travelled(call: Call) -> None:
-    assert "nothing travelled" in call("run", "digits", "alone", *FAST)[2]
+    assert "nothing travelled" in call("run", "digits", "local_only", *FAST)[2]
 
 
 def test_a_run_that_learned_nothing_says_what_to_try(call: Call) -> None:
-    said = call("run", "digits", "fedavg", *FAST, "--lr", "100", "--keep-going")[2]
+    said = call("run", "digits", "fedavg", *FAST, "--lr", "100", "--ignore-divergence")[2]
     assert "no better than guessing among 10 classes" in said
     assert call("run", "digits", "fedavg", *FAST)[2] == ""
 
@@ -274,9 +274,9 @@ def test_options_reach_the_run(call: Call) -> None:
         "run", "digits(clients=20, seed=3)", "fedadavr", "-a", "optimizer=lamb", "-a", "memory=int4", "-a", "lr=0.02",
         "--partition", "dirichlet(0.5)", "--model", "softmax_regression", "--lr", "0.1", "--steps", "3", "--batch", "full",
         "--momentum", "0.5", "--weight-decay", "0.001", "--clip", "5", "--lr-decay", "0.99", "--last", "drop",
-        "--rounds", "3", "--per-round", "0.25", "--over", "1.5", "--timeout", "9", "--durations", "halfnormal(2)",
+        "--rounds", "3", "--per-round", "0.25", "--over-select", "1.5", "--timeout", "9", "--durations", "halfnormal(2)",
         "--bandwidth", "bandwidth(up=1e6, down=1e6)", "--seed", "5", "--engine", "in_process(block=2)", "--evaluate-every", "2",
-        "--store", "disk", "--out", "here", "-q",
+        "--client-state", "disk", "--out", "here", "-q",
     )  # fmt: skip
     said = json.loads(Path("here/run.json").read_text())
     assert (
@@ -291,7 +291,7 @@ def test_options_reach_the_run(call: Call) -> None:
     assert said["schedule"] == repr(fb.rounds(3, 0.25, over_select=1.5, timeout=9.0, **times))
     assert said["seed"] == 5
     assert "block=2" in said["engine"]
-    assert said["options"]["store"] == "disk"
+    assert said["options"]["client_state_storage"] == "disk"
     records = [json.loads(line) for line in Path("here/metrics.jsonl").read_text().splitlines()]
     assert ["accuracy" in r for r in records] == [False, True, True]
 
@@ -588,9 +588,10 @@ def test_other_bits_are_asked_for(call: Call, monkeypatch: pytest.MonkeyPatch) -
     real = bits.describe
     monkeypatch.setattr(bits, "describe", lambda engine: real(engine) | {"torch": "9.9"})
     refused(
-        call("resume", "here"), "and is 9.9; resume it where it began, or take them with --accept-other-bits"
+        call("resume", "here"),
+        "and is 9.9; resume it where it began, or take them with --allow-numeric-changes",
     )
-    assert call("resume", "here", "--accept-other-bits", "--quiet")[0] == 0
+    assert call("resume", "here", "--allow-numeric-changes", "--quiet")[0] == 0
 
 
 def test_a_checkpoint_cut_short_is_refused(call: Call, done: Path) -> None:

@@ -1071,7 +1071,7 @@ def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path
     for what in ("keys", "ca.crt", "server.crt", "clocks", "versions there", "nodes", "who may do what"):
         assert found[what].good
 
-    alone = tmp_path / "alone"  # what a node has
+    alone = tmp_path / "local_only"  # what a node has
     alone.mkdir()
     for name in ("ca.crt", "node-1.key", "trusted.yaml"):
         shutil.copy(secrets / name, alone / name)

@@ -169,10 +169,10 @@ def test_every_engine_and_block_gives_the_same(name, schedule):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedrep", "ditto", "scaffold"])
-@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("client_state_storage", ["memory", "disk"])
 def test_they_are_committed_with_the_run(name, store, tmp_path):
     task, schedule = task_of(Problem(), personal=("2.*",)), fb.rounds(6, clients=3)
-    options = {"seed": 2, "engine": VMAP, "store": store}
+    options = {"seed": 2, "engine": VMAP, "client_state_storage": store}
     once = fb.simulate(task, MIXED[name], WORK, schedule, **options)
 
     class Stop:
@@ -362,7 +362,7 @@ def test_a_client_that_is_not_there_has_no_model():
 
 @every_trial
 def test_alone_is_each_clients_own_training(trial):
-    result = simulate(trial, fb.alone(), trial.p.task)
+    result = simulate(trial, fb.local_only(), trial.p.task)
     own = {i: trial.p.x0.copy() for i in range(trial.p.N)}
     for t, record in enumerate(result.history):
         for i in record["clients"]:
@@ -386,7 +386,7 @@ def shared_out() -> fb.Task:
 
 def test_a_table_by_client():
     task = shared_out()
-    for algorithm in (fb.fedavg(), fb.ditto(), fb.alone()):
+    for algorithm in (fb.fedavg(), fb.ditto(), fb.local_only()):
         result = fb.simulate(
             task, algorithm, WORK, fb.rounds(3, clients=4), engine=VMAP, evaluate_on="clients"
         )
@@ -430,12 +430,12 @@ def test_what_clients_gain_over_training_alone(tmp_path, metric):
             ]
             for s in (0, 1)
         ]
-        for a in (fb.ditto(), fb.alone())
+        for a in (fb.ditto(), fb.local_only())
     }
     mine, lone = (np.array(tables[name]) for name in ("ditto()", "alone()"))
     gain = (lone - mine if metric == "mae" else mine - lone).ravel()
     row, base = found.gains
-    assert (row["name"], base["name"]) == ("ditto", "alone")
+    assert (row["name"], base["name"]) == ("ditto", "local_only")
     assert row["mean"] == pytest.approx(mine.mean())
     assert (row["gain"], row["gain_worst"]) == pytest.approx((gain.mean(), gain.min()))
     assert row["better_off"] == pytest.approx((gain > 0).mean())
@@ -464,10 +464,21 @@ def test_gains_and_patience_from_the_shell(tmp_path, monkeypatch):
     )
     done = CliRunner().invoke(
         app,
-        ["compare", "mine.py:task", "fedavg", "--local", "--seeds", "1", "--jobs", "1", *words[4:], "--json"],
+        [
+            "compare",
+            "mine.py:task",
+            "fedavg",
+            "--local-only",
+            "--seeds",
+            "1",
+            "--jobs",
+            "1",
+            *words[4:],
+            "--json",
+        ],
     )
     assert done.exit_code == 0, done.output
-    assert [g["name"] for g in json.loads(done.output)["gains"]] == ["fedavg", "alone"]
+    assert [g["name"] for g in json.loads(done.output)["gains"]] == ["fedavg", "local_only"]
     run = ["run", "mine.py:task", "fedavg", "--rounds", "9", "--per-round", "2", "--out", "it", "--json"]
     done = CliRunner().invoke(app, [*run, "--patience", "2", "--metric", "steady"])
     assert done.exit_code == 0, done.output

@@ -141,7 +141,7 @@ def test_every_builder_has_a_row_here_or_is_the_base():
         "private",  # test_private holds it
         "fedrep",  # test_personal
         "feddf",  # test_way_out
-        "alone",
+        "local_only",
         "exact_lora",  # test_lora
     }
     assert not missing

@@ -127,7 +127,7 @@ def pfedme(
 
 
 @dataclass(frozen=True)
-class Alone(Rule):
+class LocalOnly(Rule):
     """Every client goes on from where its own last visit ended."""
 
     apart: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class Alone(Rule):
 
 
 @dataclass(frozen=True)
-class Stay(Transform):
+class FixedModel(Transform):
     """The server's model stays what it was."""
 
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
@@ -175,6 +175,6 @@ class NullDownlink(PlainDownlink):
 
 
 @builder
-def alone() -> Algorithm:
+def local_only() -> Algorithm:
     """No federation: each client trains by itself, and nothing travels; what others gain, they gain over this."""
-    return Algorithm(Alone(), server=pipeline(Stay()), up=NullUplink(), down=NullDownlink())
+    return Algorithm(LocalOnly(), server=pipeline(FixedModel()), up=NullUplink(), down=NullDownlink())

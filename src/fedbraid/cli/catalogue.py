@@ -56,8 +56,8 @@ def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
 
             known = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
             return {
-                name: make for name, make in known.items() if name != "alone"
-            }  # no federation: `compare --local`
+                name: make for name, make in known.items() if name != "local_only"
+            }  # no federation: `compare --local-only`
         case "codecs":
             from fedbraid.links import codecs
 

@@ -28,7 +28,8 @@ Folder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-compare-n, a new one).")
 ]
 Local = Annotated[
-    bool, typer.Option("--local", help="Also train every client alone, and show what each gains over that.")
+    bool,
+    typer.Option("--local-only", help="Also train every client alone, and show what each gains over that."),
 ]
 Goal = Annotated[
     float | None, typer.Option(help="Also show what it took to reach this test accuracy, e.g. 0.95.")
@@ -54,7 +55,7 @@ def compare(
     metric: Metric = None,
     jobs: Jobs = None,
     out: Folder = None,
-    own_work: o.OwnWork = False,
+    paper_settings: o.OwnWork = False,
     local: Local = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
@@ -90,9 +91,13 @@ def compare(
             raise ConfigError(f"{task} is a run, not a comparison; continue it with: fedbraid resume {task}")
         config = shared.base(task, sections)
         run = config["run"]
-        who = [contestant(config, text, own_work) for text in contestants or []]
+        who = [contestant(config, text, paper_settings) for text in contestants or []]
         loaded = cfg.task_of(config["task"])
-        options = {k: v for k, v in run.items() if k in ("evaluate_every", "evaluate_on", "store", "layers")}
+        options = {
+            k: v
+            for k, v in run.items()
+            if k in ("evaluate_every", "evaluate_on", "client_state_storage", "log_layer_norms")
+        }
         place = out or new_folder(loaded.name, "compare")
         with Stoppable(place, watcher):
             result = comparing.compare(
@@ -136,7 +141,7 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     suggest("next", f"fedbraid report {result.out}")
 
 
-def contestant(config: cfg.Config, text: str, own_work: bool = False) -> Contestant:
+def contestant(config: cfg.Config, text: str, paper_settings: bool = False) -> Contestant:
     """`[name:] [algorithm] key=value …` on top of what all share."""
     from fedbraid.study.compare import Contestant
 
@@ -155,7 +160,7 @@ def contestant(config: cfg.Config, text: str, own_work: bool = False) -> Contest
     return Contestant(
         name.strip() or " ".join(rest.split()),
         algorithm,
-        cfg.work_of(shared.work_of(config, algorithm, own_work)),
+        cfg.work_of(shared.work_of(config, algorithm, paper_settings)),
         cfg.schedule_of(config["schedule"]),
     )
 

@@ -28,11 +28,11 @@ Config = dict[str, Section]
 WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
 SCHEDULE = (
     "rounds", "per_round", "over_select", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
-    "availability", "clock", "select",
+    "availability", "replay_timing", "select",
 )  # fmt: skip
 RUN = (
-    "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "store", "checkpoint_every", "layers",
-    "keep_going",
+    "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "client_state_storage", "checkpoint_every", "log_layer_norms",
+    "ignore_divergence",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
 ONLY_ROUNDS = ("per_round", "over_select", "timeout", "select")
@@ -249,7 +249,7 @@ def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:
     return DEFAULT_WORK | TASK_WORK.get(task, {}) | dict(algorithm.work if algorithm else {})
 
 
-def own_work(algorithm: Algorithm, given: Section) -> str | None:
+def paper_settings(algorithm: Algorithm, given: Section) -> str | None:
     """What of the work comes from the algorithm's paper, as a sentence."""
     taken = {key: value for key, value in algorithm.work.items() if key not in given and _plain(given)}
     if not taken:
@@ -293,7 +293,7 @@ def schedule_of(section: Section) -> Schedule:
             settings[key] = _clock(key, settings[key])
     if "select" in settings:
         settings["select"] = named(str(settings["select"]))
-    if "clock" in settings:
+    if "replay_timing" in settings:
         settings = _of_run(settings)
     if asynchronous:
         return buffered(steps, **settings)
@@ -322,9 +322,11 @@ def _of_run(settings: Section) -> Section:
     """The settings with the clock of a run that was."""
     from fedbraid.schedule.clock import from_run
 
-    folder = settings.pop("clock")
+    folder = settings.pop("replay_timing")
     if not isinstance(folder, str):
-        raise ConfigError(f"clock={folder!r} is no folder; give that of a run, such as a deployment's")
+        raise ConfigError(
+            f"replay_timing={folder!r} is no folder; give that of a run, such as a deployment's"
+        )
     made = from_run(folder)
     if twice := sorted(made.keys() & settings.keys()):
         raise ConfigError(f"{twice[0]} is given, and {folder} has it too; leave out one of the two")

@@ -101,7 +101,8 @@ Device = Annotated[str | None, typer.Option(help="Run: torch device (cpu).")]
 Store = Annotated[
     str | None,
     typer.Option(
-        help="Run: what is remembered of clients is kept in 'memory', on 'disk', or 'auto', by size (auto)."
+        "--client-state",
+        help="Run: what is remembered of clients is kept in 'memory', on 'disk', or 'auto', by size (auto).",
     ),
 ]
 Out = Annotated[
@@ -115,11 +116,12 @@ Target = Annotated[float | None, typer.Option(help="Run: stop at this test accur
 OwnWork = Annotated[
     bool,
     typer.Option(
-        "--own-work", help="Work: each algorithm starts from its own paper's, not all from the same."
+        "--paper-settings", help="Work: each algorithm starts from its own paper's, not all from the same."
     ),
 ]
 KeepGoing = Annotated[
-    bool, typer.Option("--keep-going", help="Run: go on when the model grows beyond reason, to look at it.")
+    bool,
+    typer.Option("--ignore-divergence", help="Run: go on when the model grows beyond reason, to look at it."),
 ]
 Track = Annotated[
     str | None,
@@ -137,7 +139,7 @@ KeepBest = Annotated[
 AcceptOtherBits = Annotated[
     bool,
     typer.Option(
-        "--accept-other-bits",
+        "--allow-numeric-changes",
         help="Run: continue a folder where torch, processor or compiler are others than before.",
     ),
 ]

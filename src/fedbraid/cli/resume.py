@@ -51,7 +51,7 @@ def resume(
 
     The run's --target, --track, --patience, --keep-best and --metric are remembered; give them to change them. A run
     that had ended early goes on when the target, the patience or its metric changes. Where torch, the processor or the
-    compiler are others than before, it says which and asks for --accept-other-bits.
+    compiler are others than before, it says which and asks for --allow-numeric-changes.
 
     \b
     Examples:

@@ -56,21 +56,21 @@ def run(
     last: o.Last = None,
     rounds: o.Rounds = None,
     per_round: o.PerRound = None,
-    over: o.Over = None,
+    over_select: o.Over = None,
     timeout: o.Timeout = None,
     buffer: o.Buffer = None,
     concurrency: o.Concurrency = None,
     arrivals: o.Arrivals = None,
     durations: o.Durations = None,
     bandwidth: o.Bandwidth = None,
-    choose: o.ClientSelection = None,
+    select: o.ClientSelection = None,
     availability: o.Availability = None,
-    clock: o.Clock = None,
+    replay_timing: o.Clock = None,
     seed: o.Seed = None,
     engine: o.Engine = None,
     address: o.Address = None,
     device: o.Device = None,
-    store: o.Store = None,
+    client_state_storage: o.Store = None,
     out: o.Out = None,
     evaluate_every: o.EvaluateEvery = None,
     target: o.Target = None,
@@ -128,23 +128,23 @@ def run(
             weight_decay=weight_decay, clip=clip, lr_decay=lr_decay, last=last,
         ),
         "schedule": cfg.given(
-            rounds=rounds, per_round=per_round, over_select=over, timeout=timeout, buffer=buffer, concurrency=concurrency,
+            rounds=rounds, per_round=per_round, over_select=over_select, timeout=timeout, buffer=buffer, concurrency=concurrency,
             arrivals=arrivals, durations=durations, bandwidth=bandwidth, availability=availability,
-            clock=clock, select=choose,
+            replay_timing=replay_timing, select=select,
         ),
         "run": cfg.given(
-            seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=store, out=out,
+            seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=client_state_storage, out=out,
             evaluate_every=evaluate_every, target=target, ignore_divergence=ignore_divergence or None,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
     made = cfg.prepare(whole)
-    if not json and not quiet and (said := cfg.own_work(made.algorithm, whole["work"])) is not None:
+    if not json and not quiet and (said := cfg.paper_settings(made.algorithm, whole["work"])) is not None:
         print(said)
     asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric))
     watching = asked.callbacks()
     with _folder(whole) as place:
-        made.options["accept_other_bits"] = allow_numeric_changes
+        made.options["allow_numeric_changes"] = allow_numeric_changes
         keep(place, json, quiet, asked, lambda callbacks: _simulate(made, place, [*callbacks, *watching]))
 
 

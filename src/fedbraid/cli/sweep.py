@@ -51,7 +51,7 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-sweep-n, a new one).")
     ] = None,
-    own_work: o.OwnWork = False,
+    paper_settings: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -93,14 +93,14 @@ def sweep(
         plan = searching.Plan(method, trials, seeds, hold_out, prune, seed, metric)
         place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
         if "name" in config["algorithm"]:
-            config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), own_work)
+            config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), paper_settings)
     if "name" not in config["algorithm"]:
         raise ConfigError(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"
         )
     space = {key: parse_space(key, text) for key, text in map(_pair, words)}
     watcher = None if json or quiet else Board(plan.trials)
-    options = {k: v for k, v in config["run"].items() if k in ("evaluate_every", "store")}
+    options = {k: v for k, v in config["run"].items() if k in ("evaluate_every", "client_state_storage")}
     with Stoppable(place, watcher, "sweep"):
         result = searching.sweep(
             cfg.task_of(config["task"]), lambda s: build(config, s), space, out=place, plan=plan, jobs=jobs,

@@ -80,7 +80,7 @@ def agree(folder: Folder, here: Record, step: int, accept: bool) -> None:
     if step and not accept:
         raise RunError(
             f"{folder.path} would go on with other bits than it began with: {', '.join(apart)}; resume it where it began,"
-            " or take them with --accept-other-bits (allow_numeric_changes=True)"
+            " or take them with --allow-numeric-changes (allow_numeric_changes=True)"
         )
     history = [*known.get("bits_before", []), {**before, "until": step}] if step else []
     folder.write_config({**known, "bits": here, "bits_before": history})

@@ -74,7 +74,7 @@ class Options:
             raise ConfigError(f"evaluate_on={self.evaluate_on!r} is not known; use 'test' or 'clients'")
         if self.client_state_storage not in ("auto", "memory", "disk"):
             raise ConfigError(
-                f"store={self.client_state_storage!r} is not known; use 'auto', 'memory' or 'disk'"
+                f"client_state_storage={self.client_state_storage!r} is not known; use 'auto', 'memory' or 'disk'"
             )
         for i, cb in enumerate(self.callbacks):
             if isinstance(cb, type) or not any(hasattr(cb, name) for name in ("start", "step", "end")):
@@ -529,7 +529,8 @@ def resume(
             progress=progress,
             callbacks=callbacks,
             allow_numeric_changes=allow_numeric_changes,
-            **config["options"] | ({} if ignore_divergence is None else {"keep_going": ignore_divergence}),
+            **config["options"]
+            | ({} if ignore_divergence is None else {"ignore_divergence": ignore_divergence}),
         )
     except (KeyError, TypeError) as error:
         raise RunError(
@@ -587,7 +588,7 @@ def describe(
         "device": device,
         "options": {
             "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "client_state_storage": options.client_state_storage,
-            "checkpoint_every": options.checkpoint_every, "log_layer_norms": options.log_layer_norms, "keep_going": options.ignore_divergence,
+            "checkpoint_every": options.checkpoint_every, "log_layer_norms": options.log_layer_norms, "ignore_divergence": options.ignore_divergence,
         },
         "bits": bits.describe(engine),
         "versions": {

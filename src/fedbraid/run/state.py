@@ -42,7 +42,7 @@ class DivergenceGuard:
             raise Diverged(
                 f"the model has grown beyond reason: after step {step} its norm is {norm:.3g} (it began with {self.norm:.3g})"
                 f" and the training loss {loss:.3g} (with {start:.3g}); lower the client or server learning rate, or look on"
-                f" with --keep-going. Step {step - LASTING} was the last within reason; the last committed step is intact"
+                f" with --ignore-divergence. Step {step - LASTING} was the last within reason; the last committed step is intact"
             )
         return replace(self, loss=start, steps_over_limit=steps_over_limit)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from fedbraid.algorithms.personal import alone
+from fedbraid.algorithms.personal import local_only
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.names import falls
@@ -36,7 +36,7 @@ from fedbraid.study import callable_module, flops, stats
 
 FILE = "compare.json"
 FAILED = "failed.json"
-ALONE = "alone"  # the contestant that does not federate
+LOCAL_ONLY = "local_only"  # the contestant that does not federate
 ENGINE = "in_process(threads=1)"
 
 
@@ -266,7 +266,7 @@ def compare(
                 "what clients gain over training alone is seen on their own test shares; give client_tests=, natural ids"
                 " or load(…, test_shares=True)"
             )
-        who.append(Contestant(ALONE, alone(), who[0].work, who[0].schedule))
+        who.append(Contestant(LOCAL_ONLY, local_only(), who[0].work, who[0].schedule))
         given["evaluate_on"] = "clients"
     _check(who, numbers, target)
     grid = Grid(Path(out), task, who, numbers, target, given, _metric(task, metric))
@@ -387,7 +387,7 @@ class Grid:
     @property
     def local(self) -> bool:
         """Whether clients also train alone."""
-        return any(c.name == ALONE for c in self.contestants)
+        return any(c.name == LOCAL_ONLY for c in self.contestants)
 
     def _done(self, cell: Cell) -> bool:
         return cell.done and (not self.local or (cell.place / CLIENTS).exists())
@@ -401,7 +401,7 @@ class Grid:
             values, more = [], []
             for cell in (x for x in self.cells if x.contestant is c and x.failure is None):
                 mine = {r["client"]: r[key] for r in Folder(cell.place).read_json(CLIENTS)["clients"]}
-                other = next(x for x in self.cells if x.contestant.name == ALONE and x.seed == cell.seed)
+                other = next(x for x in self.cells if x.contestant.name == LOCAL_ONLY and x.seed == cell.seed)
                 lone = {r["client"]: r[key] for r in Folder(other.place).read_json(CLIENTS)["clients"]}
                 values.append(list(mine.values()))
                 more.append([sign * (mine[i] - lone[i]) for i in mine])

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid.core.rule import Examples
+from fedbraid.core.rule import ExamplePrivacy
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import by_signature
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.gradients import Torch
+from fedbraid.engines.gradients import TorchGradient
 from fedbraid.engines.native import normals, swap
 from fedbraid.engines.native.build import (
     FLAGS,
@@ -60,7 +60,7 @@ class Native:
     """
 
     name = "native"
-    vectorised = True
+    vectorized = True
 
     @classmethod
     def supports(cls, task: Task, examples: bool = False) -> str | None:
@@ -93,7 +93,11 @@ class Native:
             return False
 
     def __init__(
-        self, task: Task, threads: int = 0, flags: tuple[str, ...] = FLAGS, examples: Examples | None = None
+        self,
+        task: Task,
+        threads: int = 0,
+        flags: tuple[str, ...] = FLAGS,
+        examples: ExamplePrivacy | None = None,
     ) -> None:
         try:
             graph = _graph(task)
@@ -101,12 +105,17 @@ class Native:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         self.examples = examples
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
-        self.size, self.classifies = task.whole.size, task.loss in ("cross_entropy", "logistic")
+        self.size, self.classifies = task.full_layout.size, task.loss in ("cross_entropy", "logistic")
         self.guesses = self.classifies and task.like[1].ndim == 1
-        self.graph, self.loss, self.flags, self.statistics = graph, _kind(task), flags, task.whole.buffers
+        self.graph, self.loss, self.flags, self.statistics = (
+            graph,
+            _kind(task),
+            flags,
+            task.full_layout.buffers,
+        )
         self.task, self.fillers = task, [_filler(leaf) for leaf in tree.leaves(task.like[0])]
         self._compile(ROOM)
-        self._plain: Torch | None = None  # for inputs longer than any that train
+        self._plain: TorchGradient | None = None  # for inputs longer than any that train
         self._looked_at: Tree = None  # a table whose numbers are known to be in range
         self._labels: Tensor | None = None  # and one of targets
         self._buffer = torch.empty(0, self.size)
@@ -180,7 +189,7 @@ class Native:
             self._buffer[:, self.statistics] = 0
         return self._buffer, losses
 
-    def _private(self, own: Examples, batch: Batch) -> tuple[Any, ...]:
+    def _private(self, own: ExamplePrivacy, batch: Batch) -> tuple[Any, ...]:
         """What clipping and noising takes besides: norm, deviation, planned samples, keys of the noise."""
         secret = batch.secret()
         keys = None if secret.keys is None else secret.keys.ctypes.data
@@ -194,7 +203,7 @@ class Native:
             self._look_at_targets(targets)
         whole = self._whole(inputs)
         if whole is None or self.graph.targets:  # which knows no outputs, and so no classes
-            self._plain = self._plain or Torch(self.task)
+            self._plain = self._plain or TorchGradient(self.task)
             return self._plain.evaluate(x, inputs, targets)
         return self._judged(x, whole, targets)
 
@@ -253,7 +262,7 @@ class Native:
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
         self._look_at(x)
-        got, _ = _aside(self._judged, task.whole.flatten(module), self._whole(x), y)
+        got, _ = _aside(self._judged, task.full_layout.flatten(module), self._whole(x), y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
@@ -267,7 +276,7 @@ class Native:
             return  # statistics of a few samples say nothing
         inputs, targets = _first(task, count)
         batch, y = Batch(inputs, targets, torch.arange(len(targets))[None]), task.vector(0)
-        module, (x, t) = task.whole.load(task.module(), y).train(), batch.alone()
+        module, (x, t) = task.full_layout.load(task.module(), y).train(), batch.alone()
         if task.stochastic:  # without seeds nothing is dropped
             for each in module.modules():
                 each.training = each.training and bool(getattr(each, "track_running_stats", False))
@@ -277,7 +286,7 @@ class Native:
             if not torch.equal(before, torch.get_rng_state()):
                 return  # something is drawn all the same
         named = dict(module.named_parameters())
-        slots = [named[slot.name] for slot in task.whole if not slot.buffer]
+        slots = [named[slot.name] for slot in task.full_layout if not slot.buffer]
         want = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in slots]
         )
@@ -393,7 +402,7 @@ def _followed(task: Task) -> Graph:
     leaves = tree.leaves(inputs)
     if task.forward is not None:
         raise Unsupported("the model is called by a function of the user's")
-    if task.uneven:
+    if task.ragged:
         raise Unsupported("samples have lengths of their own that nobody knows before they are read")
     if isinstance(targets, Padded):
         raise Unsupported("targets have lengths of their own")
@@ -411,7 +420,7 @@ def _followed(task: Task) -> Graph:
             raise Unsupported(
                 f"augmentation turns inputs of shape {tuple(one.shape)[1:]} into {tuple(made)[1:]}"
             )
-    if (tail := task.whole.buffers) is not None and tail.stop < task.whole.size:
+    if (tail := task.full_layout.buffers) is not None and tail.stop < task.full_layout.size:
         raise Unsupported("personal parts stand behind the running statistics")
     sample, padded = (
         tree.numbers(tree.take(inputs, slice(1))),
@@ -433,7 +442,7 @@ def _judged(task: Task, sample: Tree, targets: Tensor) -> Graph:
         raise Unsupported(f"the targets are {targets.dtype}, which the loss may compute with otherwise")
     if whole and targets.numel() and int(targets.max()) >= 2**24:
         raise Unsupported("the targets are numbers beyond 2^24, which float32 does not tell apart")
-    graph = trace(task.module(), task.whole, sample, task.per_example, targets[:1])
+    graph = trace(task.module(), task.full_layout, sample, task.per_example, targets[:1])
     if graph.result:
         raise Unsupported(f"the loss gives {graph.result} for each sample, not one number")
     return graph
@@ -441,7 +450,7 @@ def _judged(task: Task, sample: Tree, targets: Tensor) -> Graph:
 
 def _plain(task: Task, sample: Tree, targets: Tensor) -> Graph:
     """The model, whose outputs a loss of the library's is of."""
-    graph = trace(task.module(), task.whole, sample)
+    graph = trace(task.module(), task.full_layout, sample)
     wanted = tuple(targets.shape[1:])
     fits = len(graph.result) > 0 and graph.result[1:] == wanted
     if task.loss != "cross_entropy":
@@ -464,7 +473,7 @@ def _blind_to_padding(task: Task, inputs: Tree, whole: Tree) -> bool:
     order = lengths.argsort()
     rows = order[torch.linspace(0, len(order) - 1, min(TRIED, len(order))).long()]
     module, draw = task.module().eval(), torch.Generator().manual_seed(0)
-    start = task.whole.flatten(module)
+    start = task.full_layout.flatten(module)
 
     def given(some: Tree, at: Tensor) -> Tensor:
         out = task.run(module, tree.numbers(tree.take(some, at)))
@@ -472,7 +481,7 @@ def _blind_to_padding(task: Task, inputs: Tree, whole: Tree) -> bool:
 
     for _ in range(MODELS):
         x = start + 0.1 * torch.randn(start.shape, generator=draw)
-        task.whole.load(module, x)
+        task.full_layout.load(module, x)
         padded = given(whole, rows)
         cut = torch.cat([given(inputs, row[None]) for row in rows])
         if not torch.allclose(padded, cut, rtol=1e-4, atol=1e-5 * max(1.0, float(cut.abs().max()))):

@@ -965,7 +965,7 @@ class Attention(Op):
         yield f"{L}::backward<{add}>({self._given(at)}, {at.dy}, {', '.join(to)}, {rest});"
 
     def _add(self, at: At, i: int) -> str:
-        """Parts of one value that lie beside each other are one writer."""
+        """Chunks of one value that lie beside each other are one writer."""
         beside = [
             j
             for j in range(i)

@@ -13,7 +13,7 @@ from fedbraid.core import passes
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.core.passes import Numbers, Swap
-from fedbraid.core.rows import Ids, Rows
+from fedbraid.core.rows import ClientTable, Ids
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
 from fedbraid.links.fp16 import Fp16
 from fedbraid.links.symmetric import Symmetric
@@ -192,7 +192,7 @@ def _plain(lib: ctypes.CDLL) -> Swap:
     call = function(lib.fedbraid_swap, "pppppp nn")
 
     def swap(
-        rows: Rows, clients: Ids, moved: Tensor, apart: Tensor | None, fresh: Tensor,
+        rows: ClientTable, clients: Ids, moved: Tensor, apart: Tensor | None, fresh: Tensor,
         rate: Numbers, p: Numbers, w: Numbers,
     ) -> bool:  # fmt: skip
         fresh, numbers = fresh.contiguous(), ctypes.c_float * len(p)
@@ -215,7 +215,7 @@ def _coded(lib: ctypes.CDLL, bits: int, layout: Layout) -> Swap:
     top, most = np.float32(2 ** (bits - 1) - 1), 65520.0 if halves else np.inf  # what no code can stand for
 
     def swap(
-        rows: Rows, clients: Ids, moved: Tensor, apart: Tensor | None, fresh: Tensor,
+        rows: ClientTable, clients: Ids, moved: Tensor, apart: Tensor | None, fresh: Tensor,
         rate: Numbers, p: Numbers, w: Numbers,
     ) -> bool:  # fmt: skip
         assert apart is not None
@@ -238,7 +238,7 @@ def _coded(lib: ctypes.CDLL, bits: int, layout: Layout) -> Swap:
 
 def hang_in() -> None:
     """Let the core swap rows in one compiled pass."""
-    passes.swapper = swapper
+    passes.table_swapper = swapper
 
 
 def function(call: Any, kinds: str) -> Any:

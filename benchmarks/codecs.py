@@ -17,8 +17,9 @@ import torch
 
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
-from fedbraid.links import _bits, codecs
-from fedbraid.links import _positions as positions
+from fedbraid.links import _bitpacking as _bits
+from fedbraid.links import _elias_fano as positions
+from fedbraid.links import codecs
 
 # FedShift's CNN: 2,155,872 weights, no biases
 LAYOUT = Layout.from_shapes(

@@ -290,7 +290,8 @@ def _statistics(p: Part) -> Any:
 
 
 def _gather(spec: Spec) -> Any:
-    from fedbraid.algorithms import fedadavr, late, memory, qafel
+    from fedbraid.algorithms import asynchronous as late
+    from fedbraid.algorithms import fedadavr, memory, qafel
     from fedbraid.core.gather import Mean, Staleness
 
     g, how = spec.gather, (spec.weights, Staleness(spec.staleness))
@@ -312,7 +313,7 @@ def _gather(spec: Spec) -> Any:
 
 
 def _optimizer(spec: Spec) -> list[Any]:
-    from fedbraid.algorithms import late
+    from fedbraid.algorithms import asynchronous as late
     from fedbraid.core import optim
     from fedbraid.core.transform import Scale
 
@@ -351,7 +352,7 @@ def _codec(text: str) -> Any:
 
 
 def _up(link: Part | None) -> Any:
-    from fedbraid.links.feedback import ErrorFeedback
+    from fedbraid.links.error_feedback import ErrorFeedback
 
     if link is None:
         return fb.codecs.identity()

@@ -570,7 +570,7 @@ def test_paths_and_numbers_that_cannot_be(words: list[str], said: str, call: Cal
 
 
 def test_other_bits_are_asked_for(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedbraid.run import bits
+    from fedbraid.run import fingerprint as bits
 
     class Stop(Exception):
         pass

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError, WireError
-from fedbraid.links import _bits, codecs
-from fedbraid.links import _positions as positions
+from fedbraid.links import _bitpacking as _bits
+from fedbraid.links import _elias_fano as positions
+from fedbraid.links import codecs
 from fedbraid.links._kmeans1d import centroids
 
 ODD = Layout.from_shapes([("a", (3, 5)), ("a.bias", (7,)), ("c", (4, 4, 2)), ("none", (0, 3)), ("scale", ())])

@@ -12,9 +12,9 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.core import device
-from fedbraid.engines import blocks
-from fedbraid.engines.client import Setup, TrainRequest, client_update
-from fedbraid.engines.gradients import LoopGradient, VmapGradient
+from fedbraid.engines import in_process_engine as blocks
+from fedbraid.engines.autograd import LoopGradient, VmapGradient
+from fedbraid.engines.client_update import Setup, TrainRequest, client_update
 from fedbraid.errors import ConfigError
 
 WORK = fb.Work(lr=0.1, batch=5, momentum=0.9)
@@ -70,7 +70,9 @@ def test_a_loop_over_clients_stays_on_its_device():
 
 def test_a_stray_tensor_is_noticed(monkeypatch):
     task = make().to("meta")
-    monkeypatch.setattr("fedbraid.engines.client.placed", lambda numbers, where: torch.from_numpy(numbers))
+    monkeypatch.setattr(
+        "fedbraid.engines.client_update.placed", lambda numbers, where: torch.from_numpy(numbers)
+    )
     with pytest.raises((RuntimeError, NotImplementedError), match=r"device|meta"):
         client_update(Setup(fb.scaffold(), task, WORK, 0), VmapGradient(task), order(fb.scaffold(), task))
 

@@ -9,7 +9,7 @@ import pytest
 import fedbraid as fb
 from fedbraid.cli import main
 from fedbraid.errors import ConfigError
-from fedbraid.files import load
+from fedbraid.user_files import load
 
 FILE = """
 from dataclasses import dataclass

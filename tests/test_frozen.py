@@ -10,8 +10,8 @@ from torch import nn
 import fedbraid as fb
 from fedbraid.data.augment import Flip
 from fedbraid.data.batches import Batch
-from fedbraid.engines import frozen
-from fedbraid.engines.gradients import LoopGradient
+from fedbraid.engines import frozen_features as frozen
+from fedbraid.engines.autograd import LoopGradient
 
 WORK = fb.Work(lr=0.1, batch=4, epochs=2)
 LOOP = "in_process(backend='loop')"

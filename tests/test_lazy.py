@@ -453,8 +453,8 @@ def test_a_test_set_is_read_chunk_by_chunk():
     Counted.read = 0
     store._labels, store._last = {}, ((0, 0), (None, None))
     x = plain.initial(0)
-    from fedbraid.engines.gradients import LoopGradient
-    from fedbraid.run.judge import evaluate_model
+    from fedbraid.engines.autograd import LoopGradient
+    from fedbraid.run.evaluate import evaluate_model
 
     evaluate_model(LoopGradient(plain), plain, x)
     plain.close()
@@ -528,7 +528,7 @@ def test_native_code_reads_what_was_read_for_it():
 
 def test_every_way_can_be_timed():
     from fedbraid.engines import auto
-    from fedbraid.engines.gradients import VmapGradient
+    from fedbraid.engines.autograd import VmapGradient
 
     made = task(lazy=True)
     assert all(timed() > 0 for timed in auto._plain(made, WORK, 3).values())

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import fedbraid as fb
 from fedbraid.data.batches import Batch
-from fedbraid.engines.client import Setup, TrainRequest, client_update
-from fedbraid.engines.gradients import LoopGradient
+from fedbraid.engines.autograd import LoopGradient
+from fedbraid.engines.client_update import Setup, TrainRequest, client_update
 
 
 class Spare(nn.Module):

@@ -200,7 +200,7 @@ def test_they_never_travel():
         a, b = (r.history[-1][key] for r in runs)
         assert a - b == 3 * 2 * 4 * 12  # three clients, two vectors, four bytes, twelve numbers
     assert set(runs[1].state.server[0].__dict__["total"].shape) == {15}
-    from fedbraid.core.rows import ClientTable
+    from fedbraid.core.client_table import ClientTable
 
     assert isinstance(runs[1].state.clients, ClientTable)
     assert len(runs[1].x) == 15

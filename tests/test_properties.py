@@ -12,7 +12,7 @@ from oracles import LAYERS, MATRICES, VMAP, Problem, Trial
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core.declare import DELTA
+from fedbraid.core.vector_spec import DELTA
 
 ALL = fb.rounds(6, clients=8)
 

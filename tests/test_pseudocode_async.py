@@ -213,5 +213,7 @@ def test_fedadavr_without_rounds(memory):
 def test_training_ahead_of_arrivals_changes_nothing(build, schedule, monkeypatch):
     trial = Trial(decay=0.8)
     ahead = trial.run(build(), schedule)
-    monkeypatch.setattr("fedbraid.run.jobs.Jobs.BUDGET", 0)  # now every client trains when it arrives
+    monkeypatch.setattr(
+        "fedbraid.run.simulated_source.Jobs.BUDGET", 0
+    )  # now every client trains when it arrives
     agree(ahead.x, trial.run(build(), schedule).x.double().numpy(), trial)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedbraid as fb
-from fedbraid.core.rows import ClientTable, RowArena
+from fedbraid.core.client_table import ClientTable, RowArena
 from fedbraid.errors import RunError
 from fedbraid.run.database import Database
 

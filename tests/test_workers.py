@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedbraid.core.processes import Ask, WorkerPool
 from fedbraid.errors import EngineError
+from fedbraid.workers import Ask, WorkerPool
 
 
 def everything(job: Any, things: list[Any], count: int = 2) -> list[Any]:

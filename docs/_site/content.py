@@ -145,7 +145,7 @@ def sections() -> set[str]:
 
 def cost(calls: list[str]) -> str:
     """What a visit of one client costs, and what is kept where."""
-    from fedbraid.run.metrics import format_bytes, format_count
+    from fedbraid.run.formatting import format_bytes, format_count
 
     lines = [
         "| | up, a client | down, a client | server keeps | a client keeps | FLOPs, a client |",

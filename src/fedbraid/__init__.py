@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedbraid import deploy, engines, errors, models
     from fedbraid.algorithms.adabest import adabest
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
+    from fedbraid.algorithms.asynchronous import ace, ca2fl, fadas
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
     from fedbraid.algorithms.fedadavr import fedadavr
     from fedbraid.algorithms.feddf import feddf
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.fedgbo import fedgbo, mfl, mimelite
     from fedbraid.algorithms.fedshift import fedshift
     from fedbraid.algorithms.ghbm import ghbm
-    from fedbraid.algorithms.late import ace, ca2fl, fadas
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
     from fedbraid.algorithms.lora import exact_lora
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.algorithms.scallion import scallion
-    from fedbraid.core import rates
+    from fedbraid.core import lr_schedules
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec
-    from fedbraid.core.declare import Download, Upload
     from fedbraid.core.gather import Gather, Mean, ServerContext, Staleness, Uploads
     from fedbraid.core.layout import Layout
     from fedbraid.core.rule import Chain, ClientContext, Rule, chain, custom_local_loop
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
+    from fedbraid.core.vector_spec import Download, Upload
     from fedbraid.core.work import Work
     from fedbraid.data import partition, tasks
     from fedbraid.data.arrays import pad
@@ -63,12 +63,12 @@ _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
     "cost": "study.cost",
     "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
-    "models": "models", "partition": "data.partition", "rates": "core.rates", "sweep": "study.sweep",
+    "models": "models", "partition": "data.partition", "rates": "core.lr_schedules", "sweep": "study.sweep",
     "tasks": "data.tasks",
 }  # fmt: skip
 _HOMES = {
     "core.algorithm": "Algorithm",
-    "core.declare": "Download Upload",
+    "core.vector_spec": "Download Upload",
     "core.gather": "Gather Mean ServerContext Staleness Uploads",
     "core.layout": "Layout",
     "core.rule": "Chain ClientContext Rule chain custom_local_loop",

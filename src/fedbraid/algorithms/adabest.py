@@ -10,11 +10,11 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
+from fedbraid.core.vector_spec import Download, Upload
 
 
 @dataclass(frozen=True)

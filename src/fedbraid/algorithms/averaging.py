@@ -9,11 +9,11 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.declare import DELTA, Upload
 from fedbraid.core.gather import Mean, ServerContext, Tree, Uploads
 from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.vector_spec import DELTA, Upload
 
 
 @builder

@@ -16,9 +16,9 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import DeltaGather, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.ledger import UpdateTable, UpdateTableStep
 from fedbraid.core.optim import SERVER, Optimize, Optimizer, TrustRatio, named
 from fedbraid.core.transform import Scale
+from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links import codecs
 

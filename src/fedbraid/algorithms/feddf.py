@@ -13,7 +13,7 @@ from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
 from fedbraid.core.gather import Gather, Mean, ServerContext, Tree, Uploads
-from fedbraid.core.rates import downhill
+from fedbraid.core.lr_schedules import downhill
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
 

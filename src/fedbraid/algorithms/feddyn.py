@@ -11,11 +11,11 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.scaffold import Total
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Transform, pipeline
+from fedbraid.core.vector_spec import Upload
 
 
 @dataclass(frozen=True)

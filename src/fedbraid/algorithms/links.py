@@ -11,7 +11,7 @@ from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean
 from fedbraid.core.link import PlainUplink
 from fedbraid.core.transform import Scale, pipeline
-from fedbraid.links.feedback import ErrorFeedback
+from fedbraid.links.error_feedback import ErrorFeedback
 
 
 @builder

@@ -15,12 +15,12 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
-from fedbraid.core.declare import Upload
 from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Uploads, check_weights, fold
 from fedbraid.core.layout import Layout
-from fedbraid.core.ledger import UpdateTable, UpdateTableStep
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.update_table import UpdateTable, UpdateTableStep
+from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import Ints
 

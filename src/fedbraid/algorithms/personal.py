@@ -15,7 +15,6 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
-from fedbraid.core.declare import Upload
 from fedbraid.core.gather import Mean, ServerContext, Tree
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import (
@@ -28,6 +27,7 @@ from fedbraid.core.link import (
 )
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError
 
 

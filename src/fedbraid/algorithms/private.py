@@ -22,11 +22,11 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Staleness, Sums, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Chain, ClientContext, ExamplePrivacy, Rule, Vectors, chain
 from fedbraid.core.transform import Transform, pipeline
+from fedbraid.core.vector_spec import Download, Upload
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links.private import (
     Clipped,

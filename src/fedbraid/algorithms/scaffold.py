@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.declare import DELTA, Download, Upload
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.vector_spec import DELTA, Download, Upload
 
 
 @dataclass(frozen=True)

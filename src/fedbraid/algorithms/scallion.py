@@ -11,10 +11,10 @@ from fedbraid.algorithms._build import PLAIN, builder
 from fedbraid.algorithms.scaffold import ControlVariate
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.declare import DELTA, Upload
 from fedbraid.core.gather import Mean, Uploads
 from fedbraid.core.rule import ClientContext, Rule, Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.vector_spec import DELTA, Upload
 
 
 @dataclass(frozen=True)

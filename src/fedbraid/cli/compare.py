@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, complain, entry, give, suggest, table
 from fedbraid.errors import ConfigError
-from fedbraid.run.metrics import format_seconds
+from fedbraid.run.formatting import format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.study.compare import Cell, Comparison, Contestant

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.core.check import number
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.parse import literal, with_keywords
@@ -277,7 +277,7 @@ def _numbers(section: Section, keys: list[str], where: str) -> None:
 def schedule_of(section: Section) -> Schedule:
     """Rounds, or with a buffer or a concurrency, asynchronous steps."""
     from fedbraid.schedule import buffered, rounds
-    from fedbraid.schedule.choice import named
+    from fedbraid.schedule.selection import named
 
     settings = dict(section)
     steps = settings.pop("rounds", DEFAULT_ROUNDS)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import papers
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.run.metrics import format_bytes, format_count
+from fedbraid.run.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

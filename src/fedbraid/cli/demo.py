@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbraid.cli.run import remembered
 from fedbraid.cli.show import Json, Quiet, entry, give, suggest, table
-from fedbraid.run.metrics import best, format_bytes, format_seconds, format_share, rounds_to, until
+from fedbraid.run.formatting import best, format_bytes, format_seconds, format_share, rounds_to, until
 
 if TYPE_CHECKING:
     from rich.progress import Progress

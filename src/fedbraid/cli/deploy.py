@@ -12,7 +12,7 @@ from fedbraid.cli.help import App
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.errors import ConfigError
 from fedbraid.parse import literal
-from fedbraid.run.metrics import format_bytes, format_share
+from fedbraid.run.formatting import format_bytes, format_share
 
 if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Record

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fedbraid.cli.show import Json, Quiet, entry, give
 from fedbraid.errors import FedbraidError, RunError, install
-from fedbraid.run.metrics import format_bytes
+from fedbraid.run.formatting import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedbraid.cli.show import Json, Quiet, give
-from fedbraid.run.metrics import format_bytes
+from fedbraid.run.formatting import format_bytes
 
 
 def export(

@@ -10,7 +10,7 @@ import typer
 
 from fedbraid.cli.show import Json, Quiet, entry, facts, give
 from fedbraid.errors import ConfigError, reading, unknown
-from fedbraid.run.metrics import format_bytes
+from fedbraid.run.formatting import format_bytes
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or those of comparisons.")]
 Goal = Annotated[

@@ -10,7 +10,7 @@ import typer
 
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError, DataError
-from fedbraid.run.metrics import format_seconds
+from fedbraid.run.formatting import format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.study.reproduce import Book, Cell

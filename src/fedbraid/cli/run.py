@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give
 from fedbraid.errors import ConfigError, RunError, unknown
-from fedbraid.run.metrics import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
+from fedbraid.run.formatting import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

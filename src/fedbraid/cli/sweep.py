@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, give, suggest, table
-from fedbraid.core.names import falls
+from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError
-from fedbraid.run.metrics import format_seconds, format_share
+from fedbraid.run.formatting import format_seconds, format_share
 
 if TYPE_CHECKING:
     from fedbraid.study.compare import Contestant

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fedbraid.core.codec import Codec
-from fedbraid.core.declare import MODEL, Download, Upload, VectorSpec, by_name
 from fedbraid.core.gather import Gather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Downlink, PlainDownlink, PlainUplink, Uplink
 from fedbraid.core.rule import ClientContext, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
+from fedbraid.core.vector_spec import MODEL, Download, Upload, VectorSpec, by_name
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, FedbraidError
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.declare import Upload
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
+from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError, unknown
 
 Tree = Any  # state: records, dicts and tuples of tensors, numbers and Rows

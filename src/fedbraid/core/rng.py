@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core import passes
+from fedbraid.core import accelerators as passes
 
 U64 = NDArray[np.uint64]
 F32 = NDArray[np.float32]

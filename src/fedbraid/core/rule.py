@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedbraid.core.declare import DELTA, Upload, by_name
-from fedbraid.core.names import PERSONAL
+from fedbraid.core.metric_names import PERSONAL
+from fedbraid.core.vector_spec import DELTA, Upload, by_name
 from fedbraid.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbraid.core.check import number
-from fedbraid.core.declare import Download, Upload
 from fedbraid.core.gather import ServerContext, Tree, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Vectors
+from fedbraid.core.vector_spec import Download, Upload
 
 
 @dataclass(frozen=True)

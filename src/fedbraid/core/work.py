@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from fedbraid.core.check import integer, number, plain_numbers
+from fedbraid.core.lr_schedules import Rate, cosine, downhill, warmup
 from fedbraid.core.optim import LOCAL, Optimizer, named
-from fedbraid.core.rates import Rate, cosine, downhill, warmup
 from fedbraid.errors import ConfigError
 
 

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.processes import Ask, WorkerPool
 from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.errors import DataError, FedbraidError
+from fedbraid.workers import Ask, WorkerPool
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task

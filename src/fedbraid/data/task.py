@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.layout import Layout
-from fedbraid.core.names import PERSONAL, PREVIOUS, TAKEN
+from fedbraid.core.metric_names import PERSONAL, PREVIOUS, TAKEN
 from fedbraid.data import arrays, columns, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid import models
 from fedbraid.core import rng
 from fedbraid.core.check import integer

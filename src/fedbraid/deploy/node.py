@@ -28,13 +28,13 @@ from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
-from fedbraid.engines.blocks import gradient
-from fedbraid.engines.client import Setup, TrainRequest, client_update, first_client_state
+from fedbraid.engines.client_update import Setup, TrainRequest, client_update, first_client_state
+from fedbraid.engines.in_process_engine import gradient
 from fedbraid.errors import RunError
 from fedbraid.links.private import LocalNoise
+from fedbraid.run.atomic_files import checksum, make_folder, write_whole
 from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import model_checksum
-from fedbraid.run.files import checksum, make_folder, write_whole
 
 if TYPE_CHECKING:
     from fedbraid.deploy import Project

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.errors import ConfigError
 
 FLEET = '''\

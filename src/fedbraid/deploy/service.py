@@ -23,7 +23,7 @@ from fedbraid.deploy.keys import signed
 from fedbraid.deploy.notes import say
 from fedbraid.deploy.roster import NAME, is_name
 from fedbraid.errors import ConfigError, InUseError, MissingExtra
-from fedbraid.run.files import write_whole
+from fedbraid.run.atomic_files import write_whole
 
 HEALTHY = 60.0  # seconds after which a start counts as a success
 MARK = "FEDBRAID_NODE"  # in the environment of every process that belongs to a node

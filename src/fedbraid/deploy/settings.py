@@ -103,7 +103,7 @@ class Settings:
         """Rounds, or steps whenever enough uploads are there."""
         from fedbraid.parse import evaluate
         from fedbraid.schedule import Rounds, Schedule, buffered, immediate, rounds
-        from fedbraid.schedule.choice import CHOOSERS
+        from fedbraid.schedule.selection import CHOOSERS
 
         names: Names = {"rounds": rounds, "buffered": buffered, "immediate": immediate, **CHOOSERS}
         made = evaluate(self.schedule, names, "schedule") if isinstance(self.schedule, str) else self.schedule

@@ -10,10 +10,10 @@ from fedbraid.errors import ConfigError, unknown
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.engines.blocks import InProcess
-    from fedbraid.engines.client import Engine
-    from fedbraid.engines.cluster import Ray
-    from fedbraid.engines.processes import Pool
+    from fedbraid.engines.client_update import Engine
+    from fedbraid.engines.in_process_engine import InProcess
+    from fedbraid.engines.pool_engine import Pool
+    from fedbraid.engines.ray_engine import Ray
 
 
 def in_process(
@@ -26,14 +26,14 @@ def in_process(
 
     With `precision="bfloat16"` or `"float16"`, PyTorch's autocast computes gradients; weights stay float32.
     """
-    from fedbraid.engines.blocks import InProcess
+    from fedbraid.engines.in_process_engine import InProcess
 
     return InProcess(block, backend, threads, precision)
 
 
 def pool(workers: int | None = None, backend: str = "auto", block: int | None = None) -> Pool:
     """Clients in worker processes of one thread each, by default as many as there are cores."""
-    from fedbraid.engines.processes import Pool
+    from fedbraid.engines.pool_engine import Pool
 
     return Pool(workers, backend, block)
 
@@ -46,7 +46,7 @@ def ray(
     data: str = "store",
 ) -> Ray:
     """Clients on the nodes of a Ray cluster; without an address, Ray is started on this machine."""
-    from fedbraid.engines.cluster import Ray
+    from fedbraid.engines.ray_engine import Ray
 
     return Ray(address, workers, backend, block, data)
 

@@ -32,8 +32,8 @@ from fedbraid.core.rule import Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import DrawnBatches, batch_sizes, step_counts
 from fedbraid.data.tree import Padded
-from fedbraid.engines.frozen import FrozenFeatureCache
-from fedbraid.engines.gradients import LoopGradient, VmapGradient
+from fedbraid.engines.autograd import LoopGradient, VmapGradient
+from fedbraid.engines.frozen_features import FrozenFeatureCache
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import cache_folder, compiler, cpu_model, lanes
 from fedbraid.errors import EngineError
@@ -41,7 +41,7 @@ from fedbraid.errors import EngineError
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Engine, Orders, Reply, Setup
+    from fedbraid.engines.client_update import Engine, Orders, Reply, Setup
 
 log = logging.getLogger("fedbraid")
 

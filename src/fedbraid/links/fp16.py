@@ -11,8 +11,8 @@ import torch
 
 from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
-from fedbraid.links._bits import Codes
-from fedbraid.links._layers import LayerCodec
+from fedbraid.links._bitpacking import Codes
+from fedbraid.links._layerwise import LayerCodec
 
 _INFINITE = 0x7C00  # a half whose exponent is all ones is infinite or not a number
 

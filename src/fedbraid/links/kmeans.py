@@ -13,9 +13,9 @@ from fedbraid.core.check import integer
 from fedbraid.core.codec import F32
 from fedbraid.core.layout import Slot
 from fedbraid.errors import WireError
-from fedbraid.links._bits import Codes, code_type
+from fedbraid.links._bitpacking import Codes, code_type
 from fedbraid.links._kmeans1d import centroids
-from fedbraid.links._layers import LayerCodec, check_bits
+from fedbraid.links._layerwise import LayerCodec, check_bits
 
 _FEW = 32  # up to so many centroids, comparing with each border is faster than a binary search
 

@@ -14,8 +14,8 @@ from fedbraid.core import rng
 from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.errors import ConfigError, WireError
-from fedbraid.links._bits import Codes, code_type
-from fedbraid.links._layers import CHUNK, LayerCodec, check_bits, gather, scatter
+from fedbraid.links._bitpacking import Codes, code_type
+from fedbraid.links._layerwise import CHUNK, LayerCodec, check_bits, gather, scatter
 
 
 @dataclass(frozen=True, repr=False)

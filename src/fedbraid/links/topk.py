@@ -18,7 +18,7 @@ from fedbraid.core.codec import F32, Framed, checked
 from fedbraid.core.layout import Layout
 from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
-from fedbraid.links import _positions as positions
+from fedbraid.links import _elias_fano as positions
 
 
 @dataclass(frozen=True, repr=False)

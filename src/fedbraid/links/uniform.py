@@ -10,8 +10,8 @@ import numpy as np
 
 from fedbraid.core.codec import F32
 from fedbraid.errors import WireError
-from fedbraid.links._bits import Codes, code_type
-from fedbraid.links._layers import LayerCodec, check_bits
+from fedbraid.links._bitpacking import Codes, code_type
+from fedbraid.links._layerwise import LayerCodec, check_bits
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 from fedbraid.run.checkpoint import Folder, Record
@@ -16,7 +16,7 @@ from fedbraid.study.compare import FAILED
 from fedbraid.study.compare import FILE as COMPARE
 
 if TYPE_CHECKING:
-    from fedbraid.run.known import TaskSummary
+    from fedbraid.run.task_summary import TaskSummary
 
 NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
 
@@ -221,7 +221,7 @@ def _task_name(run: Stored) -> str:
 def _known(run: Stored) -> tuple[TaskSummary | None, str]:
     """What is known of the task, or why nothing is."""
     from fedbraid.data import tasks
-    from fedbraid.run import known
+    from fedbraid.run import task_summary as known
 
     if run.config["task"] is None or files.names_file(run.config["task"]):  # a report runs nobody's file
         found = known.noted(Folder(run.path))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbraid.errors import MissingExtra, RunError
 from fedbraid.report.figure import figure
-from fedbraid.run.metrics import Record, format_bytes, format_share
+from fedbraid.run.formatting import Record, format_bytes, format_share
 from fedbraid.study import stats
 
 if TYPE_CHECKING:

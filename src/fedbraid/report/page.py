@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.core.names import falls
+from fedbraid.core.metric_names import falls
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import evaluate
 from fedbraid.report import fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
-from fedbraid.core.names import falls
+from fedbraid.core.metric_names import falls
 from fedbraid.report.collect import Collection
 from fedbraid.run.checkpoint import Record
 from fedbraid.study import stats

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fedbraid.core.check import integer, number
-from fedbraid.core.names import falls
+from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError, MissingExtra, unknown
 from fedbraid.run.checkpoint import Record, save_model
 from fedbraid.run.simulate import Result, Run, parts

@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedbraid.core.rows import ClientTable
+from fedbraid.core.client_table import ClientTable
 from fedbraid.errors import RunError
-from fedbraid.run import tree
+from fedbraid.run import serialize as tree
+from fedbraid.run.atomic_files import checksum, make_folder, private, sync, write_whole
 from fedbraid.run.database import Database
-from fedbraid.run.files import checksum, make_folder, private, sync, write_whole
 from fedbraid.run.state import State
 
 Record = dict[str, Any]

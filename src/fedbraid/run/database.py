@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedbraid.errors import InUseError, RunError
-from fedbraid.run.files import checksum, private, sync
+from fedbraid.run.atomic_files import checksum, private, sync
 
 STATE = "state"  # the table of the head and the tree, which say of the others what they must hold
 

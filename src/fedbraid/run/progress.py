@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.algorithms.lora import how
-from fedbraid.run.metrics import format_bytes, format_seconds, format_share
+from fedbraid.run.formatting import format_bytes, format_seconds, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console

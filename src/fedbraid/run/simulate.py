@@ -19,36 +19,36 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid import algorithms
 from fedbraid.algorithms.lora import how as lora
 from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
 from fedbraid.core.gather import Mean
-from fedbraid.core.names import PERSONAL
+from fedbraid.core.metric_names import PERSONAL
 from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import Rule, Vectors
 from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
-from fedbraid.engines.client import Engine, Setup
+from fedbraid.engines.client_update import Engine, Setup
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate
-from fedbraid.run import bits
+from fedbraid.run import fingerprint as bits
 from fedbraid.run.budget import PrivacyAccountant, PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
+from fedbraid.run.evaluate import Evaluates, Models, evaluate_model, per_client
 from fedbraid.run.history import History
-from fedbraid.run.jobs import SimulatedSource, StepSource
-from fedbraid.run.judge import Evaluates, Models, evaluate_model, per_client
-from fedbraid.run.known import note as note_task
+from fedbraid.run.simulated_source import SimulatedSource, StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance
+from fedbraid.run.task_summary import note as note_task
 from fedbraid.schedule import Buffered, Rounds, Schedule, clock
-from fedbraid.schedule.choice import SELECTIONS, ClientHistory
+from fedbraid.schedule.selection import SELECTIONS, ClientHistory
 
 log = logging.getLogger("fedbraid")
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.client_table import ClientTable
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, ModelVersion
-from fedbraid.core.rows import ClientTable
 from fedbraid.core.rule import Vectors
 from fedbraid.errors import Diverged
 

@@ -17,12 +17,12 @@ from fedbraid.core.gather import ServerContext, Uploads
 from fedbraid.core.link import BroadcastContext
 from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
-from fedbraid.engines.client import Reply, Setup
+from fedbraid.engines.client_update import Reply, Setup
 from fedbraid.errors import Diverged, WireError
-from fedbraid.run.jobs import Replies
-from fedbraid.run.served import Held
+from fedbraid.run.server_data import Held
+from fedbraid.run.simulated_source import Replies
 from fedbraid.run.state import State
-from fedbraid.run.tally import StepMetrics
+from fedbraid.run.step_metrics import StepMetrics
 from fedbraid.schedule import Tick
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 """Who comes when: ticks of the server, and clocks of the clients."""
 
-from fedbraid.schedule.choice import oort, power_of_choice
+from fedbraid.schedule.selection import oort, power_of_choice
 from fedbraid.schedule.ticks import Buffered, Ints, Rounds, Schedule, Tick, buffered, immediate, rounds
 
 __all__ = [

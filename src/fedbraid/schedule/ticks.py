@@ -21,7 +21,7 @@ from fedbraid.core.check import integer, number, plain_numbers
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock
 from fedbraid.schedule.availability import Idle, Reachable
-from fedbraid.schedule.choice import ClientHistory, ClientSelection, checked
+from fedbraid.schedule.selection import ClientHistory, ClientSelection, checked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

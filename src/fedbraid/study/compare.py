@@ -22,17 +22,17 @@ from typing import Any, Protocol
 from fedbraid.algorithms.personal import local_only
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
-from fedbraid.core.names import falls
-from fedbraid.core.processes import Ask, Failure, WorkerPool, prepare
+from fedbraid.core.metric_names import falls
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, EngineError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
-from fedbraid.run.metrics import format_bytes, format_count
+from fedbraid.run.formatting import format_bytes, format_count
 from fedbraid.run.simulate import CLIENTS, SCHEDULES, Run, algorithm_of, parts, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
+from fedbraid.workers import Ask, Failure, WorkerPool, prepare
 
 FILE = "compare.json"
 FAILED = "failed.json"

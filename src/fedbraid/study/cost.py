@@ -22,7 +22,7 @@ from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, UploadContext
-from fedbraid.core.names import PERSONAL
+from fedbraid.core.metric_names import PERSONAL
 from fedbraid.core.optim import Adam, RMSProp, SGDm
 from fedbraid.core.rule import Chain, ClientContext, Rule, finished
 from fedbraid.core.work import Work

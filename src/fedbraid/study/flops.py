@@ -11,8 +11,8 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.engines.flops import of_task
-from fedbraid.run.known import TaskSummary
-from fedbraid.run.metrics import Record
+from fedbraid.run.formatting import Record
+from fedbraid.run.task_summary import TaskSummary
 from fedbraid.study.cost import client_flops
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import tomli_w
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.core.work import WORK, Work
 from fedbraid.parse import evaluate, literal, written
-from fedbraid.run.metrics import Record
+from fedbraid.run.formatting import Record
 from fedbraid.run.simulate import SCHEDULES
 from fedbraid.schedule import Buffered, Rounds, Schedule
-from fedbraid.schedule.choice import Own
 from fedbraid.schedule.clock import constant, halfnormal
+from fedbraid.schedule.selection import Own
 
 Sections = dict[str, dict[str, Any]]
 

@@ -27,11 +27,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from fedbraid.core.processes import Failure, WorkerPool
 from fedbraid.core.work import Work
 from fedbraid.errors import ConfigError, Diverged, EngineError, FedbraidError, MissingExtra, RunError, unknown
 from fedbraid.parse import written
 from fedbraid.schedule import Buffered, Rounds, Schedule
+from fedbraid.workers import Failure, WorkerPool
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -267,7 +267,7 @@ class Curve:
         self.seen: list[Line] = []
 
     def step(self, record: Line, run: Run) -> bool:
-        from fedbraid.run.judge import evaluate_model
+        from fedbraid.run.evaluate import evaluate_model
 
         if self.parent is not None and os.getppid() != self.parent:
             raise KeyboardInterrupt

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from fedbraid.core.names import TAKEN, falls
-from fedbraid.run.metrics import Record, best, rounds_to
+from fedbraid.core.metric_names import TAKEN, falls
+from fedbraid.run.formatting import Record, best, rounds_to
 
 AXES = ("step", "bytes", "time", "flops")
 BY_CLIENT = ("accuracy_clients", "accuracy_worst_tenth", "loss_clients")

@@ -24,8 +24,7 @@ import torch
 
 from fedbraid.core import check, rng
 from fedbraid.core.check import number
-from fedbraid.core.names import falls
-from fedbraid.core.processes import Ask, Failure, WorkerPool, prepare
+from fedbraid.core.metric_names import falls
 from fedbraid.data import tree
 from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
@@ -34,6 +33,7 @@ from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Run, simulate
 from fedbraid.study import callable_module, stats
 from fedbraid.study.compare import ENGINE, Contestant
+from fedbraid.workers import Ask, Failure, WorkerPool, prepare
 
 FILE = "sweep.json"
 TRIALS = "trials.jsonl"

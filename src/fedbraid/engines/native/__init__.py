@@ -27,7 +27,7 @@ from fedbraid.data.batches import Batch
 from fedbraid.data.call import by_signature
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.gradients import TorchGradient
+from fedbraid.engines.autograd import TorchGradient
 from fedbraid.engines.native import normals, swap
 from fedbraid.engines.native.build import (
     FLAGS,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core import passes
+from fedbraid.core import accelerators as passes
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
 from fedbraid.engines.native.swap import ROUNDED, function
 

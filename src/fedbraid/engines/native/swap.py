@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedbraid.core import passes
+from fedbraid.core import accelerators as passes
+from fedbraid.core.accelerators import Numbers, Swap
+from fedbraid.core.client_table import ClientTable, Ids
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
-from fedbraid.core.passes import Numbers, Swap
-from fedbraid.core.rows import ClientTable, Ids
 from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
 from fedbraid.links.fp16 import Fp16
 from fedbraid.links.symmetric import Symmetric

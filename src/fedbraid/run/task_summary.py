@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.data.counts import label_counts
 from fedbraid.engines import flops
 from fedbraid.errors import FedbraidError, RunError

@@ -16,7 +16,7 @@ from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import ForwardModule
 from fedbraid.data.tree import Chunks, Tree
-from fedbraid.engines.frozen import FrozenFeatureCache
+from fedbraid.engines.frozen_features import FrozenFeatureCache
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task

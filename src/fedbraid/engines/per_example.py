@@ -16,7 +16,7 @@ from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import ForwardModule
 from fedbraid.data.tree import Tree
-from fedbraid.engines.gradients import LoopGradient, TorchGradient, VmapGradient
+from fedbraid.engines.autograd import LoopGradient, TorchGradient, VmapGradient
 from fedbraid.errors import FedbraidError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedbraid.core.rows import ClientTable
+from fedbraid.core.client_table import ClientTable
 from fedbraid.errors import RunError
 
 Records = Mapping[str, type]  # qualified name -> class

@@ -15,11 +15,11 @@ from torch import Tensor
 from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.link import Sizes, UploadContext
-from fedbraid.core.names import PERSONAL, PREVIOUS
+from fedbraid.core.metric_names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import ClientContext, Gradient, LocalLoop, Vectors, finished, train
 from fedbraid.data.batches import Batch, DrawnBatches, augmenting, batch_sizes
 from fedbraid.data.tree import Tree
-from fedbraid.engines.gradients import LoopGradient
+from fedbraid.engines.autograd import LoopGradient
 from fedbraid.errors import FedbraidError, RunError
 
 if TYPE_CHECKING:

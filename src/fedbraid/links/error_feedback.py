@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.core.declare import Upload
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import PlainUplink
 from fedbraid.core.rule import Vectors
+from fedbraid.core.vector_spec import Upload
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-import fedbraid.files as files
+import fedbraid.user_files as files
 from fedbraid.core import rng
 from fedbraid.core.check import integer, number, plain_numbers
 from fedbraid.errors import ConfigError, RunError

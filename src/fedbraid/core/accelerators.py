@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fedbraid.core.client_table import ClientTable, Ids
     from fedbraid.core.codec import Codec
     from fedbraid.core.layout import Layout
-    from fedbraid.core.rows import ClientTable, Ids
 
 Numbers = list[float]
 Swap = Callable[["ClientTable", "Ids", "Tensor", "Tensor | None", "Tensor", Numbers, Numbers, Numbers], bool]

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.names import falls
+from fedbraid.core.metric_names import falls
 from fedbraid.data import tree
 from fedbraid.data.call import by_signature
 from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.gradients import CHUNK, TorchGradient
+from fedbraid.engines.autograd import CHUNK, TorchGradient
 from fedbraid.errors import DataError, RunError
 from fedbraid.run.checkpoint import Record
 

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core import passes
+from fedbraid.core import accelerators as passes
+from fedbraid.core.client_table import ClientTable
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import WIDE_ROW, fold
 from fedbraid.core.layout import Layout
-from fedbraid.core.rows import ClientTable
 
 
 @dataclass(frozen=True)

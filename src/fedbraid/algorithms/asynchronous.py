@@ -14,10 +14,10 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
 from fedbraid.core.gather import DeltaGather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
-from fedbraid.core.ledger import UpdateTable, UpdateTableStep
 from fedbraid.core.optim import Adam, Optimize
 from fedbraid.core.rule import Vectors
 from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 
 
 @builder

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedbraid.core.wire import U8
 from fedbraid.errors import WireError
-from fedbraid.links import _bits as bits
+from fedbraid.links import _bitpacking as bits
 
 I64 = NDArray[np.int64]
 

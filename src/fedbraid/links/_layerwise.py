@@ -14,7 +14,7 @@ from fedbraid.core.codec import F32, Framed, checked, row_blocks
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
-from fedbraid.links._bits import Codes, code_type, pack, packed_size, spare_bits, unpack
+from fedbraid.links._bitpacking import Codes, code_type, pack, packed_size, spare_bits, unpack
 
 QUANTIZED_BIASES = 1 << 15
 CHUNK = 1 << 16  # numbers quantised at a time

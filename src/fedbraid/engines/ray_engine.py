@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
-from fedbraid.engines.blocks import gradient
-from fedbraid.engines.client import Reply, Setup, client_update
+from fedbraid.engines.client_update import Reply, Setup, client_update
+from fedbraid.engines.in_process_engine import gradient
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Orders
+    from fedbraid.engines.client_update import Orders
 
 WAVE_BYTES = 2**30  # about how much may come back at a time
 RETRIES = 20  # lives of a block before its deaths are taken for its own fault
@@ -230,7 +230,7 @@ def _block(
     backend: str,
 ) -> dict[str, Any]:
     """One block of clients, on whichever worker Ray chose."""
-    from fedbraid.engines.client import TrainRequest
+    from fedbraid.engines.client_update import TrainRequest
 
     setup, grad = _opened(key, parcel, backend)
     order = TrainRequest(version, np.array(clients), _tensors(down), _tensors(memory))

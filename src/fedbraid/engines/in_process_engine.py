@@ -25,15 +25,15 @@ from fedbraid.core.rule import ExamplePrivacy, Gradient
 from fedbraid.data import tree
 from fedbraid.data.tree import Tree
 from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands, note_compiled
-from fedbraid.engines.client import Reply, Setup, client_update
-from fedbraid.engines.examples import per_example_gradient
-from fedbraid.engines.gradients import LoopGradient, VmapGradient
+from fedbraid.engines.autograd import LoopGradient, VmapGradient
+from fedbraid.engines.client_update import Reply, Setup, client_update
 from fedbraid.engines.native import Native
+from fedbraid.engines.per_example import per_example_gradient
 from fedbraid.errors import ConfigError, EngineError, unknown
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.engines.client import Orders, TrainRequest
+    from fedbraid.engines.client_update import Orders, TrainRequest
 
 log = logging.getLogger("fedbraid")
 

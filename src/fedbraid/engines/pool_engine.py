@@ -14,11 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.processes import Ask, Failure, WorkerPool
 from fedbraid.core.rule import Gradient, Vectors
-from fedbraid.engines.blocks import check_counts, gradient
-from fedbraid.engines.client import Orders, Reply, Setup, TrainRequest, client_update, first_client_state
+from fedbraid.engines.client_update import (
+    Orders,
+    Reply,
+    Setup,
+    TrainRequest,
+    client_update,
+    first_client_state,
+)
+from fedbraid.engines.in_process_engine import check_counts, gradient
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
+from fedbraid.workers import Ask, Failure, WorkerPool
 
 MESSAGES = 16  # to each worker in a wave at the least, where there are so many blocks: small clients cost less than a message
 AHEAD = 2  # messages that a worker has at a time, so that it waits for nobody

@@ -9,7 +9,7 @@ NEWEST := typer==0.29.0 rich==15.0.0
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium lock clean
+.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium nats-server lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,7 +26,7 @@ $(BASE): pyproject.toml constraints.txt
 	@touch $@
 
 $(READY): $(BASE)
-	$(call install,--editable '.[dev$(comma)docs$(comma)ray$(comma)flower]')
+	$(call install,--editable '.[dev$(comma)docs$(comma)ray$(comma)flower$(comma)nats]')
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newest $(NEWEST)
 	@touch $@
 
@@ -48,9 +48,16 @@ chromium:
 	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
+nats-server:
+	@command -v nats-server >/dev/null || test -x /usr/sbin/nats-server || { \
+	  command -v apt-get >/dev/null || { echo "install nats-server first: nats.io, or your system's package"; exit 1; }; \
+	  echo "installing nats-server with apt-get"; \
+	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends nats-server >/dev/null; }
+
 SET ?= engines  # or quick: the few that show that it works at all
-test-engines: $(READY)  ## Ray clusters and Flower fleets on this machine: real processes, killed ones too; SET=quick for few
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter quick,$(SET)),-n 2 --dist loadscope) -rs -m $(SET) tests/test_flower.py tests/test_fleet.py tests/test_supernode.py tests/test_ray.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
+test-engines: $(READY) nats-server  ## Ray clusters and fleets on this machine: real processes, killed ones too; SET=quick for few
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter quick,$(SET)),-n 2 --dist loadscope) -rs -m $(SET) tests/test_broker.py tests/test_flower.py tests/test_fleet.py tests/test_supernode.py tests/test_ray.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
 
 lint: $(READY)  ## ruff, format and rules, and who imports whom
 	$(BIN)/ruff format --check .
@@ -84,7 +91,7 @@ class: $(READY)  ## run the short notebooks for a class, some ten seconds each
 lock:  ## pin every version that make installs, anew
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --constraint constraints.in torch
-	build/lock/bin/python -m pip install --quiet --constraint constraints.in '.[dev$(comma)docs$(comma)ray$(comma)flower]'
+	build/lock/bin/python -m pip install --quiet --constraint constraints.in '.[dev$(comma)docs$(comma)ray$(comma)flower$(comma)nats]'
 	{ echo '# Every version that make installs; made by `make lock`.'; build/lock/bin/python -m pip freeze --exclude fedbraid | sed 's:+cpu::'; } > constraints.txt
 
 clean:  ## remove the virtual environment and caches

@@ -199,6 +199,14 @@ accounts {{
         self.stop()
 
     def _spawn(self) -> None:
+        with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise EngineError(
+                    f"cannot listen on {self.host}:{self.port}: {error.strerror}; use another port, or end what listens there"
+                ) from error
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         try:

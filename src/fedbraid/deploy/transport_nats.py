@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import queue
 import ssl
 import threading
@@ -43,15 +44,20 @@ from fedbraid.deploy.transport import (
 from fedbraid.errors import EngineError, MissingExtra, WireError
 
 CHUNK_BYTES = 512 * 1024
-WINDOW = 4  # chunks on their way at once
+WINDOW = 4  # chunks on their way at once, to the broker
+FETCH_WINDOW = 2  # and from it, which disconnects whoever does not read 10 s long
 REQUEST_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 15.0
 DEDUPLICATION_S = 600
 BATCH = 512  # chunks' headers that one request of the consumer asks for
+REMEMBERED = 32768  # chunks that were acknowledged
 PARTIAL_TIMEOUT_S = 900.0  # after which an answer whose chunks stopped arriving is dropped
 JOB, PART, DIGEST, SIZE, ID = "Fb-Job", "Fb-Part", "Fb-Digest", "Fb-Size", "Nats-Msg-Id"
 
 T = TypeVar("T")
+logging.getLogger("asyncio").addFilter(
+    lambda record: "eof_received" not in str(record.msg)
+)  # at each TLS connection's end
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Connection:
         self.name, seed = credentials.read_key(self.key)
         self.client = nats.NATS()
         self.closed = False
+        self.requests: set[asyncio.Future[Any]] = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name=f"nats-{self.name}", daemon=True)
         self.thread.start()
@@ -135,46 +142,76 @@ class Connection:
         context = ssl.create_default_context(cafile=str(self.ca))
         context.minimum_version = ssl.TLSVersion.TLSv1_3
 
-        async def ignore(error: Exception) -> None: ...
+        hopeless: asyncio.Future[None] = self.loop.create_future()
+
+        async def on_error(error: Exception) -> None:
+            is_final = (
+                isinstance(error, ssl.SSLCertVerificationError) or "authorization" in str(error).lower()
+            )
+            if is_final and not hopeless.done():
+                hopeless.set_exception(error)
 
         async def changed() -> None:
+            for task in self.requests if not self.connected else ():  # whose replies will never arrive
+                task.cancel()
             if self.on_change is not None:
                 await self.on_change(self.client.is_connected)
 
         connecting = self.client.connect(
             self.url, nkeys_seed_str=seed, tls=context, inbox_prefix=f"_INBOX.{self.name}", name=self.name,
             max_reconnect_attempts=-1, reconnect_time_wait=1, connect_timeout=5, ping_interval=5,
-            max_outstanding_pings=2, error_cb=ignore, disconnected_cb=changed, reconnected_cb=changed,
+            max_outstanding_pings=2, error_cb=on_error, disconnected_cb=changed, reconnected_cb=changed,
         )  # fmt: skip
-        await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+        task = asyncio.ensure_future(connecting)
+        await asyncio.wait({task, hopeless}, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            if hopeless.done():
+                hopeless.result()
+            raise ConnectionError("no broker answers")
+        task.result()
+        hopeless.cancel()
 
     async def request(self, subject: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A request to JetStream's own interface."""
-        answer = await self.client.request(subject, json.dumps(body).encode(), timeout=REQUEST_TIMEOUT_S)
-        found: dict[str, Any] = json.loads(answer.data)
+        found: dict[str, Any] = json.loads((await self._request(subject, json.dumps(body).encode())).data)
         return found
 
     async def store(self, subject: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
         """Publish to a stream: the stream's word for it, which has an `error` where it refused."""
-        answer = await self.client.request(subject, body, timeout=REQUEST_TIMEOUT_S, headers=headers)
-        found = json.loads(answer.data)
+        found = json.loads((await self._request(subject, body, headers)).data)
         if not isinstance(found, dict) or not ("error" in found or "seq" in found):
             raise EngineError("the broker's reply to a chunk cannot be read")
         return found
 
     async def fetch(self, subject: str, body: bytes = b"") -> bytes:
         """One stored chunk."""
-        answer = await self.client.request(subject, body, timeout=REQUEST_TIMEOUT_S)
+        answer = await self._request(subject, body)
         if "Nats-Sequence" not in (answer.headers or {}):
             raise WireError(
                 f"a chunk is not stored any more ({(answer.headers or {}).get('Status', 'no status')})"
             )
         return bytes(answer.data)
 
+    async def _request(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> Any:
+        if not self.connected:  # what the client would send after a reconnection is too late
+            raise ConnectionError("the broker is away")
+        asking = self.client.request(subject, body, timeout=REQUEST_TIMEOUT_S, headers=headers)
+        task = asyncio.ensure_future(asking)
+        self.requests.add(task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise ConnectionError("the broker went away")
+            return task.result()
+        finally:
+            self.requests.discard(task)
+            task.cancel()
 
-async def _in_window(work: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
+
+async def _in_window(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], window: int = WINDOW) -> list[T]:
     """All of them, a few at once, in order."""
-    gate = asyncio.Semaphore(WINDOW)
+    gate = asyncio.Semaphore(window)
 
     async def one(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async with gate:
@@ -219,6 +256,7 @@ class NatsTransport:
         self.uploads: dict[tuple[str, str, str], Upload] = {}
         self.ready: deque[Upload] = deque()
         self.news = threading.Condition()
+        self.acknowledged: dict[int, str] = {}  # the newest: sequence number -> digest
         self.told: deque[Refusal] = deque(maxlen=1000)
         self.log = BrokerLog(broker_log) if broker_log is not None else None
         self.wanted = 0  # chunks that the consumer was asked for and has not delivered
@@ -333,7 +371,7 @@ class NatsTransport:
             return self.link.fetch("$JS.API.DIRECT.GET.UP", request)
 
         work = [lambda k=k: fetch(k) for k in range(upload.parts)]
-        message = b"".join(self._patiently(lambda: _in_window(work), upload.parts))  # type: ignore[arg-type]
+        message = b"".join(self._patiently(lambda: _in_window(work), upload.parts))
         if len(message) != upload.size or digest(message) != upload.digest:
             raise WireError("the chunks of its answer are not those that it announced")
         return message
@@ -372,6 +410,9 @@ class NatsTransport:
 
     async def _add(self, found: Upload, sequence: int, reply: str) -> None:
         identity = found.node, found.job, found.digest
+        if self.acknowledged.get(sequence) == found.digest:  # the broker was killed before it had read that
+            await self.link.client.publish(reply, b"+ACK")
+            return
         upload = self.uploads.get(identity)
         if upload is None:
             for other in [u for u in self.uploads.values() if u.node == found.node and not u.announced]:
@@ -390,6 +431,11 @@ class NatsTransport:
 
     async def _drop(self, upload: Upload) -> None:
         self.uploads.pop((upload.node, upload.job, upload.digest), None)
+        self.acknowledged |= {sequence: upload.digest for sequence, _ in upload.chunks.values()}
+        for sequence in (
+            list(self.acknowledged)[:-REMEMBERED] if len(self.acknowledged) > 2 * REMEMBERED else ()
+        ):
+            del self.acknowledged[sequence]
         with contextlib.suppress(Exception):  # not acknowledged: delivered again, and then known
             for _, reply in upload.chunks.values():
                 await self.link.client.publish(reply, b"+ACK")
@@ -603,7 +649,7 @@ class NatsNode:
         work = [lambda k=k: self.link.fetch(f"{subject}.{k}") for k in range(parts)]
 
         async def fetch() -> bytes:
-            return b"".join(await _in_window(work))
+            return b"".join(await _in_window(work, FETCH_WINDOW))
 
         message = self._until(order, "fetch the model", fetch)
         if digest(message) != reference.digest:
@@ -642,7 +688,7 @@ class NatsNode:
         while True:
             left = order.deadline - time.time()
             try:
-                return self.link.call(work(), max(left, REQUEST_TIMEOUT_S))
+                return self.link.call(work(), max(left, 1.0))
             except WireError:
                 raise
             except Exception as error:

@@ -133,7 +133,7 @@ class MemoryNode:
             return b""
         message = self.broker.models.get(order.model.name)
         if message is None:
-            raise EngineError("cannot fetch the model until the order's deadline: it is not stored any more")
+            raise EngineError("cannot fetch the model in time: it is not stored any more")
         if digest(message) != order.model.digest:
             raise WireError(f"the model {order.model.name} is not the one that the operator signed")
         return message
@@ -149,7 +149,7 @@ class MemoryNode:
                     "it is not connected" if waiting[self.name] < self.broker.quota else "its quota is full"
                 )
                 self.broker.refusals.append(Refusal(self.name, reason))
-                raise EngineError(f"cannot store the answer until the order's deadline: {reason}")
+                raise EngineError(f"cannot store the answer in time: {reason}")
             self.broker.answers[identity] = message
             self.broker.stored_before.add(identity)
             self.broker.changed.notify_all()

@@ -15,49 +15,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-import logging
-import queue
-import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fedbraid.deploy import credentials
-from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.broker import PAYLOAD_LIMIT, BrokerLog
+from fedbraid.deploy.nats_connection import (
+    CHUNK_BYTES,
+    DIGEST,
+    JOB,
+    PART,
+    REQUEST_TIMEOUT_S,
+    SIZE,
+    Connection,
+    chunks,
+    in_window,
+    model_subject,
+)
 from fedbraid.deploy.transport import (
     ModelReference,
     NodeIdentity,
-    OrderVerifier,
     ReceivedAnswer,
     Refusal,
     SignedOrder,
     check_name,
     digest,
 )
-from fedbraid.errors import EngineError, MissingExtra, WireError
+from fedbraid.errors import EngineError, WireError
 
-CHUNK_BYTES = 512 * 1024
-WINDOW = 4  # chunks on their way at once, to the broker
-FETCH_WINDOW = 2  # and from it, which disconnects whoever does not read 10 s long
-REQUEST_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 15.0
 DEDUPLICATION_S = 600
 BATCH = 512  # chunks' headers that one request of the consumer asks for
-REMEMBERED = 32768  # chunks that were acknowledged
+REMEMBERED = 65536  # chunks that were acknowledged
+ACKNOWLEDGED_PER_S = 64.0  # chunks of one node, when it goes on for long
 PARTIAL_TIMEOUT_S = 900.0  # after which an answer whose chunks stopped arriving is dropped
-JOB, PART, DIGEST, SIZE, ID = "Fb-Job", "Fb-Part", "Fb-Digest", "Fb-Size", "Nats-Msg-Id"
 
 T = TypeVar("T")
-logging.getLogger("asyncio").addFilter(
-    lambda record: "eof_received" not in str(record.msg)
-)  # at each TLS connection's end
 
 
 @dataclass(frozen=True)
@@ -73,158 +74,12 @@ class StreamLimits:
         return max(1, -(-self.answer_bytes // CHUNK_BYTES))
 
 
-@dataclass
-class Connection:
-    """A broker's connection and the thread that runs its loop."""
+class Chunk(NamedTuple):
+    """A stored message: its sequence number, where to acknowledge it, and which consumer delivered it."""
 
-    url: str
-    key: Path
-    ca: Path
-    on_change: Callable[[bool], Coroutine[Any, Any, None]] | None = None
-    client: Any = None
-
-    def __post_init__(self) -> None:
-        try:
-            import nats
-        except ImportError as error:
-            raise MissingExtra("a fleet", "nats") from error
-        self.name, seed = credentials.read_key(self.key)
-        self.client = nats.NATS()
-        self.closed = False
-        self.requests: set[asyncio.Future[Any]] = set()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._run, name=f"nats-{self.name}", daemon=True)
-        self.thread.start()
-        try:
-            self.call(self._connect(seed), CONNECT_TIMEOUT_S + 5)
-        except Exception as error:
-            self.close()
-            raise EngineError(
-                f"cannot connect to the broker at {self.url} as {self.name}: {error or type(error).__name__}; check that it"
-                " runs, that ca.crt is its CA's, and that the key is registered"
-            ) from error
-
-    def call(self, work: Coroutine[Any, Any, T], limit: float) -> T:
-        """Run on the loop's thread and wait for it."""
-        if self.closed:
-            work.close()
-            raise EngineError("this connection was closed; open another")
-        task = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return task.result(limit)
-        except futures.TimeoutError:
-            task.cancel()
-            raise
-
-    @property
-    def connected(self) -> bool:
-        return bool(self.client.is_connected)
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        with contextlib.suppress(Exception):
-            self.call(self.client.close(), 5)
-        self.closed = True
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(5)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self.loop.close()
-
-    async def _connect(self, seed: str) -> None:
-        context = ssl.create_default_context(cafile=str(self.ca))
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-
-        hopeless: asyncio.Future[None] = self.loop.create_future()
-
-        async def on_error(error: Exception) -> None:
-            is_final = (
-                isinstance(error, ssl.SSLCertVerificationError) or "authorization" in str(error).lower()
-            )
-            if is_final and not hopeless.done():
-                hopeless.set_exception(error)
-
-        async def changed() -> None:
-            for task in self.requests if not self.connected else ():  # whose replies will never arrive
-                task.cancel()
-            if self.on_change is not None:
-                await self.on_change(self.client.is_connected)
-
-        connecting = self.client.connect(
-            self.url, nkeys_seed_str=seed, tls=context, inbox_prefix=f"_INBOX.{self.name}", name=self.name,
-            max_reconnect_attempts=-1, reconnect_time_wait=1, connect_timeout=5, ping_interval=5,
-            max_outstanding_pings=2, error_cb=on_error, disconnected_cb=changed, reconnected_cb=changed,
-        )  # fmt: skip
-        task = asyncio.ensure_future(connecting)
-        await asyncio.wait({task, hopeless}, timeout=CONNECT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            if hopeless.done():
-                hopeless.result()
-            raise ConnectionError("no broker answers")
-        task.result()
-        hopeless.cancel()
-
-    async def request(self, subject: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A request to JetStream's own interface."""
-        found: dict[str, Any] = json.loads((await self._request(subject, json.dumps(body).encode())).data)
-        return found
-
-    async def store(self, subject: str, body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """Publish to a stream: the stream's word for it, which has an `error` where it refused."""
-        found = json.loads((await self._request(subject, body, headers)).data)
-        if not isinstance(found, dict) or not ("error" in found or "seq" in found):
-            raise EngineError("the broker's reply to a chunk cannot be read")
-        return found
-
-    async def fetch(self, subject: str, body: bytes = b"") -> bytes:
-        """One stored chunk."""
-        answer = await self._request(subject, body)
-        if "Nats-Sequence" not in (answer.headers or {}):
-            raise WireError(
-                f"a chunk is not stored any more ({(answer.headers or {}).get('Status', 'no status')})"
-            )
-        return bytes(answer.data)
-
-    async def _request(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> Any:
-        if not self.connected:  # what the client would send after a reconnection is too late
-            raise ConnectionError("the broker is away")
-        asking = self.client.request(subject, body, timeout=REQUEST_TIMEOUT_S, headers=headers)
-        task = asyncio.ensure_future(asking)
-        self.requests.add(task)
-        try:
-            await asyncio.wait({task})
-            if task.cancelled():
-                raise ConnectionError("the broker went away")
-            return task.result()
-        finally:
-            self.requests.discard(task)
-            task.cancel()
-
-
-async def _in_window(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], window: int = WINDOW) -> list[T]:
-    """All of them, a few at once, in order."""
-    gate = asyncio.Semaphore(window)
-
-    async def one(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async with gate:
-            return await start()
-
-    return list(await asyncio.gather(*(one(w) for w in work)))
-
-
-def _chunks(message: bytes) -> list[bytes]:
-    return [message[i : i + CHUNK_BYTES] for i in range(0, max(len(message), 1), CHUNK_BYTES)]
-
-
-# The server's end -----------------------------------------------------------------------------------------
+    sequence: int
+    reply: str
+    consumer: int
 
 
 @dataclass
@@ -236,9 +91,7 @@ class Upload:
     digest: str
     size: int
     parts: int
-    chunks: dict[int, tuple[int, str]] = field(
-        default_factory=dict
-    )  # part -> (sequence number, where to acknowledge)
+    chunks: dict[int, Chunk] = field(default_factory=dict)  # by part
     since: float = field(default_factory=time.monotonic)
     announced: bool = False
 
@@ -259,6 +112,9 @@ class NatsTransport:
         self.acknowledged: dict[int, str] = {}  # the newest: sequence number -> digest
         self.told: deque[Refusal] = deque(maxlen=1000)
         self.log = BrokerLog(broker_log) if broker_log is not None else None
+        self.booked: dict[str, float] = {}  # until when a node has used up what it may have acknowledged
+        self.consumer = 0  # how often it was made
+        self.gone: set[str] = set()  # sessions that ended during a look
         self.wanted = 0  # chunks that the consumer was asked for and has not delivered
         self.undeliverable: set[str] = set()
         ca = keys / "ca.crt"
@@ -280,24 +136,21 @@ class NatsTransport:
     def connected(self) -> Mapping[str, NodeIdentity]:
         if not self.link.connected:
             return {}
-        found = {}
-        for name, key in self._registry().items():
-            if sessions := self.sessions.get(key):
-                found[name] = NodeIdentity(name, key, max(sessions, key=sessions.__getitem__))
-        return found
+        nodes = self._registry().items()
+        return {name: self._identity(name, key) for name, key in nodes if self.sessions.get(key)}
 
     def publish_model(self, name: str, message: bytes) -> ModelReference:
         if len(message) > self.limits.model_bytes:
             raise EngineError(f"a model must be at most {self.limits.model_bytes} bytes, got {len(message)}")
-        reference, parts = ModelReference.of(check_name(name), message), _chunks(message)
+        reference, parts = ModelReference.of(check_name(name), message), chunks(message)
 
         async def store(k: int) -> None:
-            headers = {DIGEST: reference.digest, PART: f"{k}/{len(parts)}"}
-            found = await self.link.store(f"fb.m.{name}.{reference.digest[:16]}.{k}", parts[k], headers)
+            found = await self.link.store(f"{model_subject(reference)}.{k}", parts[k], {})
             if "error" in found and found["error"].get("err_code") != 10077:  # it is there already
                 raise EngineError(f"the broker cannot store the model: {found['error'].get('description')}")
 
-        self._patiently(lambda: _in_window([lambda k=k: store(k) for k in range(len(parts))]), len(parts))  # type: ignore[misc]
+        work = [partial(store, k) for k in range(len(parts))]
+        self.link.insist("store the model", _patience(len(parts)), lambda: in_window(work))
         return reference
 
     def retain_models(self, names: Collection[str]) -> None:
@@ -316,9 +169,7 @@ class NatsTransport:
             for order in orders:
                 reply = f"_INBOX.server.order.{check_name(order.node)}"
                 await self.link.client.publish(f"fb.o.{order.node}", order.to_bytes(), reply=reply)
-            await self.link.client.flush(
-                int(REQUEST_TIMEOUT_S)
-            )  # the broker's complaints come before its PONG
+            await self.link.client.flush(int(REQUEST_TIMEOUT_S))  # complaints are written before the PONG
             return self.undeliverable
 
         try:
@@ -361,35 +212,26 @@ class NatsTransport:
         if key is None:  # revoked since
             self._drop_soon(upload)
             return None
+        return ReceivedAnswer(
+            self._identity(upload.node, key), upload.job, upload.size, partial(self._read, upload), upload
+        )
+
+    def _identity(self, name: str, key: str) -> NodeIdentity:
         sessions = self.sessions.get(key) or {"": 0.0}
-        identity = NodeIdentity(upload.node, key, max(sessions, key=sessions.__getitem__))
-        return ReceivedAnswer(identity, upload.job, upload.size, lambda: self._read(upload), upload)
+        return NodeIdentity(name, key, max(sessions, key=sessions.__getitem__))
 
     def _read(self, upload: Upload) -> bytes:
         def fetch(part: int) -> Coroutine[Any, Any, bytes]:
-            request = json.dumps({"seq": upload.chunks[part][0]}).encode()
+            request = json.dumps({"seq": upload.chunks[part].sequence}).encode()
             return self.link.fetch("$JS.API.DIRECT.GET.UP", request)
 
-        work = [lambda k=k: fetch(k) for k in range(upload.parts)]
-        message = b"".join(self._patiently(lambda: _in_window(work), upload.parts))
+        work = [partial(fetch, part) for part in range(upload.parts)]
+        message = b"".join(
+            self.link.insist("fetch an answer", _patience(upload.parts), lambda: in_window(work))
+        )
         if len(message) != upload.size or digest(message) != upload.digest:
             raise WireError("the chunks of its answer are not those that it announced")
         return message
-
-    def _patiently(self, work: Callable[[], Coroutine[Any, Any, T]], parts: int) -> T:
-        """Run it again while the broker is away, for a while."""
-        end, backoff = time.monotonic() + 60 + parts, Backoff(0.2, 5.0)
-        while True:
-            try:
-                return self.link.call(work(), REQUEST_TIMEOUT_S * (2 + parts / WINDOW))
-            except (WireError, EngineError):
-                raise
-            except Exception as error:
-                if time.monotonic() > end:
-                    raise EngineError(
-                        f"the broker does not answer: {error or type(error).__name__}"
-                    ) from error
-            time.sleep(backoff.failed())
 
     async def _on_chunk(self, message: Any) -> None:
         """The headers of one chunk, or the consumer's word that it has no more for this request."""
@@ -415,14 +257,16 @@ class NatsTransport:
             return
         upload = self.uploads.get(identity)
         if upload is None:
-            for other in [u for u in self.uploads.values() if u.node == found.node and not u.announced]:
-                await self._drop(other)  # given up by its node
+            others = [u for u in self.uploads.values() if u.node == found.node and not u.announced]
+            for other in others[:-1] if found.parts > 1 else ():  # given up by its node, and in its quota
+                await self._drop(other)
             upload = self.uploads[identity] = found
-        part = next(iter(found.chunks))
-        if (held := upload.chunks.get(part)) is not None and held[0] != sequence and upload is not found:
-            await self.link.client.publish(reply, b"+TERM")  # the same chunk once more
+        (part,) = found.chunks
+        before = upload.chunks.get(part) if upload is not found else None
+        if before is not None and before.consumer == self.consumer and before.sequence != sequence:
+            await self.link.client.publish(reply, b"+TERM")  # the same chunk, stored twice
             return
-        upload.chunks[part], upload.since = (sequence, reply), time.monotonic()
+        upload.chunks[part], upload.since = Chunk(sequence, reply, self.consumer), time.monotonic()
         if len(upload.chunks) == upload.parts and not upload.announced:
             upload.announced = True
             with self.news:
@@ -431,14 +275,22 @@ class NatsTransport:
 
     async def _drop(self, upload: Upload) -> None:
         self.uploads.pop((upload.node, upload.job, upload.digest), None)
-        self.acknowledged |= {sequence: upload.digest for sequence, _ in upload.chunks.values()}
-        for sequence in (
-            list(self.acknowledged)[:-REMEMBERED] if len(self.acknowledged) > 2 * REMEMBERED else ()
-        ):
-            del self.acknowledged[sequence]
+        self.acknowledged |= {chunk.sequence: upload.digest for chunk in upload.chunks.values()}
+        while len(self.acknowledged) > REMEMBERED:
+            del self.acknowledged[next(iter(self.acknowledged))]
+        now = time.monotonic()
+        burst = 10 + 2 * self.limits.answer_parts / ACKNOWLEDGED_PER_S
+        booked = max(self.booked.get(upload.node, 0.0), now - burst) + len(upload.chunks) / ACKNOWLEDGED_PER_S
+        self.booked[upload.node] = booked
+        if booked <= now:
+            await self._say(upload)
+        else:  # a flood: meanwhile its quota is full
+            self.link.loop.call_later(booked - now, lambda: self.link.loop.create_task(self._say(upload)))
+
+    async def _say(self, upload: Upload) -> None:
         with contextlib.suppress(Exception):  # not acknowledged: delivered again, and then known
-            for _, reply in upload.chunks.values():
-                await self.link.client.publish(reply, b"+ACK")
+            for chunk in upload.chunks.values():
+                await self.link.client.publish(chunk.reply, b"+ACK")
 
     def _drop_soon(self, upload: Upload) -> None:
         asyncio.run_coroutine_threadsafe(self._drop(upload), self.link.loop)
@@ -461,27 +313,17 @@ class NatsTransport:
         await self.link.client.subscribe("_INBOX.server.chunks", cb=self._on_chunk)
         await self.link.client.subscribe("_INBOX.server.order.*", cb=self._on_complaint)
         common: dict[str, Any] = {
-            "storage": "file",
-            "num_replicas": 1,
-            "allow_direct": True,
-            "discard": "new",
-            "discard_new_per_subject": True,
-        }
-        common |= {"max_msg_size": PAYLOAD_LIMIT, "duplicate_window": int(DEDUPLICATION_S * 1e9)}
+            "storage": "file", "num_replicas": 1, "allow_direct": True, "discard": "new", "discard_new_per_subject": True,
+            "max_msg_size": PAYLOAD_LIMIT, "duplicate_window": int(DEDUPLICATION_S * 1e9),
+        }  # fmt: skip
         up: dict[str, Any] = {
-            "name": "UP",
-            "subjects": ["fb.r.*"],
-            "retention": "workqueue",
-            "max_bytes": self.limits.stored_bytes,
-        }
-        up |= {"max_msgs_per_subject": 2 * self.limits.answer_parts}
+            "name": "UP", "subjects": ["fb.r.*"], "retention": "workqueue", "max_bytes": self.limits.stored_bytes,
+            "max_msgs_per_subject": 2 * self.limits.answer_parts,
+        }  # fmt: skip
         model: dict[str, Any] = {
-            "name": "MODEL",
-            "subjects": ["fb.m.>"],
-            "retention": "limits",
+            "name": "MODEL", "subjects": ["fb.m.>"], "retention": "limits", "max_bytes": 16 * self.limits.model_bytes,
             "max_msgs_per_subject": 1,
-        }
-        model |= {"max_bytes": 16 * self.limits.model_bytes}
+        }  # fmt: skip
         for stream in (up, model):
             for verb in ("CREATE", "UPDATE"):
                 found = await self.link.request(f"$JS.API.STREAM.{verb}.{stream['name']}", common | stream)
@@ -496,24 +338,17 @@ class NatsTransport:
     async def _consume(self) -> None:
         """A new consumer: all that is not acknowledged is delivered, from the oldest."""
         await self.link.request("$JS.API.CONSUMER.DELETE.UP.server", {})
-        config: dict[str, Any] = {
-            "durable_name": "server",
-            "deliver_policy": "all",
-            "ack_policy": "explicit",
-            "replay_policy": "instant",
-        }
-        config |= {
-            "ack_wait": int(24 * 3600e9),
-            "max_ack_pending": -1,
-            "max_deliver": -1,
-            "headers_only": True,
-        }
+        config = {
+            "durable_name": "server", "deliver_policy": "all", "ack_policy": "explicit", "replay_policy": "instant",
+            "ack_wait": int(24 * 3600e9), "max_ack_pending": -1, "max_deliver": -1, "headers_only": True,
+        }  # fmt: skip
         found = await self.link.request(
             "$JS.API.CONSUMER.DURABLE.CREATE.UP.server", {"stream_name": "UP", "config": config}
         )
         if "error" in found:
             raise EngineError(f"the broker refuses the consumer: {found['error'].get('description')}")
         self.wanted = 0
+        self.consumer += 1
         await self._ask()
 
     async def _server_changed(self, connected: bool) -> None:
@@ -531,29 +366,23 @@ class NatsTransport:
     # Who is connected ---------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        for event, act in (
-            ("ACCOUNT.NODES.CONNECT", self._on_connect),
-            ("ACCOUNT.NODES.DISCONNECT", self._on_disconnect),
-        ):
-            await self.monitor.client.subscribe(f"$SYS.{event}", cb=act)
+        await self.monitor.client.subscribe("$SYS.ACCOUNT.NODES.CONNECT", cb=self._on_connect)
+        await self.monitor.client.subscribe("$SYS.ACCOUNT.NODES.DISCONNECT", cb=self._on_disconnect)
         await self.monitor.client.subscribe("$SYS.SERVER.*.CLIENT.AUTH.ERR", cb=self._on_refused_login)
         await self._look()
 
     async def _look(self) -> None:
         """The broker's list of connections, page by page."""
-        found: dict[str, dict[str, float]] = {}
-        offset = 0
-        while True:
+        self.sessions, self.gone = {}, set()  # which events change meanwhile
+        for offset in itertools.count(0, 512):
             request = {"acc": "NODES", "auth": True, "limit": 512, "offset": offset}
             page = (await self.monitor.request("$SYS.REQ.SERVER.PING.CONNZ", request)).get("data") or {}
             for about in page.get("connections") or []:
-                found.setdefault(about.get("authorized_user", ""), {})[
-                    f"{page['server_id']}:{about['cid']}"
-                ] = about["cid"]
-            offset += 512
-            if offset >= page.get("total", 0):
-                break
-        self.sessions = found
+                session, key = f"{page['server_id']}:{about['cid']}", about.get("authorized_user", "")
+                if session not in self.gone:
+                    self.sessions.setdefault(key, {})[session] = about["cid"]
+            if offset + 512 >= page.get("total", 0):
+                return
 
     async def _on_connect(self, message: Any) -> None:
         key, session, number, _ = _event(message)
@@ -561,6 +390,7 @@ class NatsTransport:
 
     async def _on_disconnect(self, message: Any) -> None:
         key, session, _, reason = _event(message)
+        self.gone.add(session)
         sessions = self.sessions.get(key, {})
         sessions.pop(session, None)
         if not sessions:
@@ -592,6 +422,11 @@ class NatsTransport:
         return self.nodes
 
 
+def _patience(parts: int) -> float:
+    """Seconds for which it is tried to move so many chunks."""
+    return 60.0 + parts
+
+
 def _event(message: Any) -> tuple[str, str, float, str]:
     about = json.loads(message.data)
     client = about["client"]
@@ -615,94 +450,4 @@ def _parse_chunk(node: str, headers: Mapping[str, str], limits: StreamLimits) ->
         return Refusal(node, f"a chunk {part}/{parts} of {length} bytes for an answer of {size} bytes")
     if len(job) > 64 or len(hexadecimal) != 64 or not job.isalnum():
         return Refusal(node, "a chunk whose job or digest cannot be one")
-    return Upload(node, job, hexadecimal, size, parts, {part: (0, "")})
-
-
-# A node's end ---------------------------------------------------------------------------------------------
-
-
-class NatsNode:
-    """A node's end of a fleet on NATS: its key, with ca.crt and operator.pub in the same folder."""
-
-    def __init__(self, url: str, key: Path) -> None:
-        self.inbox: queue.Queue[SignedOrder | None] = queue.Queue(64)
-        self.dropped: deque[str] = deque(maxlen=100)  # why messages were dropped
-        public = credentials.operator_public_key(key.parent / "operator.pub")
-        self.link = Connection(url, key, key.parent / "ca.crt")
-        self.verifier = OrderVerifier(public, self.link.name)
-        self.link.call(self._subscribe(), REQUEST_TIMEOUT_S)
-
-    @property
-    def name(self) -> str:
-        return self.link.name
-
-    def orders(self) -> Iterator[SignedOrder]:
-        while (order := self.inbox.get()) is not None:
-            yield order
-
-    def model(self, order: SignedOrder) -> bytes:
-        reference = order.model
-        if reference is None:
-            return b""
-        subject = f"$JS.API.DIRECT.GET.MODEL.fb.m.{check_name(reference.name)}.{reference.digest[:16]}"
-        parts = max(1, -(-reference.size // CHUNK_BYTES))
-        work = [lambda k=k: self.link.fetch(f"{subject}.{k}") for k in range(parts)]
-
-        async def fetch() -> bytes:
-            return b"".join(await _in_window(work, FETCH_WINDOW))
-
-        message = self._until(order, "fetch the model", fetch)
-        if digest(message) != reference.digest:
-            raise WireError(f"the model {reference.name} is not the one that the operator signed")
-        return message
-
-    def answer(self, order: SignedOrder, message: bytes) -> None:
-        parts, found = _chunks(message), digest(message)
-        headers = {JOB: order.job, DIGEST: found, SIZE: str(len(message))}
-
-        async def store(k: int) -> None:
-            about = headers | {PART: f"{k}/{len(parts)}", ID: f"{order.job}.{found[:16]}.{k}"}
-            said = await self.link.store(f"fb.r.{self.name}", parts[k], about)
-            if "error" in said:
-                raise ConnectionError(said["error"].get("description"))
-
-        stored: set[int] = set()
-
-        async def missing() -> None:
-            async def one(k: int) -> None:
-                await store(k)
-                stored.add(k)
-
-            await _in_window([lambda k=k: one(k) for k in range(len(parts)) if k not in stored])  # type: ignore[misc]
-
-        self._until(order, "store the answer", missing)
-
-    def close(self) -> None:
-        self.link.close()
-        with contextlib.suppress(queue.Full):
-            self.inbox.put_nowait(None)
-
-    def _until(self, order: SignedOrder, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run it, and again after failures, until the order's deadline."""
-        backoff = Backoff(0.2, 10.0)
-        while True:
-            left = order.deadline - time.time()
-            try:
-                return self.link.call(work(), max(left, 1.0))
-            except WireError:
-                raise
-            except Exception as error:
-                if self.link.closed or left <= 0:
-                    reason = str(error) or type(error).__name__
-                    raise EngineError(f"cannot {what} until the order's deadline: {reason}") from error
-            time.sleep(min(backoff.failed(), max(left, 0.0)))
-
-    async def _subscribe(self) -> None:
-        await self.link.client.subscribe(f"fb.o.{self.name}", cb=self._on_order)
-        await self.link.client.flush(int(REQUEST_TIMEOUT_S))
-
-    async def _on_order(self, message: Any) -> None:
-        try:
-            self.inbox.put_nowait(self.verifier.read(message.data))
-        except (WireError, queue.Full) as error:
-            self.dropped.append(str(error) or "dropped an order: too many wait")
+    return Upload(node, job, hexadecimal, size, parts, {part: Chunk(0, "", 0)})

@@ -5,7 +5,9 @@ import threading
 import time
 from pathlib import Path
 
+import fleet_vectors
 import pytest
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedbraid import FedbraidError
@@ -241,3 +243,20 @@ def test_a_damaged_list_of_nodes_is_one_sentence(tmp_path: Path, content):
     (tmp_path / "nodes.json").write_bytes(content)
     with pytest.raises((DataError, ConfigError), match=r"nodes.json|name must be"):
         credentials.read_nodes(tmp_path)
+
+
+# Vectors for other languages --------------------------------------------------------------------------
+
+
+def test_the_vectors_are_what_this_code_writes_and_reads():
+    stored = json.loads(fleet_vectors.FILE.read_text())
+    assert stored == fleet_vectors.make()
+    key = serialization.load_pem_public_key(stored["operator_public"].encode())
+    check = OrderVerifier(key, "node-7", now=lambda: stored["now"])
+    for order in stored["orders"]:
+        message = bytes.fromhex(order["message"])
+        assert check.read(message).serial == order["serial"]
+        assert bytes.fromhex(order["signed"]) in message.replace(message[17:85], b"")
+    for refused in stored["refused"]:
+        with pytest.raises(WireError, match=refused["reason"]):
+            check.read(bytes.fromhex(refused["message"]))

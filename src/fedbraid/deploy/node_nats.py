@@ -68,14 +68,12 @@ class NatsNode:
         return message
 
     def answer(self, order: SignedOrder, message: bytes) -> None:
-        parts, found = chunks(message), digest(message)
-        headers = {JOB: order.job, DIGEST: found, SIZE: str(len(message))}
-
+        parts = answer_chunks(order.job, message)
         missing = set(range(len(parts)))
 
         async def store(k: int) -> None:
-            about = headers | {PART: f"{k}/{len(parts)}", ID: f"{order.job}.{found[:16]}.{k}"}
-            said = await self.link.store(f"fb.r.{self.name}", parts[k], about)
+            headers, body = parts[k]
+            said = await self.link.store(f"fb.r.{self.name}", body, headers)
             if "error" in said:
                 raise ConnectionError(said["error"].get("description"))
             missing.discard(k)
@@ -103,6 +101,14 @@ class NatsNode:
             self.inbox.put(order)
         else:
             self.dropped.append("dropped an order: too many wait")
+
+
+def answer_chunks(job: str, message: bytes) -> list[tuple[dict[str, str], bytes]]:
+    """The headers and the body of each chunk of an answer."""
+    parts, found = chunks(message), digest(message)
+    about = {JOB: job, DIGEST: found, SIZE: str(len(message))}
+    ids = [{PART: f"{k}/{len(parts)}", ID: f"{job}.{found[:16]}.{k}"} for k in range(len(parts))]
+    return [(about | one, part) for one, part in zip(ids, parts)]
 
 
 def _left(order: SignedOrder) -> float:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import nkeys
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedbraid.core.identity import Identity
+from fedbraid.core.layout import Layout
 from fedbraid.deploy.nats_connection import CHUNK_BYTES, model_subject
 from fedbraid.deploy.node_nats import answer_chunks
 from fedbraid.deploy.transport import KINDS, MAGIC, ModelReference, OrderSigner, SignedOrder
@@ -51,6 +54,8 @@ def make() -> dict[str, Any]:
         "refused": [{"reason": reason, "message": message.hex()} for reason, message in _refused(orders[-1])],
         "models": [_model(ModelReference.of("v12", pattern(n)), n) for n in (0, CHUNK_BYTES, CHUNK_BYTES + 3)],
         "answers": [_answer(n) for n in (0, 5, CHUNK_BYTES, 2 * CHUNK_BYTES + 1)],
+        "frames": [_frame([0.5, -1.25, 3.0, 0.1])],
+        "answer_bodies": [_body({"samples": 5, "version": -1}, b""), _body({"loss": 0.5, "version": 3}, b"\x00\xff")],
         "replies": {
             "stored": '{"stream":"UP", "seq":7}',
             "duplicate": '{"stream":"UP", "seq":7,"duplicate": true}',
@@ -94,6 +99,19 @@ def _model(reference: ModelReference, size: int) -> dict[str, Any]:
 def _answer(size: int) -> dict[str, Any]:
     found = answer_chunks(JOB, pattern(size))
     return {"size": size, "job": JOB, "subject": "fb.r.node-7", "chunks": [[headers, len(part)] for headers, part in found]}  # fmt: skip
+
+
+def _frame(values: list[float]) -> dict[str, Any]:
+    vector = torch.tensor(values)
+    layout = Layout.of(torch.nn.Linear(3, 1))
+    frame = Identity().encode(vector, layout, 0)
+    return {"layout": layout.fingerprint[:6].hex(), "vector": vector.tolist(), "frame": frame.hex()}
+
+
+def _body(head: dict[str, Any], upload: bytes) -> dict[str, Any]:
+    text = json.dumps(head, sort_keys=True, separators=(",", ":")).encode()
+    message = len(text).to_bytes(4, "big") + text + upload
+    return {"head": head, "upload": upload.hex(), "message": message.hex()}
 
 
 if __name__ == "__main__":

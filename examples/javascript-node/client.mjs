@@ -78,7 +78,8 @@ class Node {
     if (order.kind === "LEAVE") return packAnswer({ lost: false });
     const { vector, layout } = readFrame(await this.model(order));
     const { update, loss } = train(vector, this.data);
-    const head = { forgot: false, lost: false, loss, version: body.version };
+    if (body.base !== -1) throw new Error("this client holds no model; use a downlink that sends all of it");
+    const head = { forgot: false, lost: false, loss, version: -1 };
     return packAnswer(head, packFrame(update, layout));
   }
 

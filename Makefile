@@ -9,7 +9,7 @@ NEWEST := typer==0.29.0 rich==15.0.0
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium nats-server lock clean
+.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,9 +55,15 @@ nats-server:
 	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends nats-server >/dev/null; }
 
+JS := examples/javascript-node
+javascript:
+	@if command -v npm >/dev/null; then \
+	  test -d $(JS)/node_modules || { echo "installing the packages of $(JS) with npm"; (cd $(JS) && npm ci --silent --no-audit --no-fund); }; \
+	else echo "Node.js 20 is not installed: the tests of $(JS) are skipped"; fi
+
 SET ?= engines  # or quick: the few that show that it works at all
-test-engines: $(READY) nats-server  ## Ray clusters and fleets on this machine: real processes, killed ones too; SET=quick for few
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter quick,$(SET)),-n 2 --dist loadscope) -rs -m $(SET) tests/test_broker.py tests/test_flower.py tests/test_fleet.py tests/test_supernode.py tests/test_ray.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
+test-engines: $(READY) nats-server javascript  ## Ray clusters and fleets on this machine: real processes, killed ones too; SET=quick for few
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter quick,$(SET)),-n 2 --dist loadscope) -rs -m $(SET) tests/test_broker.py tests/test_javascript.py tests/test_flower.py tests/test_fleet.py tests/test_supernode.py tests/test_ray.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
 
 lint: $(READY)  ## ruff, format and rules, and who imports whom
 	$(BIN)/ruff format --check .

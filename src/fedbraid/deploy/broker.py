@@ -205,7 +205,8 @@ accounts {{
                 probe.bind((self.host, self.port))
             except OSError as error:
                 raise EngineError(
-                    f"cannot listen on {self.host}:{self.port}: {error.strerror}; use another port, or end what listens there"
+                    f"cannot listen on {self.host}:{self.port}: {error.strerror}; use another port, or end what listens"
+                    " there (Debian starts one with the package: systemctl disable --now nats-server)"
                 ) from error
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -185,7 +185,7 @@ def _accepted(context: Context) -> dict[int, float]:
     if STATE not in context.state:
         return {}
     found = context.state[STATE]
-    return dict(zip(found["serials"], found["until"]))  # type: ignore[arg-type]
+    return dict(zip(found["serials"], found["until"]))
 
 
 def _identity(about: object) -> NodeIdentity:

@@ -29,10 +29,10 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def until(happened: Callable[[], object], what: str = "it") -> None:
+def until(happened: Callable[[], object], what: object = "it") -> None:
     end = time.monotonic() + LIMIT
     while not happened():
-        assert time.monotonic() < end, f"{what} did not happen within {LIMIT:g} s"
+        assert time.monotonic() < end, f"within {LIMIT:g} s there was no {what() if callable(what) else what}"
         time.sleep(0.01)
 
 

@@ -402,7 +402,7 @@ def test_a_table_by_client():
             outputs = result.model(row["client"])(x).detach()
             assert row["loss"] == pytest.approx(float(nn.functional.cross_entropy(outputs, y)), abs=1e-5)
             assert row["mae"] == pytest.approx(float((outputs.argmax(1) - y).abs().float().mean()))
-    with pytest.raises(fb.FedbraidError, match="needs a test share for each"):
+    with pytest.raises(fb.FedbraidError, match="needs local test sets; give test_fraction="):
         fb.simulate(Problem().task, fb.fedavg(), WORK, fb.rounds(1, clients=2)).per_client()
 
 

@@ -385,8 +385,8 @@ def load_model_of(task: Task, algorithm: Algorithm, state: State, client: int | 
 def simulate(
     task: Task,
     algorithm: Algorithm,
-    work: Work,
-    schedule: Schedule,
+    work: Work | None = None,
+    schedule: Schedule | None = None,
     *,
     seed: int = 0,
     engine: str | Engine = "auto",
@@ -410,6 +410,8 @@ def simulate(
     often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
+    assert work is not None
+    assert schedule is not None
     algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.fits(task.layout)
     work = work.tabled(schedule.steps)
@@ -677,6 +679,14 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
 
 
 def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
+    for value, what, such in (
+        (work, "work", "fb.Work(lr=0.1)"),
+        (schedule, "schedule", "fb.rounds(100, clients=5)"),
+    ):
+        if value is None:
+            raise ConfigError(
+                f"simulate() needs a {what} as well, after the task and the algorithm; give {such}"
+            )
     for value, kind in ((task, Task), (algorithm, Algorithm), (work, Work), (schedule, Schedule)):
         if not isinstance(value, kind):
             raise ConfigError(

@@ -83,6 +83,13 @@ ClientSelection = Annotated[
         help="Schedule: who is asked, by last losses: 'power_of_choice(20)', 'oort()' or FILE.py:NAME."
     ),
 ]
+Sampling = Annotated[
+    str | None,
+    typer.Option(
+        help="Schedule: cohorts of a 'fixed' size, or 'poisson': each client by its own draw, which privacy favors"
+        " [default: fixed]"
+    ),
+]
 Availability = Annotated[
     str | None,
     typer.Option(

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": {
         "rounds": o.Rounds, "per_round": o.PerRound, "over_select": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
         "concurrency": o.Concurrency, "arrivals": o.Arrivals, "durations": o.Durations, "bandwidth": o.Bandwidth,
-        "availability": o.Availability, "replay_timing": o.Clock, "select": o.ClientSelection,
+        "availability": o.Availability, "replay_timing": o.Clock, "select": o.ClientSelection, "sampling": o.Sampling,
     },
     "run": {"evaluate_every": o.EvaluateEvery},
 }  # fmt: skip

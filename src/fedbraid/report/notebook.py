@@ -79,6 +79,7 @@ def as_html(result: Result) -> str:
         "loss": None if loss is None else f"{loss:.4f}",
         "bytes up": format_bytes(result.bytes_up),
         "bytes down": format_bytes(result.bytes_down),
+        "privacy": result.privacy,
         "engine": result.engine,
         "LoRA": result.lora,
         "folder": result.out,

@@ -167,6 +167,7 @@
       ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
       ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
       ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],
+      ["ε", (r) => maybe(r.epsilon, plain), data.rows.some((r) => r.epsilon)],
       ["Seeds", (r) => String(r.seeds.length) + (r.failed ? ` (${r.failed} diverged)` : ""), true],
       ["Steps", (r) => String(r.steps), true],
       ["Up", (r) => maybe(r.bytes_up, bytes), true],

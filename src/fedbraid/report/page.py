@@ -21,6 +21,7 @@ from fedbraid.parse import evaluate
 from fedbraid.report import fleet
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.noise_outlook import promise
 from fedbraid.run.simulate import CLIENTS, SCHEDULES
 from fedbraid.study import recipe, stats
 
@@ -156,7 +157,9 @@ def _group(group: Group, runs: stats.Runs) -> Record:
     settings |= config["parts"] | {"seeds": ", ".join(map(str, runs.seeds)), "engine": config.get("engine")}
     settings |= {"LoRA": config["lora"]} if "lora" in config else {}
     spent = [h[-1]["epsilon"] for h in runs.histories if h and "epsilon" in h[-1]]
-    settings |= {"privacy": f"ε = {max(spent):.4g}"} if spent else {}
+    settings |= (
+        {"privacy": promise(max(spent), config.get("privacy")) or f"ε = {max(spent):.4g}"} if spent else {}
+    )
     return {
         "name": group.name,
         "seeds": list(runs.seeds),

@@ -43,6 +43,7 @@ from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_
 from fedbraid.run.database import Database
 from fedbraid.run.evaluate import Evaluates, Models, evaluate_model, per_client
 from fedbraid.run.history import History
+from fedbraid.run.noise_outlook import naming_noise, outlook, privacy_of, promise
 from fedbraid.run.simulated_source import SimulatedSource, StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance
@@ -135,6 +136,11 @@ class Result:
         """How low-rank adapters were averaged, where there are some."""
         return lora(self.task.layout, self.algorithm)
 
+    @property
+    def privacy(self) -> str | None:
+        """(ε, δ) that the run spent and whom it protects, where it is private."""
+        return promise(self.last("epsilon"), privacy_of(self.algorithm))
+
     def last(self, key: str) -> float | None:
         """The latest value of a measurement, None where there was none."""
         return next((r[key] for r in reversed(self.history) if key in r), None)
@@ -148,6 +154,7 @@ class Result:
             **{name: self.last(name) for name in self.task.metrics},
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
+            "privacy": self.privacy,
             "engine": self.engine,
             "LoRA": self.lora,
         }
@@ -461,8 +468,12 @@ def simulate(
                 note_task(folder, task)
             else:
                 same(folder, known, config)
+        foreseen = outlook(algorithm, schedule.steps, cohort, task.layout.size)
+        if foreseen is not None:
+            log.log(logging.WARNING if foreseen.is_weak else logging.INFO, str(foreseen))
         jobs = SimulatedSource(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
-        return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
+        with naming_noise(foreseen):
+            return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
 
 
 def drive(
@@ -583,6 +594,7 @@ def describe(
         "algorithm": algorithm.name or None,
         "parts": parts(algorithm),
         **({} if (adapters := lora(task.layout, algorithm)) is None else {"lora": adapters}),
+        **({} if (private := privacy_of(algorithm)) is None else {"privacy": private}),
         "work": repr(setup.work),
         "schedule": repr(schedule),
         "seed": setup.seed,

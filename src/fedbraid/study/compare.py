@@ -132,9 +132,14 @@ class Comparison:
             **({"gains": self.gains} if self.gains else {}),
         }
 
+    @property
+    def _private(self) -> bool:
+        return any(r["epsilon"] is not None for r in self.rows)
+
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the table, as text."""
         head = ["", self.metric, "rank", "seeds", "up", "down", "FLOPs", "time"]
+        head += ["ε"] if self._private else []
         if self.target is not None:
             head += [f"{what} to {self.target:.0%}" for what in ("steps", "bytes", "FLOPs", "time")] + [
                 "reached"
@@ -147,6 +152,7 @@ class Comparison:
             r["name"], shown(r["final"], self.metric), rank, str(len(r["seeds"])), _bytes(r["bytes_up"]),
             _bytes(r["bytes_down"]), _count(r["flops"]), "–" if r["time"] is None else f"{r['time']:.4g}",
         ]  # fmt: skip
+        line += ["–" if r["epsilon"] is None else f"{r['epsilon']:.3g}"] if self._private else []
         if self.target is not None:
             found = {axis: value.mean for axis, value in r["to_target"].items()}
             line += [

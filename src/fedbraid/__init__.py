@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
     from fedbraid.algorithms.lora import exact_lora
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
-    from fedbraid.algorithms.personal import ditto, fedrep, local_only, pfedme
+    from fedbraid.algorithms.personal import ditto, fedper, fedrep, local_only, pfedme
     from fedbraid.algorithms.private import private
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m

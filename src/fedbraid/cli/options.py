@@ -13,6 +13,10 @@ Partition = Annotated[
         help="Task: who holds what, e.g. 'iid', 'dirichlet(0.5)', 'label_chunks(1)'; see `fedbraid list partitions`."
     ),
 ]
+Personal = Annotated[
+    str | None,
+    typer.Option(help="Task: parameters that stay with each client, a glob such as 'head.*' [default: none]"),
+]
 Model = Annotated[str | None, typer.Option(help="Task: a model by name; see `fedbraid list models`.")]
 Set = Annotated[
     list[str] | None,

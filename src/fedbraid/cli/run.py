@@ -43,6 +43,7 @@ def run(
     clients: o.Clients = None,
     partition: o.Partition = None,
     model: o.Model = None,
+    personal: o.Personal = None,
     set_: o.Set = None,
     optimizer: o.Optimizer = None,
     lr: o.Lr = None,
@@ -122,7 +123,7 @@ def run(
     model.safetensors. The same command with the same --out continues it, as `fedbraid resume` does.
     """
     sections: cfg.Config = {
-        "task": cfg.given(clients=clients, partition=partition, model=model),
+        "task": cfg.given(clients=clients, partition=partition, model=model, personal=personal),
         "algorithm": cfg.keywords(set_ or []),
         "work": cfg.given(
             optimizer=optimizer, lr=lr, epochs=epochs, steps=steps, batch=batch, momentum=momentum,

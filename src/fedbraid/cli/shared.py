@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model},
+    "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model, "personal": o.Personal},
     "work": {
         "optimizer": o.Optimizer, "lr": o.Lr, "epochs": o.Epochs, "steps": o.Steps, "batch": o.Batch, "momentum": o.Momentum,
         "weight_decay": o.WeightDecay, "clip": o.Clip, "lr_decay": o.LrDecay, "last": o.Last,

@@ -392,7 +392,6 @@ def newcomers(build, name):
     from fedbraid.engines.client_update import Setup
     from fedbraid.engines.in_process_engine import InProcess
     from fedbraid.run.simulated_source import SimulatedSource
-
     from fedbraid.run.state import State
     from fedbraid.run.step import advance
     from fedbraid.schedule import Tick

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fedbraid.engines.autograd import LoopGradient, VmapGradient
-from fedbraid.engines.client_update import Setup, TrainRequest, client_update
 from torch import nn
 
 import fedbraid as fb
 from fedbraid.core import device
 from fedbraid.engines import in_process_engine as blocks
+from fedbraid.engines.autograd import LoopGradient, VmapGradient
+from fedbraid.engines.client_update import Setup, TrainRequest, client_update
 from fedbraid.errors import ConfigError
 
 WORK = fb.Work(lr=0.1, batch=5, momentum=0.9)

@@ -8,16 +8,16 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from fedbraid.engines.autograd import LoopGradient, VmapGradient
-from fedbraid.engines.per_example import LoopedPerExample, VectorizedPerExample
 from torch import nn
 
 import fedbraid as fb
 from fedbraid.core import rng
 from fedbraid.core.rule import ExamplePrivacy
 from fedbraid.data.batches import DrawnBatches
+from fedbraid.engines.autograd import LoopGradient, VmapGradient
 from fedbraid.engines.native import Native
 from fedbraid.engines.native.build import compiler
+from fedbraid.engines.per_example import LoopedPerExample, VectorizedPerExample
 
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
 from dp_accounting import pld  # noqa: E402

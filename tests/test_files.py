@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from fedbraid.user_files import load
 
 import fedbraid as fb
 from fedbraid.cli import main
 from fedbraid.errors import ConfigError
+from fedbraid.user_files import load
 
 FILE = """
 from dataclasses import dataclass

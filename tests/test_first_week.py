@@ -111,7 +111,7 @@ def test_a_fraction_that_leaves_one_side_empty_is_refused(test_fraction):
 def test_missing_values_are_refused_with_the_columns_name(column, value):
     table = frame()
     table[column] = table[column].astype(object if value is None else float)
-    table.ctx[[7, 9], column] = value
+    table.loc[[7, 9], column] = value
     with pytest.raises(DataError, match=r"row 7|has 2 missing values \(first in row 7\)") as refusal:
         fb.Task.from_table(model, table, "sick", by="hospital")
     assert column in str(refusal.value) or "client id" in str(refusal.value)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fedbraid.engines.autograd import LoopGradient
 from torch import nn
 
 import fedbraid as fb
 from fedbraid.data.augment import Flip
 from fedbraid.data.batches import Batch
 from fedbraid.engines import frozen_features as frozen
+from fedbraid.engines.autograd import LoopGradient
 
 WORK = fb.Work(lr=0.1, batch=4, epochs=2)
 LOOP = "in_process(backend='loop')"

@@ -527,9 +527,8 @@ def test_native_code_reads_what_was_read_for_it():
 
 
 def test_every_way_can_be_timed():
-    from fedbraid.engines.autograd import VmapGradient
-
     from fedbraid.engines import auto
+    from fedbraid.engines.autograd import VmapGradient
 
     made = task(lazy=True)
     assert all(timed() > 0 for timed in auto._plain(made, WORK, 3).values())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fedbraid.engines.autograd import LoopGradient
-from fedbraid.engines.client_update import Setup, TrainRequest, client_update
 from torch import Tensor, nn
 
 import fedbraid as fb
 from fedbraid.data.batches import Batch
+from fedbraid.engines.autograd import LoopGradient
+from fedbraid.engines.client_update import Setup, TrainRequest, client_update
 
 
 class Spare(nn.Module):

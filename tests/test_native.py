@@ -15,9 +15,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from fedbraid.core.client_table import RowArena
-from fedbraid.core.vector_spec import DELTA
-from fedbraid.engines.autograd import LoopGradient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,11 +23,14 @@ from torch.nn import functional as F
 import fedbraid as fb
 from fedbraid.core import accelerators as passes
 from fedbraid.core import rng
+from fedbraid.core.client_table import RowArena
 from fedbraid.core.gather import WIDE_ROW, ServerContext, Uploads
+from fedbraid.core.vector_spec import DELTA
 from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
+from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.native import Native, NativeUnavailable, build, codegen, ops
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.normals import normals

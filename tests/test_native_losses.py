@@ -7,8 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from fedbraid.engines.autograd import LoopGradient
-from fedbraid.engines.per_example import LoopedPerExample
 from test_native import (
     MAIN,
     QUICK,
@@ -33,7 +31,9 @@ from fedbraid.data.augment import Flip
 from fedbraid.data.batches import Batch, DrawnBatches
 from fedbraid.data.task import Task
 from fedbraid.engines import auto
+from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.native import Native, NativeUnavailable, build
+from fedbraid.engines.per_example import LoopedPerExample
 from fedbraid.errors import DataError
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")

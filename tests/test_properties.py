@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from fedbraid.core.vector_spec import DELTA
 from oracles import LAYERS, MATRICES, VMAP, Problem, Trial
 from torch import nn
 
 import fedbraid as fb
+from fedbraid.core.vector_spec import DELTA
 
 ALL = fb.rounds(6, clients=8)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fedbraid.core.client_table import ClientTable
 
 import fedbraid as fb
+from fedbraid.core.client_table import ClientTable
 from fedbraid.core.gather import Gather, Mean
 from fedbraid.engines.native.build import compiler
 from fedbraid.errors import RunError

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedbraid.core.client_table import ClientTable, RowArena
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedbraid as fb
+from fedbraid.core.client_table import ClientTable, RowArena
 from fedbraid.errors import RunError
 from fedbraid.run.database import Database
 

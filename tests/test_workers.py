@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
-from fedbraid.workers import Ask, WorkerPool
 
 from fedbraid.errors import EngineError
+from fedbraid.workers import Ask, WorkerPool
 
 
 def everything(job: Any, things: list[Any], count: int = 2) -> list[Any]:

@@ -53,7 +53,14 @@ ALGORITHMS = {
     "error_feedback": fb.error_feedback(fb.with_codecs(fb.scaffold(), up=q.topk(0.3))),
     "hidden_state": fb.hidden_state(fb.with_codecs(fb.feddyn(), down=q.int8())),
 }
-ELSEWHERE = {"fedrep", "feddf", "local_only", "private", "exact_lora"}  # which have tests of their own
+ELSEWHERE = {
+    "fedper",
+    "fedrep",
+    "feddf",
+    "local_only",
+    "private",
+    "exact_lora",
+}  # which have tests of their own
 ALGORITHMS |= {
     name: build() for name, build in BUILDERS.items() if name not in ALGORITHMS and name not in ELSEWHERE
 }

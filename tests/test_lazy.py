@@ -256,7 +256,7 @@ def test_a_test_share_per_client():
             fb.Task.from_datasets(model, held, client_tests=[Held(2)], lazy=late)
         with pytest.raises(DataError, match="both test= and client_tests= were given"):
             fb.Task.from_datasets(model, held, Held(3), client_tests=held, lazy=late)
-        with pytest.raises(DataError, match="give test= with by="):
+        with pytest.raises(DataError, match="give test_fraction= or test= with by="):
             fb.Task.from_datasets(model, held, client_tests=held, by="who", lazy=late)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 from oracles import TRIALS, VMAP, Problem, Trial, trial_name
 from torch import nn
+from typer.testing import CliRunner
 
 import fedbraid as fb
+from fedbraid.cli import app
 
 every_trial = pytest.mark.parametrize("trial", TRIALS, ids=trial_name)
 HEAD, BODY = slice(15, 27), slice(0, 15)  # of the oracle's vector
@@ -169,7 +172,7 @@ def test_every_engine_and_block_gives_the_same(name, schedule):
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedrep", "ditto", "scaffold"])
-@pytest.mark.parametrize("client_state_storage", ["memory", "disk"])
+@pytest.mark.parametrize("store", ["memory", "disk"])
 def test_they_are_committed_with_the_run(name, store, tmp_path):
     task, schedule = task_of(Problem(), personal=("2.*",)), fb.rounds(6, clients=3)
     options = {"seed": 2, "engine": VMAP, "client_state_storage": store}
@@ -402,7 +405,7 @@ def test_a_table_by_client():
             outputs = result.model(row["client"])(x).detach()
             assert row["loss"] == pytest.approx(float(nn.functional.cross_entropy(outputs, y)), abs=1e-5)
             assert row["mae"] == pytest.approx(float((outputs.argmax(1) - y).abs().float().mean()))
-    with pytest.raises(fb.FedbraidError, match="needs a test share for each"):
+    with pytest.raises(fb.FedbraidError, match="needs local test sets; give test_fraction="):
         fb.simulate(Problem().task, fb.fedavg(), WORK, fb.rounds(1, clients=2)).per_client()
 
 
@@ -432,7 +435,7 @@ def test_what_clients_gain_over_training_alone(tmp_path, metric):
         ]
         for a in (fb.ditto(), fb.local_only())
     }
-    mine, lone = (np.array(tables[name]) for name in ("ditto()", "alone()"))
+    mine, lone = (np.array(tables[name]) for name in ("ditto()", "local_only()"))
     gain = (lone - mine if metric == "mae" else mine - lone).ravel()
     row, base = found.gains
     assert (row["name"], base["name"]) == ("ditto", "local_only")
@@ -486,3 +489,38 @@ def test_gains_and_patience_from_the_shell(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "it" / "watching.json").read_text())["metric"] == "steady"
     done = CliRunner().invoke(app, ["run", "mine.py:task", "fedavg", "--patience", "2", "--metric", "stedy"])
     assert "did you mean 'steady'" in str(done.exception)
+
+
+@every_trial
+def test_fedper_is_fedavg_over_the_shared_layers(trial):
+    cohorts = [[0, 2, 5], [1, 2], [3, 4, 0]]
+    task = task_of(trial.p, personal="2.*")
+    fedper, fedavg = (
+        fb.simulate(task, a, fb.Work(lr=0.1, batch=4), fb.rounds(3, cohorts), evaluate_every=None)
+        for a in (fb.fedper(weights=trial.weights), fb.fedavg(weights=trial.weights))
+    )
+    assert torch.equal(fedper.x, fedavg.x)
+    assert torch.equal(rows(fedper), rows(fedavg))
+
+
+def test_personal_parameters_of_a_named_task_are_written_down_and_read_again():
+    from fedbraid.data import tasks
+
+    task = tasks.load("digits", 8, personal="3.*")
+    assert task.spec.endswith("personal=('3.*',))")
+    assert tasks.reload(task.spec).fingerprint == task.fingerprint
+    assert task.layout.size < task.full_layout.size
+
+
+def test_personal_layers_from_the_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--rounds", "2", "--per-round", "4", "--clients", "8", "-o", "here", "--json"]
+    done = CliRunner().invoke(app, ["run", "digits", "fedper", "--personal", "3.*", *words])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["task"].endswith("personal=('3.*',))")
+    refused = CliRunner().invoke(app, ["run", "digits", "fedper", *words[:-3]])
+    assert refused.exit_code != 0
+    assert "--personal 'head.*'" in str(refused.exception)
+    listed = CliRunner().invoke(app, ["list", "algorithms"]).output
+    assert "fedper" in listed
+    assert "local_only" in listed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -640,3 +642,78 @@ def test_the_bar_says_what_was_spent():
     bar = Bar()
     bar._add({"bytes_up": 1, "bytes_down": 1, "epsilon": 1.234})
     assert "ε 1.23" in bar._facts()
+
+
+# What is said before and after --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["server", "client"])
+def test_noise_is_set_beside_updates_before_training(where, caplog):
+    from fedbraid.run.budget import PrivacySetup, attach_privacy
+    from fedbraid.run.noise_outlook import outlook
+
+    task, work = fb.tasks.load("digits", clients=20), fb.Work(lr=0.05, steps=1, batch=5)
+    schedule = fb.rounds(4, clients=5)
+    a, _ = attach_privacy(
+        fb.private(fb.fedavg(), clip=2.0, noise=3.0, where=where),
+        PrivacySetup(schedule, 20, work, task.sizes, 0),
+    )
+    seen = outlook(a, 4, 5, task.layout.size)
+    d = task.layout.size
+    assert seen.update == pytest.approx(2 / math.sqrt(d))
+    assert seen.noise == pytest.approx(6 / 5 if where == "server" else 6 / math.sqrt(5))
+    assert seen.of_run == pytest.approx(seen.noise / seen.update / 2)
+    with_enough = outlook(a, 4, seen.enough, d) if where == "client" else None
+    assert with_enough is None or not with_enough.is_weak
+    fb.simulate(task, a, work, schedule, evaluate_every=None)
+    assert any("hopeless" in r.message and "× over 4 steps" in r.message for r in caplog.records)
+
+
+def test_divergence_under_noise_names_the_noise():
+    task = fb.tasks.load("digits", clients=20)
+    with pytest.raises(
+        fb.errors.Diverged, match=r"^the noise that keeps this run private drowned its updates"
+    ):
+        fb.simulate(
+            task, fb.private(fb.fedavg(), noise=1e5), fb.Work(lr=0.05, steps=1), fb.rounds(9, clients=5)
+        )
+
+
+def test_every_summary_says_epsilon_and_delta(tmp_path):
+    from fedbraid.report import collect, page
+
+    task = fb.tasks.load("digits", clients=20)
+    a = fb.private(fb.fedavg(), clip=0.5, noise=20.0, delta=1e-4)
+    run = fb.simulate(task, a, fb.Work(lr=0.05, steps=1), fb.rounds(3, clients=5), out=tmp_path / "run")
+    for text in (str(run), run._repr_html_()):
+        assert "δ = 0.0001, for all data of a client" in text
+    shown = page.describe(collect.collect([tmp_path / "run"]))
+    assert "δ = 0.0001" in shown["groups"][0]["settings"]["privacy"]
+    assert shown["rows"][0]["epsilon"] == pytest.approx(run.last("epsilon"))
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_cohorts_are_sampled_by_poisson_from_the_shell(command, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from fedbraid.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--rounds", "2", "--per-round", "5", "--sampling", "poisson", "-o", "here", "--json"]
+    done = CliRunner().invoke(
+        app, [command, "digits", "fedavg", *words, *(["--seeds", "1"] if command == "compare" else [])]
+    )
+    assert done.exit_code == 0, done.output
+    config = json.loads(next(Path("here").rglob("run.json")).read_text())
+    assert "sampling='poisson'" in config["schedule"]
+    from fedbraid.study import recipe
+
+    assert "--sampling poisson" in recipe.command(recipe.sections(config))
+
+
+def test_cost_and_run_speak_of_the_same_sampling():
+    import inspect
+
+    from fedbraid.cli.cost import cost
+
+    assert inspect.signature(cost).parameters["sampling"].default == fb.rounds(1).sampling

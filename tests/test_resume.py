@@ -48,7 +48,7 @@ class StopAt:
 
 def algorithms():
     for name, build in BUILDERS.items():
-        if name in ("fedrep", "feddf"):  # for tasks with more: see test_personal, test_way_out
+        if name in ("fedper", "fedrep", "feddf"):  # for tasks with more: see test_personal, test_way_out
             continue
         yield build(**ARGUMENTS.get(name, {}))
     yield fb.fedshift(fb.fedpaq(fb.codecs.mixed(fb.codecs.uniform(4), share=0.5)))

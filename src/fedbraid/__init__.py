@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.links import error_feedback, fedef, fedpaq, hidden_state, with_codecs
     from fedbraid.algorithms.lora import exact_lora
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
-    from fedbraid.algorithms.personal import ditto, fedrep, local_only, pfedme
+    from fedbraid.algorithms.personal import ditto, fedper, fedrep, local_only, pfedme
     from fedbraid.algorithms.private import private
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.vector_spec import Download, Upload
     from fedbraid.core.work import Work
-    from fedbraid.data import partition, tasks
+    from fedbraid.data import metrics, partition, tasks
     from fedbraid.data.arrays import pad
     from fedbraid.data.lazy import folders
     from fedbraid.data.task import Task
@@ -63,7 +63,7 @@ _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
     "cost": "study.cost",
     "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
-    "models": "models", "partition": "data.partition", "rates": "core.lr_schedules", "sweep": "study.sweep",
+    "metrics": "data.metrics", "models": "models", "partition": "data.partition", "rates": "core.lr_schedules", "sweep": "study.sweep",
     "tasks": "data.tasks",
 }  # fmt: skip
 _HOMES = {

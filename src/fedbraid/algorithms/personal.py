@@ -1,6 +1,7 @@
 """Clients with models of their own: FedRep (Collins et al. 2021), Ditto (Li et al. 2021), pFedMe (Dinh et al. 2020).
 
-FedPer and LG-FedAvg are FedAvg over a task with `personal=` layers, FedBN over one with `buffers="personal"`.
+FedPer (Arivazhagan et al. 2019) and LG-FedAvg are FedAvg over a task with `personal=` layers, FedBN over one with
+`buffers="personal"`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,23 @@ from fedbraid.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class PersonalLayers(Rule):
+    """Local steps on all layers, of which the task's personal ones stay with their client (Algorithm 1)."""
+
+    needs_personal: ClassVar[bool] = True
+
+
+@builder
+def fedper(lr: float = 1.0, weights: str = "samples") -> Algorithm:
+    """FedPer: FedAvg over the shared layers; the task's personal ones, such as the head, are trained and stay."""
+    return Algorithm(PersonalLayers(), Mean(weights), pipeline(Scale(lr)))
+
+
+@dataclass(frozen=True)
 class HeadFirst(Rule):
     """The first share of a visit's steps moves the personal parts only, the rest the shared ones only (Algorithm 1)."""
+
+    needs_personal: ClassVar[bool] = True
 
     head: float
 

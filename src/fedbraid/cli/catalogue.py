@@ -54,10 +54,7 @@ def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
         case "algorithms":
             from fedbraid import algorithms
 
-            known = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
-            return {
-                name: make for name, make in known.items() if name != "local_only"
-            }  # no federation: `compare --local-only`
+            return {**algorithms.BUILDERS, **algorithms.WRAPPERS}
         case "codecs":
             from fedbraid.links import codecs
 

@@ -126,7 +126,8 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     from fedbraid.study.recipe import task_name
 
     head, rows = result.cells()
-    said = ["", result.metric, "up", "down", "rank", "seeds", "time", "FLOPs"]
+    said = ["", result.metric, "ε", "up", "down", "rank", "seeds", "time", "FLOPs"]
+    said = [h for h in said if h in head]
     goal = [h for h in head if h not in said]  # what it took to reach the target
     order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]
     table(

@@ -28,14 +28,14 @@ Config = dict[str, Section]
 WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
 SCHEDULE = (
     "rounds", "per_round", "over_select", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
-    "availability", "replay_timing", "select",
+    "availability", "replay_timing", "select", "sampling",
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "client_state_storage", "checkpoint_every", "log_layer_norms",
     "ignore_divergence",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
-ONLY_ROUNDS = ("per_round", "over_select", "timeout", "select")
+ONLY_ROUNDS = ("per_round", "over_select", "timeout", "select", "sampling")
 ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
 
 DEFAULT_WORK: Section = {"lr": 0.01, "momentum": 0.9, "batch": 20}

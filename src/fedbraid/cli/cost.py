@@ -20,6 +20,7 @@ from fedbraid.run.formatting import format_bytes, format_count
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.layout import Layout
     from fedbraid.data.call import Forward
     from fedbraid.data.tree import Tree
@@ -63,10 +64,10 @@ def cost(
     sampling: Annotated[
         str,
         typer.Option(
-            help="Privacy: how clients come to a step: 'poisson', 'fixed', or 'arrivals' (buffered with --per-round as its"
-            " buffer; immediate with 1)."
+            help="Privacy: how clients are sampled, as in `run`: 'fixed' or 'poisson'; or 'arrivals' (buffered with"
+            " --per-round as its buffer; immediate with 1) [default: fixed]"
         ),
-    ] = "poisson",
+    ] = "fixed",
     paper: Annotated[
         str | None, typer.Option(help="Print a paper's tables beside ours: 'fedgbo' or 'fedadavr'.")
     ] = None,
@@ -84,7 +85,8 @@ def cost(
       fedbraid cost lenet5 "fedadavr(memory='int4')" --clients 100000 --per-round 50
       fedbraid cost mnist scaffold --clients 500 --per-round 5 --epochs 3
       fedbraid cost resnet18_gn "fedpaq(kmeans(4))" --samples 500 --batch 32
-      fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 500 --epsilon 8
+      fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 500 --epsilon 8 --sampling poisson
+      fedbraid cost femnist 'private(fedavg(), epsilon=8.0)' --per-round 20 --sampling poisson
       fedbraid cost lenet5 fedavg --clients 10000 --per-round 100 --rounds 5000 --epsilon 8 --noise 1.1
       fedbraid cost lenet5 fedbuff --clients 10000 --per-round 10 --rounds 500 --epsilon 8 --sampling arrivals
       fedbraid cost --paper fedgbo
@@ -113,6 +115,8 @@ def cost(
     module, sample, crowd, run, layout = _subject(what, shortcuts, samples, per_round)
     found = estimate(module, sample, made, work, crowd, run, layout)
     private = None
+    if epsilon is None and noise is None:
+        epsilon, noise, delta = _of_algorithm(made, delta)
     if epsilon is not None or noise is not None:
         from fedbraid.study.privacy import foresee
 
@@ -180,6 +184,14 @@ def _subject(
     module, sample = _model(name, settings)
     crowd = Federation(clients, _cohort(per_round, clients), 100.0 if samples is None else samples)
     return module, sample, crowd, calling.call, None
+
+
+def _of_algorithm(made: Algorithm, delta: float) -> tuple[float | None, float | None, float]:
+    """(epsilon, noise, delta) of `private(…)` with noise on sums, where the algorithm is one."""
+    from fedbraid.algorithms.private import Noised
+
+    gather = made.gather
+    return (gather.epsilon, gather.noise, gather.delta) if isinstance(gather, Noised) else (None, None, delta)
 
 
 def _known(name: str) -> None:

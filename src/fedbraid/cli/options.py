@@ -13,6 +13,10 @@ Partition = Annotated[
         help="Task: who holds what, e.g. 'iid', 'dirichlet(0.5)', 'label_chunks(1)'; see `fedbraid list partitions`."
     ),
 ]
+Personal = Annotated[
+    str | None,
+    typer.Option(help="Task: parameters that stay with each client, a glob such as 'head.*' [default: none]"),
+]
 Model = Annotated[str | None, typer.Option(help="Task: a model by name; see `fedbraid list models`.")]
 Set = Annotated[
     list[str] | None,
@@ -81,6 +85,13 @@ ClientSelection = Annotated[
     str | None,
     typer.Option(
         help="Schedule: who is asked, by last losses: 'power_of_choice(20)', 'oort()' or FILE.py:NAME."
+    ),
+]
+Sampling = Annotated[
+    str | None,
+    typer.Option(
+        help="Schedule: cohorts of a 'fixed' size, or 'poisson': each client by its own draw, which privacy favors"
+        " [default: fixed]"
     ),
 ]
 Availability = Annotated[

@@ -43,6 +43,7 @@ def run(
     clients: o.Clients = None,
     partition: o.Partition = None,
     model: o.Model = None,
+    personal: o.Personal = None,
     set_: o.Set = None,
     optimizer: o.Optimizer = None,
     lr: o.Lr = None,
@@ -64,6 +65,7 @@ def run(
     durations: o.Durations = None,
     bandwidth: o.Bandwidth = None,
     select: o.ClientSelection = None,
+    sampling: o.Sampling = None,
     availability: o.Availability = None,
     replay_timing: o.Clock = None,
     seed: o.Seed = None,
@@ -121,7 +123,7 @@ def run(
     model.safetensors. The same command with the same --out continues it, as `fedbraid resume` does.
     """
     sections: cfg.Config = {
-        "task": cfg.given(clients=clients, partition=partition, model=model),
+        "task": cfg.given(clients=clients, partition=partition, model=model, personal=personal),
         "algorithm": cfg.keywords(set_ or []),
         "work": cfg.given(
             optimizer=optimizer, lr=lr, epochs=epochs, steps=steps, batch=batch, momentum=momentum,
@@ -130,7 +132,7 @@ def run(
         "schedule": cfg.given(
             rounds=rounds, per_round=per_round, over_select=over_select, timeout=timeout, buffer=buffer, concurrency=concurrency,
             arrivals=arrivals, durations=durations, bandwidth=bandwidth, availability=availability,
-            replay_timing=replay_timing, select=select,
+            replay_timing=replay_timing, select=select, sampling=sampling,
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=client_state_storage, out=out,
@@ -338,6 +340,7 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 "bytes up": _sent(result),
                 "bytes down": format_bytes(result.bytes_down),
                 "server keeps": _kept(result),
+                "privacy": result.privacy,
                 **{name: facts_[name] for name in result.task.metrics},
                 "LoRA": result.lora,
                 "took": format_seconds(seconds),
@@ -394,6 +397,8 @@ def _reached(target: float | None, step: int | None) -> str | None:
 
 def summary(result: Result, target: float | None = None) -> dict[str, Any]:
     """What a run came to, for JSON."""
+    from fedbraid.run.noise_outlook import privacy_of
+
     return {
         "run": None if result.out is None else str(result.out),
         "task": result.task.spec or result.task.name,
@@ -405,6 +410,11 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "accuracy": result.last("accuracy"),
         "best_accuracy": best(result.history),
         "loss": result.last("loss"),
+        **(
+            {}
+            if (said := privacy_of(result.algorithm)) is None
+            else {"epsilon": result.last("epsilon"), **said}
+        ),
         **{name: result.last(name) for name in result.task.metrics},
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model},
+    "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model, "personal": o.Personal},
     "work": {
         "optimizer": o.Optimizer, "lr": o.Lr, "epochs": o.Epochs, "steps": o.Steps, "batch": o.Batch, "momentum": o.Momentum,
         "weight_decay": o.WeightDecay, "clip": o.Clip, "lr_decay": o.LrDecay, "last": o.Last,
@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": {
         "rounds": o.Rounds, "per_round": o.PerRound, "over_select": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
         "concurrency": o.Concurrency, "arrivals": o.Arrivals, "durations": o.Durations, "bandwidth": o.Bandwidth,
-        "availability": o.Availability, "replay_timing": o.Clock, "select": o.ClientSelection,
+        "availability": o.Availability, "replay_timing": o.Clock, "select": o.ClientSelection, "sampling": o.Sampling,
     },
     "run": {"evaluate_every": o.EvaluateEvery},
 }  # fmt: skip

@@ -15,7 +15,7 @@ from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Gather, Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Downlink, PlainDownlink, PlainUplink, Uplink
-from fedbraid.core.rule import ClientContext, Rule, Vectors, finished
+from fedbraid.core.rule import Chain, ClientContext, Rule, Vectors, finished
 from fedbraid.core.transform import Transform
 from fedbraid.core.vector_spec import MODEL, Download, Upload, VectorSpec, by_name
 from fedbraid.core.work import Work
@@ -52,17 +52,17 @@ class Algorithm:
 
     def fits(self, work: Work, personal: bool = True) -> None:
         """Refuse work whose visits its parts would misread, and a task without the personal parts that it trains."""
-        if self.rule.alone(torch.full((1, 1), 2.0)) is not None:
-            if not personal:
-                raise ConfigError(
-                    f"{self.name or 'this algorithm'} trains personal parts first, and the task has none; name them with"
-                    " personal=('head.*',), say"
-                )
-            if work.optimizer != "sgd":
-                raise ConfigError(
-                    f"{self.name or 'this algorithm'} trains in two phases, of which optimizer={work.optimizer!r} would make"
-                    " one; use optimizer='sgd'"
-                )
+        rules = self.rule.links if isinstance(self.rule, Chain) else (self.rule,)
+        if any(rule.needs_personal for rule in rules) and not personal:
+            raise ConfigError(
+                f"{self.name or 'this algorithm'} trains personal parameters, and the task has none; name them when the task"
+                " is made, such as personal=('head.*',), or with --personal 'head.*'"
+            )
+        if self.rule.alone(torch.full((1, 1), 2.0)) is not None and work.optimizer != "sgd":
+            raise ConfigError(
+                f"{self.name or 'this algorithm'} trains in two phases, of which optimizer={work.optimizer!r} would make"
+                " one; use optimizer='sgd'"
+            )
         if work.optimizer != "sgd" and (self.rule.plain_steps() or self.server.plain_steps()):
             raise ConfigError(
                 f"{self.name or 'this algorithm'} reads gradients off the length of a client's visit, which only plain"

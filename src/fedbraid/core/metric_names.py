@@ -38,6 +38,7 @@ TAKEN = frozenset(  # what records hold besides the task's own metrics
         "loss_clients",
         "accuracy_clients",
         "accuracy_worst_tenth",
+        "undefined",
     ]
 )
 ERRORS = frozenset(

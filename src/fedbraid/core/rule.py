@@ -100,6 +100,7 @@ class ExamplePrivacy:
 class Rule:
     """One link of local training; every hook defaults to doing nothing."""
 
+    needs_personal: ClassVar[bool] = False  # the task must have personal parameters
     apart: ClassVar[bool] = False  # clients use models of their own only: the server's is nobody's
 
     def uploads(self) -> tuple[Upload, ...]:

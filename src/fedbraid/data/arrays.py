@@ -123,6 +123,8 @@ def tensor(value: Any, what: str) -> Any:
         value = value.to_numpy()
     elif isinstance(value, Sequence) and not isinstance(value, list | str):
         value = value[:]
+    if isinstance(value, np.ndarray) and any(step < 0 for step in value.strides):
+        value = np.ascontiguousarray(value)  # torch has no negative strides
     try:
         if isinstance(value, np.ndarray) and value.dtype == object:
             value = np.stack([np.asarray(v) for v in value])

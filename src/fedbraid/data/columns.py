@@ -33,6 +33,8 @@ def split(
         return table, targets, by
     held = _columns(table)
     taken = {name: _column(held, name, what) for name in (targets, by) if isinstance(name, str)}
+    if isinstance(targets, str):
+        _complete(taken[targets], targets, what)
     rest = [c for c in known if c not in taken] if inputs is None else list(inputs)
     columns = {c: _column(held, c, what) for c in rest}
     frame = not isinstance(table, Mapping) and not hasattr(table, "column_names")
@@ -64,11 +66,42 @@ def _column(table: Any, name: str, what: str) -> Any:
 def _matrix(columns: Mapping[str, Any], what: str) -> NDArray[np.float32]:
     """Numbers of a frame side by side."""
     for name, column in columns.items():
+        _complete(column, name, what)
         if np.asarray(column).dtype.kind not in "biuf":
             raise DataError(
                 f"{what}'s column {name!r} holds no numbers ({np.asarray(column).dtype}); encode it, or leave it out"
             )
     return np.stack([np.asarray(c, np.float32) for c in columns.values()], 1)
+
+
+def _complete(column: Any, name: str, what: str) -> None:
+    """Refuse a column with missing values by its name, before a matrix of numbers hides which it was."""
+    values = np.asarray(column)
+    if values.dtype.kind == "f":
+        missing = np.isnan(values)
+    elif values.dtype == object:
+        missing = np.array([_is_missing(v) for v in values.reshape(-1).tolist()], np.bool_).reshape(
+            values.shape
+        )
+    else:
+        return
+    gone = np.flatnonzero(missing.reshape(len(values), -1).any(1))
+    if len(gone):
+        raise DataError(
+            f"{what}'s column {name!r} has {len(gone)} missing value{'s' * (len(gone) > 1)} (first in row {gone[0]});"
+            " fill them in, or leave those rows or the column out"
+        )
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN or pandas' NA, which equal nothing."""
+    if value is None:
+        return True
+    try:
+        same = value == value
+        return np.ndim(same) == 0 and not bool(same)
+    except (TypeError, ValueError):
+        return True
 
 
 def named_targets(table: Any, targets: str | None) -> str | None:
@@ -88,8 +121,8 @@ def by_item(dataset: Any) -> Any:
 class Share:
     """Rows of a dataset whose items are dicts, read when they are asked for, without one of its columns."""
 
-    def __init__(self, dataset: Any, rows: Ints, without: str) -> None:
-        self.dataset, self.rows, self.without = by_item(dataset), rows, without
+    def __init__(self, dataset: Any, rows: Ints, without: str, name: str = "") -> None:
+        self.dataset, self.rows, self.without, self.name = by_item(dataset), rows, without, name
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -109,7 +142,8 @@ def shares(dataset: Any, by: str) -> list[Share]:
     if by not in (known := names(dataset) or []):
         raise DataError(f"the dataset has no column {by!r}; it has {', '.join(map(repr, known))}")
     ids = dataset.select_columns([by]).with_format("numpy")[:][by]
-    return [Share(dataset, rows, by) for rows in deal(None, ids, len(dataset), None, None, 0)]
+    parts, names_ = deal(None, ids, len(dataset), None, None, 0)
+    return [Share(dataset, rows, by, name) for rows, name in zip(parts, names_ or ())]
 
 
 def without(dataset: Any, column: str) -> Any:
@@ -119,8 +153,8 @@ def without(dataset: Any, column: str) -> Any:
 
 def deal(
     targets: Any, ids: Any, count: int, partition: Partition | str | None, clients: int | None, seed: int
-) -> list[Ints]:
-    """Who holds which rows of a table of so many."""
+) -> tuple[list[Ints], list[str] | None]:
+    """The rows of each client in a table of so many, and the clients' names where they are ids of the data."""
     share = parse(partition) if isinstance(partition, str) else partition
     if share is None and ids is None:
         raise DataError(
@@ -138,7 +172,9 @@ def deal(
             raise ConfigError(
                 f"{share} shares rows out by class, and these targets are none; use iid() or by="
             )
-    return share(Table(labels, groups), int(number or 0), seed)
+    parts = share(Table(labels, groups), int(number or 0), seed)
+    named = isinstance(share, natural) and groups is not None
+    return parts, [str(groups[part[0]]) for part in parts] if named and groups is not None else None
 
 
 def _ids(ids: Any, count: int) -> NDArray[Any]:

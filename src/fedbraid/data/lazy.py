@@ -429,7 +429,11 @@ class BlockView:
 class folders(Sequence[Any]):
     """One client per folder below `root`, one sample per file in it: `load(path)` gives (input, target) or a dict.
 
-    Nothing is kept but the folders' names.
+    Nothing is kept but the folders' names, which name the clients. A slice, or a list of indices, is the same of
+    fewer clients; `split` holds clients out of training, and `pooled` makes their samples one test set:
+
+    >>> train, held_out = fb.folders("images", load).split(0.1)  # doctest: +SKIP
+    >>> fb.Task.from_datasets(model, train, held_out.pooled(), lazy=True)  # doctest: +SKIP
     """
 
     def __init__(self, root: str | os.PathLike[str], load: Callable[[Path], Any]) -> None:
@@ -445,7 +449,31 @@ class folders(Sequence[Any]):
         return len(self.names)
 
     def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return self._of(self.names[client])
+        if isinstance(client, Sequence | np.ndarray) and not isinstance(client, str):
+            return self._of([self.names[i] for i in np.arange(len(self))[np.asarray(client)]])
         return Files(self.root / self.names[client], self.load)
+
+    def _of(self, names: list[str]) -> folders:
+        some = copy.copy(self)
+        some.names = names
+        return some
+
+    def split(self, fraction: float = 0.1, seed: int = 0) -> tuple[folders, folders]:
+        """(clients that train, clients held out): this fraction of the folders, drawn with the seed."""
+        count = round(fraction * len(self))
+        if not 0 < count < len(self):
+            raise DataError(
+                f"a fraction of {fraction} of {len(self)} folders is {count}; use one that leaves some on both sides"
+            )
+        held = np.zeros(len(self), np.bool_)
+        held[rng.generator(seed, "held-out folders").permutation(len(self))[:count]] = True
+        return self[~held], self[held]
+
+    def pooled(self) -> Any:
+        """All samples of these folders as one dataset, such as a test set of held-out clients."""
+        return torch.utils.data.ConcatDataset(list(self))
 
 
 class Files:

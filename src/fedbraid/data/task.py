@@ -19,16 +19,17 @@ from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.layout import Layout
 from fedbraid.core.metric_names import PERSONAL, PREVIOUS, TAKEN
-from fedbraid.data import arrays, columns, tree
+from fedbraid.data import arrays, columns, holdout, summary, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment
 from fedbraid.data.call import Forward, Loss, by_signature, call, logits
-from fedbraid.data.lazy import BlockView, LazyColumn, LazyDataset
+from fedbraid.data.lazy import BlockView, LazyColumn, LazyDataset, folders
 from fedbraid.data.partition import Partition
 from fedbraid.data.tree import Chunks, Padded, Tree
 from fedbraid.errors import DataError, unknown
 
 Build = Callable[[], nn.Module]
+Clients = Sequence[Any] | Mapping[Any, Any]  # one (inputs, targets) pair per client, or those by name
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, inputs: Tree = None) -> Tensor:
@@ -63,7 +64,7 @@ class ModelSummary(NamedTuple):
     multiply_adds: int  # about how many a sample takes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """What is learned, by whom, and how it is judged.
 
@@ -87,47 +88,65 @@ class Task:
     name: str = "custom"
     spec: str | None = None  # the call that loads it again, for run.json
     start: Tensor | None = field(default=None, repr=False)  # given initial weights, instead of seeded ones
+    client_names: tuple[str, ...] | None = None  # the data's names of the clients, where it has any
 
     @classmethod
     def from_arrays(
         cls,
         model: nn.Module | Build,
-        clients: Sequence[tuple[Any, Any]],
+        clients: Clients,
         test: tuple[Any, Any] | None = None,
         loss: str | Loss = "cross_entropy",
         *,
-        client_tests: Sequence[tuple[Any, Any]] | None = None,
+        client_tests: Clients | None = None,
+        test_fraction: float | None = None,
+        seed: int = 0,
         collate: Collate | None = None,
-        **options: Any,
+        metrics: Mapping[str, Any] | None = None,
+        personal: str | Sequence[str] = (),
+        forward: Forward | None = None,
+        buffers: str = "refuse",
+        augment: Augment | None = None,
+        public: tuple[Any, Any] | None = None,
+        name: str = "custom",
     ) -> Task:
         """A task from your own model and one (inputs, targets) pair per client.
 
         Inputs and targets are arrays, or tuples or dicts of them; targets may be None. A module instance
         starts every run from the weights it has; a function that builds one starts from weights drawn with
-        the run's seed. `client_tests`, instead of `test`, gives each client a test share (None for a client
-        without one); together they are the test set. `collate` makes one table of samples of different
-        lengths, such as `fb.pad()`.
+        the run's seed. `clients` may be a dict, whose keys then name the clients in tables and reports.
+        `client_tests`, instead of `test`, gives each client a local test set (None for a client without one);
+        `test_fraction` holds one out of its samples, stratified by label and drawn with `seed`. Together the
+        local test sets are the test set. `collate` makes one table of samples of different lengths, such as
+        `fb.pad()`.
+
+        `metrics` are functions `(outputs, targets) -> number` by name; `personal` are globs on the names of
+        parameters that stay with each client; `forward` is `(module, inputs) -> outputs` where calling the
+        module is not enough; `buffers` is "refuse", "average" or "personal" (BatchNorm's statistics);
+        `augment` changes images as they are drawn; `public` is an (inputs, targets) pair that the server holds.
         """
-        if not clients:
+        pairs, tests, client_names = _named(clients, client_tests)
+        if not len(pairs):
             raise DataError("no clients were given; pass at least one (inputs, targets) pair")
-        if client_tests is not None:
-            _check_shares(clients, test, client_tests)
+        if tests is not None:
+            _check_shares(pairs, test, tests)
         read = partial(arrays.table, loss=loss, collate=collate)
-        names = [f"client {i}" for i in range(len(clients))]
-        (inputs, targets), offsets = read(clients, names)
+        names = [f"client {i}" for i in range(len(pairs))]
+        (inputs, targets), offsets = read(pairs, names)
         test_offsets = None
-        if client_tests is not None:
-            held = [i for i, c in enumerate(client_tests) if c is not None and arrays.count(c[0])]
-            sizes = np.zeros(len(clients), np.int64)
+        if tests is not None:
+            held = [i for i, c in enumerate(tests) if c is not None and arrays.count(c[0])]
+            sizes = np.zeros(len(pairs), np.int64)
             if held:
-                test, cuts = read([client_tests[i] for i in held], [f"client {i}'s test share" for i in held])
+                test, cuts = read([tests[i] for i in held], [f"client {i}'s test share" for i in held])
                 sizes[held] = np.diff(cuts)
             test_offsets = np.concatenate([[0], np.cumsum(sizes)])
         elif test is not None:
             test, _ = read([test], ["the test set"])
         return cls.from_table(
             model, inputs, targets, torch.arange(int(offsets[-1])), offsets, test=test, test_offsets=test_offsets,
-            loss=loss, **options,
+            loss=loss, test_fraction=test_fraction, seed=seed, metrics=metrics, personal=personal, forward=forward,
+            buffers=buffers, augment=augment, public=public, name=name, client_names=client_names,
         )  # fmt: skip
 
     @classmethod
@@ -138,59 +157,84 @@ class Task:
         test: Any = None,
         loss: str | Loss = "cross_entropy",
         *,
-        client_tests: Sequence[Any] | None = None,
+        client_tests: Any = None,
+        test_fraction: float | None = None,
+        seed: int = 0,
         by: str | None = None,
         inputs: Sequence[str] | None = None,
         targets: str | None = None,
         collate: Collate | None = None,
         lazy: bool = False,
-        **options: Any,
+        metrics: Mapping[str, Any] | None = None,
+        personal: str | Sequence[str] = (),
+        forward: Forward | None = None,
+        buffers: str = "refuse",
+        augment: Augment | None = None,
+        public: tuple[Any, Any] | None = None,
+        name: str = "custom",
     ) -> Task:
         """A task from one map-style dataset per client, each item an (input, target) pair or a dict.
 
-        `client_tests`, instead of `test`, is a dataset per client too, None for one without. With `by`, `clients` is one dataset, and that column says whose a row is. A dict's targets are those named
+        `client_tests`, instead of `test`, is a dataset per client too, None for one without. With `by`, `clients`
+        is one dataset, and that column says which client a row belongs to. A dict's targets are those named
         `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
-        unless told everything else. `lazy=True` leaves the data where it is: a client's items are read at each
-        visit, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk by chunk
-        whenever a model is judged.
+        unless told everything else. `lazy=True` leaves the data where it is: a client's items are read whenever
+        it trains, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk
+        by chunk whenever a model is evaluated. The other settings are those of `from_arrays`.
         """
+        clients, client_tests, client_names = _named(clients, client_tests)
+        options: dict[str, Any] = {
+            "metrics": metrics, "personal": personal, "forward": forward, "buffers": buffers, "augment": augment,
+            "public": public, "name": name,
+        }  # fmt: skip
         if client_tests is not None:
             if by is not None:
                 raise DataError(
-                    "client_tests= is one dataset per client, and by= one for all; give test= with by="
+                    "client_tests= is one dataset per client, and by= one for all; give test_fraction= or test= with by="
                 )
             _check_shares(clients, test, client_tests)
         if by is not None and lazy:
             clients, test = columns.shares(clients, by), columns.without(test, by)
+            client_names = tuple(share.name for share in clients)
         elif by is not None:
             return cls.from_table(
                 model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
-                loss=loss, collate=collate, **options,
+                loss=loss, collate=collate, test_fraction=test_fraction, seed=seed, **options,
             )  # fmt: skip
 
         def read(dataset: Any, what: str) -> Any:
             return arrays.read(columns.by_item(dataset), what, inputs, targets, collate)
 
         if lazy:
-            store, tested = LazyDataset(clients, loss, inputs, targets, collate), None
+            if test_fraction is not None:
+                raise DataError(
+                    "test_fraction= reads labels, which lazy=True leaves on disk; give client_tests=, such as the folders"
+                    " of each client's test samples"
+                )
+            store, tested, test_offsets = LazyDataset(clients, loss, inputs, targets, collate), None, None
             store.like  # noqa: B018 (read once here, for all processes)
             if client_tests is not None:
-                test, options["test_offsets"] = arrays.joined(client_tests)
+                test, test_offsets = arrays.joined(client_tests)
             if test is not None:
                 judged = LazyDataset([test], loss, inputs, targets, collate, "the test set")
                 tested = LazyColumn.both(judged)
             x, y = LazyColumn.both(store)
             return cls._make(
-                model, x, y, torch.arange(len(store)), store.offsets, test=tested, loss=loss, **options
-            )
+                model, x, y, torch.arange(len(store)), store.offsets, test=tested, loss=loss,
+                test_offsets=test_offsets, client_names=client_names, **options,
+            )  # fmt: skip
         held = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
         if client_tests is not None:
-            options["client_tests"] = [
+            client_tests = [
                 read(d, f"client {i}'s test share") if d is not None and len(d) else None
                 for i, d in enumerate(client_tests)
             ]
-        return cls.from_arrays(model, held, tested, loss, collate=collate, **options)
+        given = held if client_names is None else dict(zip(client_names, held))
+        return cls.from_arrays(
+            model, given, tested, loss, client_tests=client_tests, collate=collate, test_fraction=test_fraction, seed=seed,
+            **options,
+        )  # fmt: skip
 
     @classmethod
     def from_table(
@@ -206,17 +250,36 @@ class Task:
         clients: int | None = None,
         seed: int = 0,
         test: Any = None,
+        test_offsets: NDArray[np.int64] | None = None,
+        test_fraction: float | None = None,
         collate: Collate | None = None,
         inputs_from: Sequence[str] | None = None,
-        **options: Any,
+        loss: str | Loss = "cross_entropy",
+        metrics: Mapping[str, Any] | None = None,
+        personal: str | Sequence[str] = (),
+        forward: Forward | None = None,
+        buffers: str = "refuse",
+        augment: Augment | None = None,
+        public: tuple[Any, Any] | None = None,
+        name: str = "custom",
+        spec: str | None = None,
+        client_names: Sequence[str] | None = None,
     ) -> Task:
         """A task over one table, with the rows that each client holds.
 
         Those are given as `rows`, or follow from `by`, a client id for each row, or are drawn by a `partition`
         among so many `clients` with this `seed`. In a frame, a Hugging Face dataset or a dict of arrays, targets
         and ids may be columns by name; then the inputs are the other columns, or those in `inputs_from`.
+
+        The clients' ids are their names in tables and reports. `test_fraction` holds a local test set out of each
+        client's rows, stratified by label and drawn with `seed`; together they are the test set. `test_offsets`
+        says instead where each client's rows of `test` begin. The other settings are those of `from_arrays`.
+
+        >>> x, y, wards = np.ones((20, 4), np.float32), np.arange(20) % 2, ["a", "b"] * 10
+        >>> task = Task.from_table(nn.Linear(4, 2), x, y, by=wards, test_fraction=0.2)
+        >>> task.client_names, task.sizes.tolist(), task.test_offsets.tolist()
+        (('a', 'b'), [8, 8], [0, 2, 4])
         """
-        loss = options.get("loss", "cross_entropy")
         if isinstance(targets, str) and columns.names(test) is not None:
             taken = {targets, by} if isinstance(by, str) else {targets}
             mine = inputs_from or [n for n in columns.names(inputs) or () if n not in taken]
@@ -229,7 +292,8 @@ class Task:
             if test is not None:
                 test = arrays.collated(arrays.items(test[0], test[1], "the test set"), collate, "it")
         if rows is None:
-            rows = columns.deal(targets, by, arrays.count(inputs), partition, clients, seed)
+            rows, names = columns.deal(targets, by, arrays.count(inputs), partition, clients, seed)
+            client_names = names if client_names is None else client_names
         if not isinstance(rows, Tensor):
             if not len(rows):
                 raise DataError("no clients were given; pass the rows of at least one")
@@ -243,7 +307,17 @@ class Task:
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < count:
             bad = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
             raise DataError(f"a client holds row {bad} of a table of {count}; use rows 0 to {count - 1}")
-        return cls._make(model, x, y, rows, np.asarray(offsets, np.int64), test=tested, **options)
+        offsets = np.asarray(offsets, np.int64)
+        if test_fraction is not None:
+            if test is not None:
+                raise DataError("both test= and test_fraction= were given; give one of them")
+            rows, offsets, held, test_offsets = holdout.hold_out(rows, offsets, y, test_fraction, seed)
+            tested = (holdout.taken(x, held), holdout.taken(y, held))
+        return cls._make(
+            model, x, y, rows, offsets, test=tested, test_offsets=test_offsets, loss=loss, metrics=metrics,
+            personal=personal, forward=forward, buffers=buffers, augment=augment, public=public, name=name, spec=spec,
+            client_names=client_names,
+        )  # fmt: skip
 
     @classmethod
     def _make(
@@ -252,6 +326,9 @@ class Task:
         """The task of a model and data that are as they should be, once it was tried."""
         start, given = None, _given(model)
         options["personal"] = _globs(options.get("personal", ()))
+        options["metrics"] = {} if options.get("metrics") is None else options["metrics"]
+        names = options.get("client_names")
+        options["client_names"] = None if names is None else tuple(map(str, names))
         if options.get("public") is not None:
             seen, labels = options["public"]
             loss = None if labels is None else options.get("loss", "cross_entropy")
@@ -265,6 +342,30 @@ class Task:
         task = cls(build, inputs, targets, rows, offsets, start=start, **options)
         task._check()
         return task
+
+    def __post_init__(self) -> None:
+        if self.client_names is not None and len(self.client_names) != self.clients:
+            object.__setattr__(self, "client_names", None)  # a task of some of the clients, numbered anew
+
+    def __repr__(self) -> str:
+        return f"<Task {self.spec or self.name}: {self.clients} clients, {int(self.sizes.sum()):,} samples>"
+
+    def __str__(self) -> str:
+        """Five lines of sizes and shapes, none of the data.
+
+        >>> print(Task.from_arrays(nn.Linear(4, 2), [(torch.zeros(9, 4), torch.arange(9) % 2)] * 3))
+           task  custom, loss cross_entropy
+        clients  3 with 9 samples each, 27 in all
+         inputs  (4,) (torch.float32), 2 classes
+           test  none
+          model  Linear, 10 parameters
+        """
+        return "\n".join(f"{k:>7}  {v}" for k, v in summary.facts(self).items())
+
+    def _repr_html_(self) -> str:
+        from fedbraid.report import notebook
+
+        return notebook.task_as_html(self)
 
     # What the rest of the library asks ------------------------------------------------------------
 
@@ -544,14 +645,28 @@ class Task:
             with torch.no_grad():
                 each = self.per_example(out, y, tree.to(self.sample, self.device))
         except Exception as error:
+            advice = shape_advice(self.loss, out, y)
+            if advice is None and isinstance(self.loss, str) and isinstance(out, Tensor):
+                self._check_labels(out)  # then it is a label that the loss stumbles over
             raise DataError(
-                f"the loss fails on {got} and {wanted}: {error}; make them fit each other"
+                f"the loss fails on {got} and {wanted}: {error}; {advice or 'give a loss= that takes these shapes'}"
             ) from error
         if not isinstance(each, Tensor) or each.shape != (2,):
             gave = f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
             raise DataError(
                 f"the loss gave {gave} for two samples; it must give one number per example (reduction='none')"
             )
+
+    def _holder(self, label: int) -> str:
+        """The client that holds a label, for sentences."""
+        for client in range(self.clients):
+            if bool((self.labels(client) == label).any()):
+                return self.name_of(client)
+        return "the table"
+
+    def name_of(self, client: int) -> str:
+        """What tables and sentences call a client: its number, and its name where the data has one."""
+        return f"client {client}" + ("" if self.client_names is None else f" ({self.client_names[client]})")
 
     def _check_labels(self, out: Tensor) -> None:
         classes = out.shape[1] if self.loss == "cross_entropy" else 2
@@ -560,13 +675,51 @@ class Task:
         for column in (self.targets, tested):
             if isinstance(column, LazyColumn):  # its labels are looked at when they are read
                 column.store.classes = classes
-        for what, y in (("training", seen), ("test", _like(tested))):
+        for y in (seen, _like(tested)):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                 bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
                 outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"
+                who = self._holder(bad) if y is seen else "the test set"
                 raise DataError(
-                    f"{what} label {bad} is out of range for {self.loss} and a model with {outputs}; use 0 to {classes - 1}"
+                    f"{who} has the label {bad}, but the labels of a model with {outputs} run from 0 to {classes - 1};"
+                    " renumber the labels, or give the model an output for each"
                 )
+
+
+def shape_advice(loss: str | Loss, out: Any, y: Tree) -> str | None:
+    """Which of outputs and targets to change and how, for a loss by name; None where their shapes fit.
+
+    >>> shape_advice("cross_entropy", torch.zeros(2, 7, 30), torch.zeros(2, 7))
+    'it needs the classes second; use forward=lambda model, x: model(x).transpose(1, 2)'
+    """
+    if not isinstance(loss, str) or not isinstance(out, Tensor) or not isinstance(y, Tensor):
+        return None
+    if loss != "cross_entropy":
+        if out[0].numel() == y[0].numel():
+            return None
+        return (
+            f"{loss} compares number by number; change the model's last layer to give {y[0].numel()} a sample, or give"
+            f" targets of shape {tuple(out.shape[1:])} a sample"
+        )
+    if out.ndim == y.ndim + 1:
+        if out.shape[2:] == y.shape[1:]:
+            return None
+        if out.shape[:-1] == y.shape:
+            last = "transpose(1, 2)" if out.ndim == 3 else "movedim(-1, 1)"
+            return f"it needs the classes second; use forward=lambda model, x: model(x).{last}"
+    elif out.shape == y.shape:
+        return "it needs class numbers, not a number for each class; change the targets to targets.argmax(1)"
+    elif y.ndim == out.ndim and y.shape[-1] == 1:
+        return "it needs one class number a sample; change the targets to targets[..., 0]"
+    elif out.ndim == y.ndim == 3 or (out.ndim == 3 and y.ndim == 1):
+        return (
+            "the model gives outputs for each position, and the targets are one a sample; use forward=lambda model, x:"
+            " model(x)[:, -1], or give targets for each position"
+        )
+    return (
+        "it needs outputs (batch, classes, ...) for targets (batch, ...); change the targets, or the outputs with"
+        " forward=lambda model, x: ..."
+    )
 
 
 def _multiply_adds(module: nn.Module, out: Any) -> int:
@@ -577,6 +730,19 @@ def _multiply_adds(module: nn.Module, out: Any) -> int:
         return 0
     channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
     return weights * first[0].numel() // channels
+
+
+def _named(clients: Any, tests: Any) -> tuple[Any, Any, tuple[str, ...] | None]:
+    """Clients, their local test sets in the same order, and the names of both where they are dicts by name."""
+    if not isinstance(clients, Mapping):
+        if isinstance(tests, Mapping):
+            raise DataError("client_tests= is a dict by name, and the clients are not; give both as dicts")
+        return clients, tests, tuple(clients.names) if isinstance(clients, folders) else None
+    if isinstance(tests, Mapping):
+        if odd := [name for name in tests if name not in clients]:
+            raise DataError(f"client_tests= names {odd[0]!r}, which is not a client; use the clients' names")
+        tests = [tests.get(name) for name in clients]
+    return list(clients.values()), tests, tuple(map(str, clients))
 
 
 def _check_shares(clients: Any, test: Any, client_tests: Sequence[Any]) -> None:
@@ -632,13 +798,17 @@ class _Copy:
 
 def _given(model: Any) -> nn.Module | None:
     """The module whose weights every run starts from: the one given, or that a function gives again and again."""
-    if isinstance(model, nn.Module):
-        return model
     with torch.random.fork_rng(devices=[]):
-        first, second = (model(), model()) if callable(model) else (model, model)
+        built = callable(model) and not isinstance(model, nn.Module)
+        first, second = (model(), model()) if built else (model, model)
     if not isinstance(first, nn.Module):
         raise DataError(
             f"the model is a {type(first).__name__}; pass a torch.nn.Module or a function that returns one"
+        )
+    if any(t.is_meta for t in first.state_dict().values()):
+        raise DataError(
+            "the model is on the meta device, which holds no weights; build it on the CPU, such as by"
+            " model.to_empty(device='cpu') and its layers' reset_parameters()"
         )
     return first if first is second else None
 

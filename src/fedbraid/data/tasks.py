@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -33,6 +34,23 @@ class DataSource:
     model: str
     clients: int
     partition: Partition
+
+
+class ReaderOptions(TypedDict, total=False):
+    """What readers of data sets take besides `root`; each takes some of them."""
+
+    augment: bool | str  # CIFAR: flips and crops
+    statistics: str  # image sets: by which mean and deviation pixels are scaled
+    size: int  # CelebA: pixels a side
+    vocab: int  # Sent140: words
+    fraction: float  # Shakespeare: of a role's lines that are training data
+    min_samples: int
+    max_samples_per_client: int | None
+    max_test_samples: int | None
+    test_clients: int
+    context: int  # characters a model reads
+    alpha: float  # synthetic: how models differ
+    beta: float  # and how data does
 
 
 _SOURCES = {
@@ -65,7 +83,11 @@ def load(
     model: str | nn.Module | Build | None = None,
     seed: int = 0,
     test_shares: bool = False,
-    **options: Any,
+    personal: str | Sequence[str] = (),
+    buffers: str = "refuse",
+    metrics: Mapping[str, Any] | None = None,
+    root: str | os.PathLike[str] | None = None,
+    **options: Unpack[ReaderOptions],
 ) -> Task:
     """A task by name, its training samples shared among clients.
 
@@ -73,7 +95,9 @@ def load(
     `seed` draws the partition. `model` is a name in `fedbraid.models`, a module or a function that builds
     one; unless given it is the data set's own: LeNet-5 for the MNISTs, `small_cnn` for CIFAR-10 and so on.
     With natural ids `clients=None` takes all there are, and every client has its test share; with other
-    partitions `test_shares=True` deals the test set out by the labels that each client holds.
+    partitions `test_shares=True` deals the test set out by the labels that each client holds. `personal` are
+    globs on the names of parameters that stay with each client, `buffers` and `metrics` as in `Task.from_arrays`.
+    `options` are those of the data set's reader, such as `augment` of CIFAR or `vocab` of Sent140.
 
     >>> task = load("digits", clients=100, partition="label_chunks(1)")
     >>> task.clients, task.spec
@@ -91,7 +115,8 @@ def load(
         if isinstance(partition, str)
         else partition
     )
-    data = known.read(**_options(name, known, clients, seed, options))
+    told = {**options, **({} if root is None else {"root": root})}
+    data = known.read(**_options(name, known, clients, seed, told))
     count = clients or _count(known, data, share)
     parts = share(data.table, count, seed)
     test, test_offsets = data.test, None
@@ -102,8 +127,8 @@ def load(
     rows = parts if data.rows is None else [data.rows[p] for p in parts]
     return Task.from_table(
         _model(model or known.model, data), data.inputs, data.targets, rows,
-        test=test, test_offsets=test_offsets, augment=data.augment, name=name,
-        spec=_spec(name, count, share, seed, model, options | ({"test_shares": True} if test_shares else {})),
+        test=test, test_offsets=test_offsets, augment=data.augment, name=name, personal=personal, buffers=buffers,
+        metrics=metrics, spec=None if metrics else _spec(name, count, share, seed, model, told | _more(test_shares, personal, buffers)),
     )  # fmt: skip
 
 
@@ -121,6 +146,13 @@ def reload(spec: str) -> Task:
     if not isinstance(made, Task):
         raise ConfigError(f"task {spec!r} is none; write it like load('mnist', clients=100)")
     return made
+
+
+def _more(test_shares: bool, personal: str | Sequence[str], buffers: str) -> dict[str, Any]:
+    """What of a task's own settings is not the default."""
+    globs = (personal,) if isinstance(personal, str) else tuple(personal)
+    given = {"test_shares": test_shares, "personal": globs, "buffers": buffers}
+    return {k: v for k, v in given.items() if v not in (False, (), "refuse")}
 
 
 def _options(
@@ -190,7 +222,7 @@ def _spec(name: str, clients: int, share: Any, seed: int, model: Any, options: d
     """The call that loads the same task again, where it can be written down."""
     given = {} if model is None else {"model": model}
     given |= {k: str(v) if k == "root" else v for k, v in options.items() if v is not None}
-    plain = all(isinstance(v, str | int | float) for v in given.values())
+    plain = all(isinstance(v, str | int | float | tuple) for v in given.values())
     if type(share) not in KINDS.values() or not plain:
         return None
     rest = "".join(f", {k}={v!r}" for k, v in given.items())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbraid.errors import MissingExtra, RunError
+from fedbraid.data import summary
+from fedbraid.data.counts import label_counts
+from fedbraid.errors import FedbraidError, MissingExtra, RunError
+from fedbraid.report import sketch
 from fedbraid.report.figure import figure
 from fedbraid.run.formatting import Record, format_bytes, format_share
 from fedbraid.study import stats
 
 if TYPE_CHECKING:
+    from fedbraid.data.task import Task
     from fedbraid.run.simulate import Result
+    from fedbraid.study.compare import Comparison
 
 
 def flat(history: Sequence[Record]) -> list[Record]:
@@ -74,13 +79,54 @@ def as_html(result: Result) -> str:
         "loss": None if loss is None else f"{loss:.4f}",
         "bytes up": format_bytes(result.bytes_up),
         "bytes down": format_bytes(result.bytes_down),
+        "privacy": result.privacy,
         "engine": result.engine,
         "LoRA": result.lora,
         "folder": result.out,
     }
+    key = stats.judged_by([stats.Runs("", [0], [result.history], [None])]) or "train_loss"
+    seen = [r for r in result.history if key in r]
+    chart = sketch.lines(
+        {key: ([r["step"] for r in seen], [r[key] for r in seen])}, "steps", key == "accuracy"
+    )
+    return as_table(rows) + chart
+
+
+def as_table(rows: Mapping[str, Any]) -> str:
+    """Facts by name, escaped."""
     cells = "".join(
-        f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{html.escape(str(v))}</td></tr>"
+        f"<tr><th style='text-align:left'>{html.escape(k)}</th><td style='text-align:left'>{html.escape(str(v))}</td></tr>"
         for k, v in rows.items()
         if v is not None
     )
     return f"<table>{cells}</table>"
+
+
+def task_as_html(task: Task) -> str:
+    """The lines of `print(task)`, and the labels that each client holds."""
+    try:
+        picture = sketch.partition(label_counts(task))
+    except FedbraidError:  # there are no labels to count, or they are on disk
+        picture = ""
+    return as_table(summary.facts(task)) + picture
+
+
+def comparison_as_html(found: Comparison) -> str:
+    """The table, the verdict, the gains and the curves of a comparison."""
+
+    def table(head: list[str], rows: list[list[str]]) -> str:
+        def line(tag: str, cells: list[str]) -> str:
+            return (
+                "<tr>"
+                + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells)
+                + "</tr>"
+            )
+
+        return "<table>" + line("th", head) + "".join(line("td", row) for row in rows) + "</table>"
+
+    curves = {
+        g.name: (c["x"]["step"], c["mean"]) for g in found.groups if (c := stats.curve(g, found.metric))
+    }
+    gains = table(*found.gained()) if found.gains else ""
+    chart = sketch.lines(curves, "steps", found.metric == "accuracy")
+    return f"{table(*found.cells())}<p>{html.escape(found.verdict)}</p>{gains}{chart}"

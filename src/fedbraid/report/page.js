@@ -167,6 +167,7 @@
       ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
       ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
       ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],
+      ["ε", (r) => maybe(r.epsilon, plain), data.rows.some((r) => r.epsilon)],
       ["Seeds", (r) => String(r.seeds.length) + (r.failed ? ` (${r.failed} diverged)` : ""), true],
       ["Steps", (r) => String(r.steps), true],
       ["Up", (r) => maybe(r.bytes_up, bytes), true],
@@ -251,12 +252,12 @@
     $("clients").hidden = !tables.length;
     $("clients-tables").replaceChildren(...tables.map((t) => {
       const keys = Object.keys(t.rows[0] || {});
-      const say = (k, v) => (v === null || v === undefined ? dash : Number.isInteger(v) ? String(v) : k === "accuracy" ? `${(100 * v).toFixed(1)} %` : v.toFixed(4));
+      const say = (k, v) => (v === null || v === undefined ? dash : typeof v === "string" ? v : Number.isInteger(v) ? String(v) : k === "accuracy" ? `${(100 * v).toFixed(1)} %` : v.toFixed(4));
       return html("div", null, html("h3", null, t.name),
         html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0", style: "max-height:24em" }, html("table", null,
           html("tr", null, ...keys.map((k) => html("th", null, k))),
-          ...t.rows.map((r, i) => html("tr", i < t.worst ? { class: "worst" } : null, ...keys.map((k) => html("td", { class: "num" }, say(k, r[k])))))))),
-        html("p", { class: "soft note" }, `${t.count} clients by ${t.by}, worst first; seed ${t.seed}. Mean ${say(t.by, t.mean)}, worst tenth (${t.worst}, marked) ${say(t.by, t.worst_mean)}.${t.count > t.rows.length ? ` The first ${t.rows.length} are shown.` : ""}`));
+          ...t.rows.map((r, i) => html("tr", i < t.worst ? { class: "worst" } : null, ...keys.map((k) => html("td", k === "name" ? null : { class: "num" }, say(k, r[k])))))))),
+        html("p", { class: "soft note" }, `${t.count} clients by ${t.by}, worst first; seed ${t.seed}. Mean ${say(t.by, t.mean)}, worst tenth (${t.worst}, marked) ${say(t.by, t.worst_mean)}.${t.undefined ? ` ${t.by} is undefined for ${t.undefined} clients, which come last and are not in the means.` : ""}${t.count > t.rows.length ? ` The first ${t.rows.length} are shown.` : ""}`));
     }));
   }
 

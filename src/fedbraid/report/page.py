@@ -21,6 +21,7 @@ from fedbraid.parse import evaluate
 from fedbraid.report import fleet
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.noise_outlook import promise
 from fedbraid.run.simulate import CLIENTS, SCHEDULES
 from fedbraid.study import recipe, stats
 
@@ -156,7 +157,9 @@ def _group(group: Group, runs: stats.Runs) -> Record:
     settings |= config["parts"] | {"seeds": ", ".join(map(str, runs.seeds)), "engine": config.get("engine")}
     settings |= {"LoRA": config["lora"]} if "lora" in config else {}
     spent = [h[-1]["epsilon"] for h in runs.histories if h and "epsilon" in h[-1]]
-    settings |= {"privacy": f"ε = {max(spent):.4g}"} if spent else {}
+    settings |= (
+        {"privacy": promise(max(spent), config.get("privacy")) or f"ε = {max(spent):.4g}"} if spent else {}
+    )
     return {
         "name": group.name,
         "seeds": list(runs.seeds),
@@ -176,12 +179,15 @@ def _clients(group: Group, key: str) -> Record | None:
         return None
     rows = Folder(run.path).read_json(CLIENTS)["clients"]
     by = key if rows and key in rows[0] else "loss"
-    rows.sort(key=lambda r: (r[by] if falls(by) else -r[by]) if np.isfinite(r[by]) else -np.inf, reverse=True)
-    worst = max(1, len(rows) // 10)
-    tenth = [r[by] for r in rows[:worst] if np.isfinite(r[by])]
+    defined = [r for r in rows if r[by] is not None and np.isfinite(r[by])]
+    defined.sort(key=lambda r: r[by] if falls(by) else -r[by], reverse=True)
+    undefined = [r for r in rows if r not in defined]
+    worst = max(1, len(defined) // 10)
+    tenth = [r[by] for r in defined[:worst]]
     return {
-        "name": group.name, "seed": run.config["seed"], "by": by, "worst": worst, "count": len(rows), "rows": rows[:SHOWN],
-        "mean": float(np.nanmean([r[by] for r in rows])), "worst_mean": float(np.mean(tenth)) if tenth else None,
+        "name": group.name, "seed": run.config["seed"], "by": by, "worst": worst, "count": len(rows),
+        "rows": [*defined, *undefined][:SHOWN], "undefined": len(undefined),
+        "mean": float(np.mean([r[by] for r in defined])) if defined else None, "worst_mean": float(np.mean(tenth)) if tenth else None,
     }  # fmt: skip
 
 

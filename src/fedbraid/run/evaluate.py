@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -22,6 +23,8 @@ from fedbraid.engines.autograd import CHUNK, TorchGradient
 from fedbraid.errors import DataError, RunError
 from fedbraid.run.checkpoint import Record
 
+log = logging.getLogger("fedbraid")
+_WARNED: weakref.WeakKeyDictionary[Task, set[str]] = weakref.WeakKeyDictionary()
 _JUDGES: weakref.WeakKeyDictionary[Task, TorchGradient] = weakref.WeakKeyDictionary()
 
 
@@ -41,14 +44,15 @@ def evaluate_model(
 ) -> Record:
     """Loss, accuracy and metrics of a model on the pooled test set, or also by client.
 
-    Where clients have models of their own, each judges its own test share, or as good a part of the common test set.
+    A metric that is NaN or infinite for a client is undefined there: it is left out of the means over clients and
+    counted in `undefined`. One that is so on the whole test set ends the run. Where clients have models of their own, each judges its own test share, or as good a part of the common test set.
     """
     if task.test is None:
         raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
     losses, classes, outputs = (
         _scores(engine, task, x, *task.test) if isinstance(x, Tensor) else _own_scores(engine, task, x)
     )
-    record = {"loss": float(losses.double().mean())}
+    record: Record = {"loss": float(losses.double().mean())}
     if on == "clients":
         record["loss_clients"] = float(_by_client(losses, task).mean())
     if classes is not None:
@@ -56,9 +60,11 @@ def evaluate_model(
         record["accuracy"] = float(right.mean())
         if on == "clients":
             record |= _spread("accuracy", _by_client(right, task))
+    undefined: Record = {}
     for name in task.metrics:
         record |= _measure(task, name, outputs, on, step)
-    return record
+        undefined |= dict(record.pop("undefined", {}))
+    return record | ({"undefined": undefined} if undefined else {})
 
 
 def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
@@ -101,7 +107,8 @@ def per_client(task: Task, x: Models) -> list[Record]:
     """A row for each client that has a test share: its samples, and what its model is worth there."""
     if task.test is None or task.test_offsets is None:
         raise DataError(
-            "a table by client needs a test share for each; give client_tests=, natural ids or load(…, test_shares=True)"
+            "a table by client needs local test sets; give test_fraction= or client_tests= when the task is made, natural"
+            " ids, or load(…, test_shares=True)"
         )
     table = []
     for client, rows in _shares(task):
@@ -109,12 +116,15 @@ def per_client(task: Task, x: Models) -> list[Record]:
         inputs, targets = (tree.take(t, rows) for t in task.test)
         losses, classes, outputs = _outputs(task, vector, inputs, targets)
         row: Record = {"client": client, "samples": int(task.sizes[client]), "test": len(rows)}
+        if task.client_names is not None:
+            row["name"] = task.client_names[client]
         row["loss"] = float(losses.double().mean())
         if classes is not None:
             row["accuracy"] = float((classes == targets).double().mean())
         whole = outputs[0] if len(outputs) == 1 else tree.cat(outputs)
         for name, metric in task.metrics.items():
-            row[name] = _value(metric, name, whole, targets, inputs, f"for client {client}")
+            value = _value(metric, name, whole, targets, inputs, f"for client {client}")
+            row[name] = value if np.isfinite(value) else None
         table.append(row)
     return table
 
@@ -175,7 +185,7 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
         raise RunError(
             f"metric {name!r} is {value} on the test set{when}; mend it, and resume: what ran before is kept"
         )
-    record = {name: value}
+    record: Record = {name: value}
     if on == "clients":
         assert task.test_offsets is not None
         each = []
@@ -183,10 +193,24 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
             if hi > lo:
                 own = [tree.take(t, slice(int(lo), int(hi))) for t in (outputs, targets, inputs)]
                 each.append(_value(metric, name, own[0], own[1], own[2], f"for client {i}{when}"))
-        shares = np.array(each)
-        shares = shares[np.isfinite(shares)]  # a share of one class has no AUC, say
-        record |= _spread(name, shares) if len(shares) else {}
+        values = np.array(each)
+        defined = values[np.isfinite(values)]  # a local test set of one class has no AUC, say
+        record |= _spread(name, defined) if len(defined) else {}
+        if missing := len(values) - len(defined):
+            record["undefined"] = {name: missing}
+            _warn(task, name, missing, len(values))
     return record
+
+
+def _warn(task: Task, name: str, missing: int, count: int) -> None:
+    """Say once for each task that a metric is undefined for some clients."""
+    said = _WARNED.setdefault(task, set())
+    if name not in said:
+        said.add(name)
+        log.warning(
+            f"metric {name!r} is undefined on the local test sets of {missing} of {count} clients, which are left out of"
+            f" its mean; `undefined` in the history counts them"
+        )
 
 
 def _whole(leaf: Any) -> Any:

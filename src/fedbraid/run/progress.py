@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbraid.algorithms.lora import how
 from fedbraid.run.formatting import format_bytes, format_seconds, format_share
+from fedbraid.run.noise_outlook import outlook
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +42,11 @@ class Bar:
         adapters = how(run.setup.task.layout, run.setup.algorithm)
         if adapters is not None and not (self.shared or self.progress.disable):
             self.progress.console.print(f"LoRA: {adapters}", highlight=False)
+        foreseen = outlook(
+            run.setup.algorithm, run.schedule.steps, run.setup.cohort, run.setup.task.layout.size
+        )
+        if foreseen is not None and not (foreseen.is_weak or self.shared or self.progress.disable):
+            self.progress.console.print(str(foreseen), highlight=False)  # weak ones are warned of
         self.own = dict.fromkeys(run.setup.task.metrics, float("nan"))
         self._remember(run)
         if not self.shared:

@@ -43,6 +43,7 @@ from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_
 from fedbraid.run.database import Database
 from fedbraid.run.evaluate import Evaluates, Models, evaluate_model, per_client
 from fedbraid.run.history import History
+from fedbraid.run.noise_outlook import naming_noise, outlook, privacy_of, promise
 from fedbraid.run.simulated_source import SimulatedSource, StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance
@@ -135,6 +136,11 @@ class Result:
         """How low-rank adapters were averaged, where there are some."""
         return lora(self.task.layout, self.algorithm)
 
+    @property
+    def privacy(self) -> str | None:
+        """(ε, δ) that the run spent and whom it protects, where it is private."""
+        return promise(self.last("epsilon"), privacy_of(self.algorithm))
+
     def last(self, key: str) -> float | None:
         """The latest value of a measurement, None where there was none."""
         return next((r[key] for r in reversed(self.history) if key in r), None)
@@ -148,6 +154,7 @@ class Result:
             **{name: self.last(name) for name in self.task.metrics},
             "bytes up": f"{self.bytes_up:,}",
             "bytes down": f"{self.bytes_down:,}",
+            "privacy": self.privacy,
             "engine": self.engine,
             "LoRA": self.lora,
         }
@@ -385,8 +392,8 @@ def load_model_of(task: Task, algorithm: Algorithm, state: State, client: int | 
 def simulate(
     task: Task,
     algorithm: Algorithm,
-    work: Work,
-    schedule: Schedule,
+    work: Work | None = None,
+    schedule: Schedule | None = None,
     *,
     seed: int = 0,
     engine: str | Engine = "auto",
@@ -410,6 +417,8 @@ def simulate(
     often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
     """
     _check(task, algorithm, work, schedule)
+    assert work is not None
+    assert schedule is not None
     algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.fits(task.layout)
     work = work.tabled(schedule.steps)
@@ -459,8 +468,12 @@ def simulate(
                 note_task(folder, task)
             else:
                 same(folder, known, config)
+        foreseen = outlook(algorithm, schedule.steps, cohort, task.layout.size)
+        if foreseen is not None:
+            log.log(logging.WARNING if foreseen.is_weak else logging.INFO, str(foreseen))
         jobs = SimulatedSource(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
-        return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
+        with naming_noise(foreseen):
+            return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
 
 
 def drive(
@@ -581,6 +594,7 @@ def describe(
         "algorithm": algorithm.name or None,
         "parts": parts(algorithm),
         **({} if (adapters := lora(task.layout, algorithm)) is None else {"lora": adapters}),
+        **({} if (private := privacy_of(algorithm)) is None else {"privacy": private}),
         "work": repr(setup.work),
         "schedule": repr(schedule),
         "seed": setup.seed,
@@ -677,6 +691,14 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
 
 
 def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
+    for value, what, such in (
+        (work, "work", "fb.Work(lr=0.1)"),
+        (schedule, "schedule", "fb.rounds(100, clients=5)"),
+    ):
+        if value is None:
+            raise ConfigError(
+                f"simulate() needs a {what} as well, after the task and the algorithm; give {such}"
+            )
     for value, kind in ((task, Task), (algorithm, Algorithm), (work, Work), (schedule, Schedule)):
         if not isinstance(value, kind):
             raise ConfigError(

@@ -562,6 +562,22 @@ def buffered(
     )
 
 
-def immediate(steps: int, concurrency: int = 100, **options: object) -> Buffered:
+def immediate(
+    steps: int,
+    concurrency: int = 100,
+    *,
+    arrivals: str | Sequence[float] = "constant",
+    durations: clock.Durations | None = None,
+    bandwidth: clock.Network | None = None,
+    availability: clock.availability | None = None,
+) -> Buffered:
     """Asynchronous training with a server step after every upload (FedAsync)."""
-    return buffered(steps, 1, concurrency, **options)  # type: ignore[arg-type]
+    return buffered(
+        steps,
+        1,
+        concurrency,
+        arrivals=arrivals,
+        durations=durations,
+        bandwidth=bandwidth,
+        availability=availability,
+    )

@@ -132,9 +132,14 @@ class Comparison:
             **({"gains": self.gains} if self.gains else {}),
         }
 
+    @property
+    def _private(self) -> bool:
+        return any(r["epsilon"] is not None for r in self.rows)
+
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the table, as text."""
         head = ["", self.metric, "rank", "seeds", "up", "down", "FLOPs", "time"]
+        head += ["ε"] if self._private else []
         if self.target is not None:
             head += [f"{what} to {self.target:.0%}" for what in ("steps", "bytes", "FLOPs", "time")] + [
                 "reached"
@@ -147,6 +152,7 @@ class Comparison:
             r["name"], shown(r["final"], self.metric), rank, str(len(r["seeds"])), _bytes(r["bytes_up"]),
             _bytes(r["bytes_down"]), _count(r["flops"]), "–" if r["time"] is None else f"{r['time']:.4g}",
         ]  # fmt: skip
+        line += ["–" if r["epsilon"] is None else f"{r['epsilon']:.3g}"] if self._private else []
         if self.target is not None:
             found = {axis: value.mean for axis, value in r["to_target"].items()}
             line += [
@@ -165,6 +171,11 @@ class Comparison:
             raise RunError(f"the runs have no {key} over {axis} to plot; give another metric, such as 'loss'")
         return figure(curves, key, axis, self.target)
 
+    def _repr_html_(self) -> str:
+        from fedbraid.report import notebook
+
+        return notebook.comparison_as_html(self)
+
     def gained(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the table of gains, as text."""
 
@@ -177,14 +188,26 @@ class Comparison:
             for g in self.gains
         ]  # fmt: skip
 
+    def gains_text(self) -> list[str]:
+        """The table of gains, and for how many clients the metric is undefined."""
+        if not self.gains:
+            return []
+        left_out = max(g.get("undefined", 0) for g in self.gains)
+        said = f"{self.metric} is undefined for {left_out} of the clients, which are left out of the gains."
+        return ["", *aligned(*self.gained()), *([said] if left_out else [])]
+
     def __str__(self) -> str:
-        head, rows = self.cells()
-        wide = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide)))
-            for row in [head, *rows]
-        ]
-        return "\n".join([*lines, self.verdict])
+        lines = aligned(*self.cells())
+        return "\n".join([*lines, self.verdict, *self.gains_text()])
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of text."""
+    wide = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide)))
+        for row in [head, *rows]
+    ]
 
 
 def shown(value: stats.Interval | None, metric: str) -> str:
@@ -398,13 +421,18 @@ class Grid:
             return []
         rows, sign = [], -1 if falls(key) else 1
         for c in self.contestants:
-            values, more = [], []
+            values: list[list[float]] = []
+            more: list[list[float]] = []
+            left_out = 0  # clients for which the metric is undefined
             for cell in (x for x in self.cells if x.contestant is c and x.failure is None):
                 mine = {r["client"]: r[key] for r in Folder(cell.place).read_json(CLIENTS)["clients"]}
                 other = next(x for x in self.cells if x.contestant.name == LOCAL_ONLY and x.seed == cell.seed)
                 lone = {r["client"]: r[key] for r in Folder(other.place).read_json(CLIENTS)["clients"]}
-                values.append(list(mine.values()))
-                more.append([sign * (mine[i] - lone[i]) for i in mine])
+                defined = [i for i in mine if mine[i] is not None and lone.get(i) is not None]
+                left_out = max(left_out, len(mine) - len(defined))
+                values.append([mine[i] for i in defined])
+                more.append([sign * (mine[i] - lone[i]) for i in defined])
+            values = [v for v in values if v]
             if not values:
                 continue
             worst = [sorted(v, reverse=sign < 0)[: max(1, len(v) // 10)] for v in values]
@@ -412,6 +440,7 @@ class Grid:
             rows.append({
                 "name": c.name, "mean": fmean(map(fmean, values)), "worst_tenth": fmean(map(fmean, worst)),
                 "gain": fmean(flat), "gain_worst": min(flat), "better_off": sum(g > 0 for g in flat) / len(flat),
+                **({"undefined": left_out} if left_out else {}),
             })  # fmt: skip
         return rows
 

@@ -67,13 +67,14 @@ def _work(work: Work) -> dict[str, Any]:
 def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
     said: dict[str, Any] = {"rounds": schedule.steps}
     match schedule:
-        case Rounds(clients=tuple()) | Rounds(sampling="poisson"):
+        case Rounds(clients=tuple()):
             return None
         case Rounds():
             whole = isinstance(schedule.clients, float) and schedule.clients == 1
             said["per_round"] = clients if whole else schedule.clients
             said |= {"over_select": schedule.over_select} if schedule.over_select != 1 else {}
             said |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
+            said |= {"sampling": schedule.sampling} if schedule.sampling != "fixed" else {}
             if isinstance(schedule.select, Own):
                 return None
             said |= {"select": repr(schedule.select)} if schedule.select is not None else {}

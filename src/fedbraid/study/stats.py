@@ -153,6 +153,7 @@ def summary(group: Runs, key: str, target: float | None) -> Record:
         "bytes_down": _mean([sum(r["bytes_down"] for r in h) for h in histories]),
         "time": _mean([h[-1]["time"] for h in histories]),
         "flops": _mean([math.fsum(f) for f in group.flops if f]),
+        "epsilon": max((h[-1]["epsilon"] for h in histories if "epsilon" in h[-1]), default=None),
     }
     if target is not None:
         found = [reach(h, s, target) for h, s in zip(group.histories, group.spent)]

@@ -1,0 +1,329 @@
+"""Does what people try in their first week work, or say in one sentence what to do?"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedbraid as fb
+from fedbraid.errors import ConfigError, DataError, FedbraidError
+
+WORK, ROUNDS = fb.Work(lr=0.1, batch=10), fb.rounds(3, clients=4)
+MARKUP = '<script>alert("x")</script>'
+
+
+def wards(n=200, names=("H00", "H01", "H02", "H03"), seed=0):
+    draw = np.random.default_rng(seed)
+    y = draw.integers(0, 2, n)
+    x = (draw.normal(size=(n, 3)) + y[:, None]).astype(np.float32)
+    return {
+        "age": x[:, 0],
+        "bmi": x[:, 1],
+        "dose": x[:, 2],
+        "sick": y,
+        "hospital": [names[i % len(names)] for i in range(n)],
+    }
+
+
+def frame(**options):
+    pandas = pytest.importorskip("pandas", reason="the extra frames is not installed")
+    return pandas.DataFrame(wards(**options))
+
+
+def model():
+    return nn.Linear(3, 2)
+
+
+def auc(outputs, targets):
+    pos, neg = outputs[targets == 1, 1], outputs[targets == 0, 1]
+    return (pos[:, None] > neg).float().mean() if len(pos) and len(neg) else float("nan")
+
+
+# A table of hospitals -----------------------------------------------------------------------------
+
+
+def test_a_frame_by_hospital_has_names_and_local_test_sets():
+    task = fb.Task.from_table(model, frame(), "sick", by="hospital", test_fraction=0.2, metrics={"auc": auc})
+    assert task.client_names == ("H00", "H01", "H02", "H03")
+    assert task.sizes.tolist() == [40] * 4
+    assert np.diff(task.test_offsets).tolist() == [10] * 4
+    result = fb.simulate(task, fb.fedavg(), WORK, ROUNDS, evaluate_on="clients")
+    assert [row["name"] for row in result.per_client()] == ["H00", "H01", "H02", "H03"]
+    assert result.last("auc_clients") > 0.6
+
+
+def test_held_out_samples_are_stratified_and_counted():
+    y = np.repeat([0, 1], [80, 20])
+    x = np.arange(300, dtype=np.float32).reshape(100, 3)
+
+    def make(seed):
+        return fb.Task.from_table(model, x, y, by=np.zeros(100, int), test_fraction=0.25, seed=seed)
+
+    one, again, other = make(1), make(1), make(2)
+    assert torch.bincount(one.test[1]).tolist() == [20, 5]
+    assert torch.equal(one.test[0], again.test[0])
+    assert not torch.equal(one.test[0], other.test[0])
+    seen = torch.cat([one.inputs[one.rows], one.test[0]])
+    assert torch.equal(seen[seen[:, 0].argsort()], torch.from_numpy(x))  # every sample once, on one side
+
+
+def test_a_clients_draw_does_not_depend_on_the_others():
+    x, y = np.arange(90, dtype=np.float32).reshape(30, 3), np.arange(30) % 2
+    pairs = [(x[:10], y[:10]), (x[10:], y[10:])]
+    both = fb.Task.from_arrays(model, pairs, test_fraction=0.3)
+    first = fb.Task.from_arrays(model, pairs[:1], test_fraction=0.3)
+    assert torch.equal(both.test[0][: both.test_offsets[1]], first.test[0])
+
+
+def test_a_client_of_one_sample_trains_on_it():
+    x, y = np.ones((6, 3), np.float32), np.arange(6) % 2
+    task = fb.Task.from_table(model, x, y, by=[0, 1, 1, 1, 1, 1], test_fraction=0.4)
+    assert task.sizes.tolist() == [1, 3]
+    assert task.test_offsets.tolist() == [0, 0, 2]
+
+
+def test_clients_by_name_in_dicts():
+    table = wards()
+    x = np.stack([table[k] for k in ("age", "bmi", "dose")], 1)
+    clients = {"north": (x[:60], table["sick"][:60]), "south": (x[60:], table["sick"][60:])}
+    task = fb.Task.from_arrays(model, clients, client_tests={"south": (x[:9], table["sick"][:9])})
+    assert task.client_names == ("north", "south")
+    assert task.test_offsets.tolist() == [0, 0, 9]
+    with pytest.raises(DataError, match="names 'west', which is not a client"):
+        fb.Task.from_arrays(model, clients, client_tests={"west": clients["north"]})
+
+
+@pytest.mark.parametrize("test_fraction", [0, 1, -0.1, math.nan, "a fifth"])
+def test_a_fraction_that_leaves_one_side_empty_is_refused(test_fraction):
+    with pytest.raises(ConfigError, match="test_fraction"):
+        fb.Task.from_table(model, wards(), "sick", by="hospital", test_fraction=test_fraction)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("bmi", math.nan), ("sick", None), ("sick", math.nan), ("hospital", None)]
+)
+def test_missing_values_are_refused_with_the_columns_name(column, value):
+    table = frame()
+    table[column] = table[column].astype(object if value is None else float)
+    table.loc[[7, 9], column] = value
+    with pytest.raises(DataError, match=r"row 7|has 2 missing values \(first in row 7\)") as refusal:
+        fb.Task.from_table(model, table, "sick", by="hospital")
+    assert column in str(refusal.value) or "client id" in str(refusal.value)
+
+
+def test_names_are_text_on_every_page(tmp_path):
+    from fedbraid.report import collect, page
+
+    table = wards(names=(MARKUP, "b", "c", "d"))
+    x = np.stack([table[k] for k in ("age", "bmi", "dose")], 1)
+    task = fb.Task.from_table(model, x, table["sick"], by=table["hospital"], test_fraction=0.2)
+    fb.simulate(task, fb.fedavg(), WORK, ROUNDS, evaluate_on="clients", out=tmp_path / "run")
+    shown = page.render(page.describe(collect.collect([tmp_path / "run"])))
+    assert MARKUP not in shown
+    assert MARKUP not in task._repr_html_()
+    assert json.dumps(MARKUP)[1:-1].replace("<", "\\u003c") in shown
+
+
+# Metrics that some clients do not define ----------------------------------------------------------
+
+
+@pytest.fixture
+def one_class():
+    """Four clients, of whom the first has a local test set of one class."""
+    draw = np.random.default_rng(0)
+
+    def some(n, kinds):
+        y = draw.integers(0, kinds, n)
+        return (draw.normal(size=(n, 3)) + y[:, None]).astype(np.float32), y
+
+    clients, tests = [some(30, 2) for _ in range(4)], [some(10, 1), *(some(10, 2) for _ in range(3))]
+    return fb.Task.from_arrays(model, clients, client_tests=tests, metrics={"auc": auc})
+
+
+def test_an_undefined_metric_is_left_out_counted_and_said(one_class, tmp_path, caplog):
+    result = fb.simulate(one_class, fb.fedavg(), WORK, ROUNDS, evaluate_on="clients", out=tmp_path / "run")
+    assert all(record["undefined"] == {"auc": 1} for record in result.history)
+    assert sum("undefined on the local test sets of 1 of 4" in r.message for r in caplog.records) == 1
+    rows = result.per_client()
+    assert rows[0]["auc"] is None
+    assert result.last("auc_clients") == pytest.approx(np.mean([row["auc"] for row in rows[1:]]), abs=1e-6)
+
+
+def test_gains_leave_it_out_too(one_class, tmp_path):
+    entries = {"FedAvg": fb.fedavg(), "FedProx": fb.fedprox(0.1)}
+    found = fb.compare(
+        one_class, entries, WORK, ROUNDS, seeds=2, out=tmp_path, local=True, metric="auc", jobs=1
+    )
+    assert all(math.isfinite(row["gain"]) and row["undefined"] == 1 for row in found.gains)
+    assert "auc is undefined for 1 of the clients" in str(found)
+    assert "gain over" in str(found)
+
+
+# What a task says of itself -----------------------------------------------------------------------
+
+
+def test_a_task_prints_five_lines_and_none_of_its_data():
+    task = fb.tasks.load("digits", clients=10)
+    assert len(str(task).splitlines()) == 5
+    assert "tensor" not in str(task) + repr(task) + task._repr_html_()
+    assert len(repr(task)) < 200
+    assert "<svg" in task._repr_html_()
+
+
+def test_settings_are_keywords_that_help_shows():
+    import inspect
+
+    for make in (fb.Task.from_arrays, fb.Task.from_datasets, fb.Task.from_table):
+        taken = inspect.signature(make).parameters
+        assert {"metrics", "personal", "forward", "buffers", "test_fraction", "public"} <= set(taken)
+        assert not any(p.kind is p.VAR_KEYWORD for p in taken.values())
+
+
+def test_no_public_callable_hides_its_settings():
+    import inspect
+
+    hidden = []
+    for name in dir(fb):
+        value = getattr(fb, name)
+        if callable(value) and not inspect.ismodule(value):
+            try:
+                kinds = [p.kind for p in inspect.signature(value).parameters.values()]
+            except (TypeError, ValueError):
+                continue
+            if inspect.Parameter.VAR_KEYWORD in kinds:
+                hidden.append(name)
+    assert hidden == []
+
+
+# Folders of files ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(tmp_path):
+    for client in range(6):
+        (tmp_path / f"c{client}").mkdir()
+        for i in range(4):
+            np.save(tmp_path / f"c{client}" / f"{i}.npy", np.full(3, client + i, np.float32))
+    return fb.folders(tmp_path, lambda path: (np.load(path), int(path.stem) % 2))
+
+
+def test_folders_are_sliced_counted_and_walked(images):
+    assert len(images[:4]) == 4
+    assert images[1:3].names == ["c1", "c2"]
+    assert images[-1].folder.name == "c5"
+    assert [len(files) for files in images] == [4] * 6
+    assert images[[0, 5]].names == ["c0", "c5"]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_clients_are_held_out_by_folder(images, lazy):
+    train, held_out = images.split(0.3, seed=1)
+    assert sorted(train.names + held_out.names) == images.names
+    assert len(held_out) == 2
+    task = fb.Task.from_datasets(model, train, held_out.pooled(), lazy=lazy)
+    assert task.client_names == tuple(train.names)
+    assert fb.simulate(task, fb.fedavg(), WORK, ROUNDS).last("accuracy") is not None
+
+
+# Language models ----------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, x):
+        return self.out(self.words(x))  # [B, T, V]
+
+
+def texts(n=12):
+    x = torch.randint(11, (n, 7), generator=torch.Generator().manual_seed(n))
+    return x, (x + 1) % 11
+
+
+def test_a_language_model_is_told_which_to_change_and_how():
+    with pytest.raises(DataError, match="use forward=lambda model, x:") as refusal:
+        fb.Task.from_arrays(Words, [texts()])
+    forward = eval(re.search(r"forward=(lambda.*)$", str(refusal.value))[1])
+    task = fb.Task.from_arrays(
+        Words, [texts(), texts(9)], texts(20), forward=forward,
+        metrics={"perplexity": fb.metrics.perplexity(), "top5": fb.metrics.top_k(5)},
+    )  # fmt: skip
+    result = fb.simulate(task, fb.fedavg(), fb.Work(lr=1.0, batch=4), fb.rounds(3))
+    assert result.last("perplexity") == pytest.approx(math.exp(result.last("loss")), rel=1e-4)
+    assert 0 < result.last("top5") <= 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "said"),
+    [
+        ("cross_entropy", (2, 3), (2, 3), "argmax"),
+        ("cross_entropy", (2, 3), (2, 1), r"targets\[\.\.\., 0\]"),
+        ("cross_entropy", (2, 7, 3), (2,), "one a sample"),
+        ("cross_entropy", (2, 5, 5, 3), (2, 5, 5), "movedim"),
+        ("mse", (2, 3), (2, 4), "to give 4 a sample"),
+    ],
+)
+def test_shapes_that_do_not_fit_say_which_to_change(loss, outputs, targets, said):
+    from fedbraid.data.task import shape_advice
+
+    assert re.search(said, shape_advice(loss, torch.zeros(outputs), torch.zeros(targets)))
+
+
+@pytest.mark.parametrize(("metric", "outputs"), [("perplexity", (2, 3, 4)), ("top", (2, 3)), ("k", (4, 3))])
+def test_ready_metrics_refuse_what_they_cannot_read(metric, outputs):
+    used = fb.metrics.perplexity() if metric == "perplexity" else fb.metrics.top_k(9 if metric == "k" else 1)
+    with pytest.raises(ConfigError):
+        used(torch.zeros(outputs), torch.zeros(4, dtype=torch.int64))
+
+
+def test_ready_metrics_leave_padding_out():
+    outputs, targets = torch.randn(3, 5, 4), torch.tensor([[0, 1, -100, -100], [4, -100, 2, 3], [1, 1, 1, 1]])
+    expected = nn.functional.cross_entropy(outputs, targets, ignore_index=-100).exp()
+    assert fb.metrics.perplexity()(outputs, targets) == pytest.approx(float(expected), rel=1e-5)
+    assert fb.metrics.top_k(5)(outputs, targets) == 1.0
+
+
+# Raw errors that became sentences -----------------------------------------------------------------
+
+
+def pairs(bad=None, at=2):
+    x, y = np.ones((5, 3), np.float32), np.arange(5) % 2
+    found = [(x, y.copy()) for _ in range(4)]
+    if bad is not None:
+        found[at][1][3] = bad
+    return found
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_label_out_of_range_names_client_and_range(bad, at):
+    with pytest.raises(DataError, match=rf"client {at} has the label {bad}, .*run from 0 to 1") as refusal:
+        fb.Task.from_arrays(model, pairs(bad, at))
+    assert "fit each other" not in str(refusal.value)
+
+
+def test_negative_strides_are_taken():
+    x, y = np.arange(15, dtype=np.float32).reshape(5, 3)[::-1], np.array([0, 1, 0, 1, 1])[::-1]
+    task = fb.Task.from_arrays(model, [(x, y)])
+    assert torch.equal(task.inputs, torch.from_numpy(x.copy()))
+
+
+def test_a_model_on_meta_is_one_sentence():
+    with torch.device("meta"):
+        given = nn.Linear(3, 2)
+    for form in (given, lambda: nn.Linear(3, 2, device="meta")):
+        with pytest.raises(DataError, match="meta device, which holds no weights; build it on the CPU"):
+            fb.Task.from_arrays(form, pairs())
+
+
+def test_a_missing_schedule_is_one_sentence():
+    with pytest.raises(FedbraidError, match=r"schedule.*fb\.rounds\("):
+        fb.simulate(fb.Task.from_arrays(model, pairs()), fb.fedavg(), WORK)

@@ -389,8 +389,8 @@ def test_who_has_left_stays_away_after_a_resume(tmp_path):
 def newcomers(build, name):
     """A server that has met four clients meets four more: N follows."""
     trial = Trial(lr=0.1)
-    from fedbraid.engines.client_update import Setup
-    from fedbraid.engines.in_process_engine import InProcess
+    from fedbraid.engines.engine import Setup
+    from fedbraid.engines.in_process import InProcess
     from fedbraid.run.simulated_source import SimulatedSource
     from fedbraid.run.state import State
     from fedbraid.run.step import advance

@@ -12,9 +12,10 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.core import device
-from fedbraid.engines import in_process_engine as blocks
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
-from fedbraid.engines.client_update import Setup, TrainRequest, client_update
+from fedbraid.engines.client_update import client_update
+from fedbraid.engines.engine import Setup, TrainRequest
+from fedbraid.engines.in_process import InProcess
 from fedbraid.errors import ConfigError
 
 WORK = fb.Work(lr=0.1, batch=5, momentum=0.9)
@@ -106,7 +107,7 @@ def test_less_precise_products_end_nearby(backend):
 
 def test_precisions_that_there_are_not():
     with pytest.raises(ConfigError, match="precision 'int3'"):
-        blocks.InProcess(precision="int3")
+        InProcess(precision="int3")
     with pytest.raises(ConfigError, match="native gradients are float32"):
         fb.simulate(
             make(),

@@ -135,7 +135,7 @@ class Kill:
 
     def step(self, record, run):
         if record["step"] == self.at:
-            os.kill(run.engine.pool.processes[-1].pid, signal.SIGKILL)
+            os.kill(run.engine.workers_pool.processes[-1].pid, signal.SIGKILL)
 
 
 def test_a_killed_worker_ends_the_run_and_leaves_it_resumable(blobs, tmp_path):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import fedbraid as fb
 from fedbraid.data.batches import Batch
 from fedbraid.engines.autograd import LoopGradient
-from fedbraid.engines.client_update import Setup, TrainRequest, client_update
+from fedbraid.engines.client_update import client_update
+from fedbraid.engines.engine import Setup, TrainRequest
 
 
 class Spare(nn.Module):

@@ -28,8 +28,9 @@ from fedbraid.core.rule import Gradient, Vectors
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
-from fedbraid.engines.client_update import Setup, TrainRequest, client_update, first_client_state
-from fedbraid.engines.in_process_engine import gradient
+from fedbraid.engines.backends import gradient
+from fedbraid.engines.client_update import client_update, first_client_state
+from fedbraid.engines.engine import Setup, TrainRequest
 from fedbraid.errors import RunError
 from fedbraid.links.private import LocalNoise
 from fedbraid.run.atomic_files import checksum, make_folder, write_whole

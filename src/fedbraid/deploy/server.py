@@ -38,7 +38,7 @@ from fedbraid.deploy.notes import Troubles, Wait
 from fedbraid.deploy.roster import Member, Roster
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.autograd import LoopGradient
-from fedbraid.engines.client_update import Reply, Setup
+from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireError
 from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record

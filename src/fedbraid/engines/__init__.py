@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fedbraid.engines.in_process import (
+    InProcess,  # these modules are imported before their builders, of the same
+)
+from fedbraid.engines.pool import Pool  # names, are defined: `fedbraid.engines.pool` is the builder
+from fedbraid.engines.ray import Ray
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.engines.client_update import Engine
-    from fedbraid.engines.in_process_engine import InProcess
-    from fedbraid.engines.pool_engine import Pool
-    from fedbraid.engines.ray_engine import Ray
+    from fedbraid.engines.engine import Engine
 
 
 def in_process(
@@ -26,15 +28,11 @@ def in_process(
 
     With `precision="bfloat16"` or `"float16"`, PyTorch's autocast computes gradients; weights stay float32.
     """
-    from fedbraid.engines.in_process_engine import InProcess
-
     return InProcess(block, backend, threads, precision)
 
 
 def pool(workers: int | None = None, backend: str = "auto", block: int | None = None) -> Pool:
     """Clients in worker processes of one thread each, by default as many as there are cores."""
-    from fedbraid.engines.pool_engine import Pool
-
     return Pool(workers, backend, block)
 
 
@@ -46,8 +44,6 @@ def ray(
     data: str = "store",
 ) -> Ray:
     """Clients on the nodes of a Ray cluster; without an address, Ray is started on this machine."""
-    from fedbraid.engines.ray_engine import Ray
-
     return Ray(address, workers, backend, block, data)
 
 

@@ -41,7 +41,7 @@ from fedbraid.errors import EngineError
 if TYPE_CHECKING:
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
-    from fedbraid.engines.client_update import Engine, Orders, Reply, Setup
+    from fedbraid.engines.engine import Engine, Orders, Reply, Setup
 
 log = logging.getLogger("fedbraid")
 

@@ -33,7 +33,7 @@ from fedbraid.core.transform import Pipeline, Scale
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
-from fedbraid.engines.client_update import Engine, Setup
+from fedbraid.engines.engine import Engine, Setup
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
 from fedbraid.parse import evaluate

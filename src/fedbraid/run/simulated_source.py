@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core.rule import Vectors
-from fedbraid.engines.client_update import Orders
+from fedbraid.engines.engine import Orders
 from fedbraid.errors import FedbraidError
 from fedbraid.run.state import State
 from fedbraid.schedule import Tick
 
 if TYPE_CHECKING:
-    from fedbraid.engines.client_update import Engine, Reply, Setup
+    from fedbraid.engines.engine import Engine, Reply, Setup
     from fedbraid.run.checkpoint import Record
     from fedbraid.run.simulate import Run
 

@@ -17,7 +17,7 @@ from fedbraid.core.gather import ServerContext, Uploads
 from fedbraid.core.link import BroadcastContext
 from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
-from fedbraid.engines.client_update import Reply, Setup
+from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import Diverged, WireError
 from fedbraid.run.server_data import Held
 from fedbraid.run.simulated_source import Replies

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbraid.core.gather import Uploads
-from fedbraid.engines.client_update import Reply
+from fedbraid.engines.engine import Reply
 from fedbraid.errors import Diverged
 from fedbraid.schedule import Tick
 

@@ -128,7 +128,7 @@ def _timed(do: Callable[[], Any]) -> float:
 def _judged(cell: Cell, task: Task) -> float:
     """The seconds that the whole test set takes, by a few of its samples."""
     from fedbraid.engines import choose
-    from fedbraid.engines.client_update import Setup
+    from fedbraid.engines.engine import Setup
     from fedbraid.run.evaluate import evaluate_model
     from fedbraid.run.simulate import algorithm_from
 

@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
-from fedbraid.engines.client_update import Reply, Setup, client_update
-from fedbraid.engines.in_process_engine import gradient
+from fedbraid.engines.backends import gradient
+from fedbraid.engines.client_update import client_update
+from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.engines.client_update import Orders
+    from fedbraid.engines.engine import Orders
 
 WAVE_BYTES = 2**30  # about how much may come back at a time
 RETRIES = 20  # lives of a block before its deaths are taken for its own fault
@@ -230,7 +231,7 @@ def _block(
     backend: str,
 ) -> dict[str, Any]:
     """One block of clients, on whichever worker Ray chose."""
-    from fedbraid.engines.client_update import TrainRequest
+    from fedbraid.engines.engine import TrainRequest
 
     setup, grad = _opened(key, parcel, backend)
     order = TrainRequest(version, np.array(clients), _tensors(down), _tensors(memory))

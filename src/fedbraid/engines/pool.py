@@ -15,15 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.rule import Gradient, Vectors
-from fedbraid.engines.client_update import (
-    Orders,
-    Reply,
-    Setup,
-    TrainRequest,
-    client_update,
-    first_client_state,
-)
-from fedbraid.engines.in_process_engine import check_counts, gradient
+from fedbraid.engines.backends import gradient
+from fedbraid.engines.client_update import client_update, first_client_state
+from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest
+from fedbraid.engines.in_process import check_counts
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 from fedbraid.workers import Ask, Failure, WorkerPool
 

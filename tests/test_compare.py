@@ -16,7 +16,7 @@ from scipy.stats import t as student
 import fedbraid as fb
 from fedbraid.cli import main
 from fedbraid.study import stats
-from fedbraid.study.compare import compare, resume
+from fedbraid.study.compare import LOCAL_ONLY, compare, resume
 
 WORK = fb.Work(lr=0.05, batch=10)
 SMALL = [
@@ -297,3 +297,62 @@ def test_the_module_is_called_as_its_function(blobs, tmp_path):
     assert isinstance(found, fb.compare.Comparison)
     assert fedbraid.compare is fb.compare
     assert callable(fb.sweep)
+
+
+# Defects of an earlier version -----------------------------------------------------------------------
+
+
+def test_gains_leave_out_a_seed_in_which_local_only_diverged(tmp_path):
+    shares = fb.tasks.load("digits", clients=10, test_shares=True)
+    where = {"out": tmp_path / "gains", "seeds": 2, "jobs": 1, "local": True}
+    found = compare(shares, {"avg": fb.fedavg()}, WORK, fb.rounds(2, clients=5), **where)
+    assert [g["name"] for g in found.gains] == ["avg", LOCAL_ONLY]
+    (alone,) = (tmp_path / "gains").glob("local-only-*/seed-1")
+    (alone / "failed.json").write_text('{"error": "training diverged"}')
+    again = compare(shares, {"avg": fb.fedavg()}, WORK, fb.rounds(2, clients=5), **where)
+    assert again.rows[1]["failed"] == 1
+    both, one = found.gains[0], again.gains[0]
+    assert one["mean"] != both["mean"]  # of seed 0 only
+    first = compare(shares, {"avg": fb.fedavg()}, WORK, fb.rounds(2, clients=5), **where | {"seeds": [0]})
+    assert one == first.gains[0]
+
+
+def test_clients_are_evaluated_once_in_the_end(tmp_path, monkeypatch):
+    from fedbraid.run import simulate
+
+    calls = tmp_path / "calls"
+    counted = simulate.per_client
+
+    def counting(*given):
+        calls.open("a").write("x")
+        return counted(*given)
+
+    monkeypatch.setattr(simulate, "per_client", counting)
+    shares = fb.tasks.load("digits", clients=10, test_shares=True)
+    rounds = fb.rounds(2, clients=5)
+    compare(shares, {"avg": fb.fedavg()}, WORK, rounds, out=tmp_path / "once", seeds=1, jobs=1, local=True)
+    assert calls.read_text() == "xx"  # one for each of the two entries
+
+
+def test_events_tell_the_metric_that_was_asked_for(task, tmp_path):
+    seen = []
+    found = compare(
+        task, {"avg": fb.fedavg()}, WORK, fb.rounds(3, clients=5), seeds=1, out=tmp_path / "m", metric="loss",
+        on_event=lambda event: seen.append(event) and None,
+    )  # fmt: skip
+    last = [e for e in seen if e.kind == "step"][-1]
+    assert last.value == pytest.approx(found.groups[0].histories[0][-1]["loss"])
+    assert next(e.kind for e in seen if e.kind != "tick") == "begin"
+    assert sum(e.kind == "done" for e in seen) == 1
+
+
+def test_an_entry_that_always_diverged_is_in_the_table_and_the_report(task, tmp_path):
+    from fedbraid.report import collect, page
+
+    entries = {"avg": fb.fedavg(), "wild": (fb.fedavg(), fb.Work(lr=1e30))}
+    found = compare(task, entries, WORK, fb.rounds(3, clients=5), seeds=2, out=tmp_path / "wild", jobs=1)
+    line = next(row for row in found.cells()[1] if row[0] == "wild")
+    assert "0 (2 diverged)" in line
+    shown = page.describe(collect.collect([tmp_path / "wild"]))
+    assert [(r["name"], r["failed"]) for r in shown["rows"]] == [("avg", 0), ("wild", 2)]
+    assert "wild diverged with 2 of its seeds" in shown["verdict"]

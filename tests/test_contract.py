@@ -453,7 +453,7 @@ def test_run_starts_from_the_work_of_the_algorithms_paper_and_compare_does_when_
 ):
     from fedbraid.cli import config as cfg
     from fedbraid.cli import main
-    from fedbraid.cli.compare import contestant
+    from fedbraid.cli.compare import entry_of
 
     monkeypatch.chdir(tmp_path)
     base = {"task": {"name": "digits"}, "work": {}, "schedule": {}, "run": {}}
@@ -465,6 +465,6 @@ def test_run_starts_from_the_work_of_the_algorithms_paper_and_compare_does_when_
     assert (
         cfg.prepare({**base, "algorithm": {"name": "fedgbo"}, "work": {"momentum": 0.5}}).work.momentum == 0.5
     )
-    assert [contestant(base, "fedgbo", own).work.momentum for own in (False, True)] == [0.9, 0.0]
+    assert [entry_of(base, "fedgbo", own).work.momentum for own in (False, True)] == [0.9, 0.0]
     assert main(["run", "digits", "fedgbo", "--rounds", "2", "--clients", "10", "--per-round", "2"]) == 0
     assert "clients work as in fedgbo's paper: momentum 0 (--momentum changes it)" in capsys.readouterr().out

@@ -217,7 +217,7 @@ def test_what_reads_gradients_off_a_visit_takes_plain_steps_alone(blobs, make, t
     with pytest.raises(ConfigError, match="use optimizer='sgd'"):
         Settings(algorithm=make(), work="Work(optimizer='lion')").what()
     with pytest.raises(ConfigError, match="use optimizer='sgd'"):
-        fb.compare.contestants({"a": make()}, adam, schedule)
+        fb.compare.as_entries({"a": make()}, adam, schedule)
     fb.simulate(blobs, make(), fb.Work(momentum=0.5), schedule, engine=VMAP)
 
 

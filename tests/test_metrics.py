@@ -212,7 +212,7 @@ def test_compared_searched_and_reported(task, tmp_path):
         "slow": (fb.fedavg(), fb.Work(lr=1e-6, batch=4)),
         "fast": (fb.fedavg(), fb.Work(lr=0.3, batch=4)),
     }
-    who = [fb.compare.Contestant(name, a, w, ROUNDS) for name, (a, w) in entries.items()]
+    who = [fb.compare.Entry(name, a, w, ROUNDS) for name, (a, w) in entries.items()]
     found = fb.compare.compare(task, who, seeds=2, out=tmp_path / "c", jobs=1, metric="mae")
     assert found.metric == "mae"
     assert [r["rank"] for r in found.rows] == [2.0, 1.0]
@@ -229,10 +229,10 @@ def test_a_search_goes_by_it(task, tmp_path):
     pytest.importorskip("optuna", reason="the extra sweep is not installed")
 
     def build(settings):
-        return fb.compare.Contestant("x", fb.fedavg(), fb.Work(lr=settings["lr"], batch=4), ROUNDS)
+        return fb.compare.Entry("x", fb.fedavg(), fb.Work(lr=settings["lr"], batch=4), ROUNDS)
 
-    plan = fb.sweep.Plan("grid", metric="mae", prune="none", share=0.3)
-    space = {"lr": fb.sweep.Choice([1e-6, 0.3])}
+    plan = fb.sweep.SweepConfig("grid", metric="mae", prune="none", share=0.3)
+    space = {"lr": fb.sweep.Categorical([1e-6, 0.3])}
     assert fb.sweep.sweep(task, build, space, out=tmp_path / "s", plan=plan, jobs=1).best.settings == {
         "lr": 0.3
     }

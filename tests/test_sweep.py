@@ -15,8 +15,8 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.cli import main
-from fedbraid.study.compare import Contestant
-from fedbraid.study.sweep import Choice, Plan, Range, hold_out, integer, log, sweep, uniform
+from fedbraid.study.campaign import Entry
+from fedbraid.study.sweep import Categorical, FloatRange, SweepConfig, hold_out, integer, log, sweep, uniform
 
 needs_optuna = pytest.mark.skipif(
     not __import__("importlib.util").util.find_spec("optuna"), reason="optuna (extra sweep) is not installed"
@@ -30,7 +30,7 @@ def task():
 
 
 def trial(settings, steps=10):
-    return Contestant("t", fb.fedavg(), fb.Work(lr=settings["lr"], batch=5), fb.rounds(steps, clients=5))
+    return Entry("t", fb.fedavg(), fb.Work(lr=settings["lr"], batch=5), fb.rounds(steps, clients=5))
 
 
 # Held-out clients ---------------------------------------------------------------------------------
@@ -60,7 +60,12 @@ def test_grids():
     assert log(0.01, 1, 3).grid() == (0.01, 0.1, 1.0)
     assert uniform(0, 1, 5).grid() == (0, 0.25, 0.5, 0.75, 1)
     assert integer(1, 3, 9).grid() == (1, 2, 3)
-    for bad in (lambda: Range(1, 0), lambda: log(0, 1), lambda: Choice(()), lambda: uniform(0, 1, 0)):
+    for bad in (
+        lambda: FloatRange(1, 0),
+        lambda: log(0, 1),
+        lambda: Categorical(()),
+        lambda: uniform(0, 1, 0),
+    ):
         with pytest.raises(fb.errors.ConfigError):
             bad()
 
@@ -69,21 +74,21 @@ def test_grids():
 
 
 def test_grid_tries_everything_once(task, tmp_path):
-    space = {"lr": Choice((1e-5, 0.05, 0.1))}
-    found = sweep(task, trial, space, out=tmp_path / "s", plan=Plan("grid", prune="none"))
+    space = {"lr": Categorical((1e-5, 0.05, 0.1))}
+    found = sweep(task, trial, space, out=tmp_path / "s", plan=SweepConfig("grid", prune="none"))
     assert sorted(t.settings["lr"] for t in found.trials) == [1e-5, 0.05, 0.1]
     assert found.best.settings["lr"] >= 0.05
     runs = len(list(tmp_path.rglob("run.json")))
-    again = sweep(task, trial, space, out=tmp_path / "s", plan=Plan("grid", prune="none"))
+    again = sweep(task, trial, space, out=tmp_path / "s", plan=SweepConfig("grid", prune="none"))
     assert [vars(t) for t in again.trials] == [vars(t) for t in found.trials]
     assert len(list(tmp_path.rglob("run.json"))) == runs == 3
 
 
 @pytest.mark.parametrize("prune", ["median", "asha"])
 def test_hopeless_trials_are_stopped(task, tmp_path, prune):
-    space = {"lr": Choice((0.1, 0.12, 0.14, 0.16, 1e-6, 2e-6))}
+    space = {"lr": Categorical((0.1, 0.12, 0.14, 0.16, 1e-6, 2e-6))}
     found = sweep(
-        task, lambda s: trial(s, 20), space, out=tmp_path / "s", plan=Plan("grid", prune=prune), jobs=1
+        task, lambda s: trial(s, 20), space, out=tmp_path / "s", plan=SweepConfig("grid", prune=prune), jobs=1
     )
     stopped = {t.settings["lr"]: t.steps for t in found.trials if t.state == "pruned"}
     assert {1e-6, 2e-6} <= set(stopped)
@@ -93,22 +98,28 @@ def test_hopeless_trials_are_stopped(task, tmp_path, prune):
 
 @pytest.mark.parametrize("method", [pytest.param("bayes", marks=needs_optuna), "random"])
 def test_samplers(task, tmp_path, method):
-    plan = Plan(method, trials=3, seeds=2, seed=5)
+    plan = SweepConfig(method, trials=3, seeds=2, seed=5)
     found = sweep(task, trial, {"lr": log(1e-4, 0.3)}, out=tmp_path / "s", plan=plan)
     assert len(found.trials) == 3
     assert all(1e-4 <= t.settings["lr"] <= 0.3 for t in found.trials)
     assert found.best.steps == 20  # two seeds
     more = sweep(
-        task, trial, {"lr": log(1e-4, 0.3)}, out=tmp_path / "s", plan=Plan(method, trials=4, seeds=2, seed=5)
+        task,
+        trial,
+        {"lr": log(1e-4, 0.3)},
+        out=tmp_path / "s",
+        plan=SweepConfig(method, trials=4, seeds=2, seed=5),
     )
     assert len(more.trials) == 4
 
 
 def test_divergence_does_not_end_a_sweep(task, tmp_path):
-    found = sweep(task, trial, {"lr": Choice((1e30, 0.1))}, out=tmp_path / "s", plan=Plan("grid"))
+    found = sweep(task, trial, {"lr": Categorical((1e30, 0.1))}, out=tmp_path / "s", plan=SweepConfig("grid"))
     assert {t.state for t in found.trials} == {"done", "diverged"}
     with pytest.raises(fb.errors.RunError, match="no trial"):
-        _ = sweep(task, trial, {"lr": Choice((1e30,))}, out=tmp_path / "t", plan=Plan("grid")).best
+        _ = sweep(
+            task, trial, {"lr": Categorical((1e30,))}, out=tmp_path / "t", plan=SweepConfig("grid")
+        ).best
 
 
 def test_killed_and_resumed(tmp_path, capsys):
@@ -218,18 +229,18 @@ def test_without_optuna(tmp_path, capsys, monkeypatch):
 def test_draws_stay_within(task):
     for u in (0.0, 0.25, 0.5, 0.999999):
         assert 0.01 <= log(0.01, 1).draw(u) <= 1
-        assert uniform(2, 3).draw(u) == 2 + u
+        assert uniform(2, 3).draw(u) == pytest.approx(2 + u, abs=1e-3)  # four digits, which can be typed
         assert integer(1, 4).draw(u) in (1, 2, 3, 4)
-        assert Choice(("a", "b")).draw(u) == "ab"[u >= 0.5]
+        assert Categorical(("a", "b")).draw(u) == "ab"[u >= 0.5]
     assert log(0.01, 1).draw(0.5) == pytest.approx(0.1)
     assert integer(1, 4).draw(0.999999) == 4
 
 
 def test_another_sweep_is_not_mixed_in(task, tmp_path):
-    sweep(task, trial, {"lr": Choice((0.1,))}, out=tmp_path / "s", plan=Plan("grid"))
+    sweep(task, trial, {"lr": Categorical((0.1,))}, out=tmp_path / "s", plan=SweepConfig("grid"))
     with pytest.raises(fb.errors.RunError, match="another space"):
-        sweep(task, trial, {"lr": Choice((0.2,))}, out=tmp_path / "s", plan=Plan("grid"))
+        sweep(task, trial, {"lr": Categorical((0.2,))}, out=tmp_path / "s", plan=SweepConfig("grid"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()
     with pytest.raises(fb.errors.RunError, match="other files"):
-        sweep(task, trial, {"lr": Choice((0.2,))}, out=tmp_path / "other", plan=Plan("grid"))
+        sweep(task, trial, {"lr": Categorical((0.2,))}, out=tmp_path / "other", plan=SweepConfig("grid"))

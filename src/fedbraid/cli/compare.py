@@ -14,13 +14,15 @@ import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
+from fedbraid.cli.board import Board, CellBoard
 from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, complain, entry, give, suggest, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds
 
 if TYPE_CHECKING:
-    from fedbraid.study.compare import Cell, Comparison, Contestant
+    from fedbraid.study.campaign import Entry
+    from fedbraid.study.compare import Comparison
 
 Seeds = Annotated[str, typer.Option(help="Run: how many seeds, or which, such as 3,5,8.")]
 Jobs = Annotated[int | None, typer.Option(help="Run: cells at a time (one for each core).")]
@@ -44,7 +46,7 @@ def compare(
             metavar="TASK|FILE.toml|FOLDER", help="A task, a file as for run, or a comparison to go on with."
         ),
     ],
-    contestants: Annotated[
+    entries: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[NAME:]ALGORITHM [KEY=VALUE…]", help="What to compare, each in quotes if it has spaces."
@@ -77,21 +79,24 @@ def compare(
       fedbraid compare runs/digits-compare-1
     """
     from fedbraid.study import compare as comparing
+    from fedbraid.study.campaign import ignore
 
     begun = time.monotonic()
-    watcher = None if json or quiet else Board()
+    metric_name = metric or "accuracy"
+    board = None if json or quiet else CellBoard(metric_name)
+    on_event = board or ignore
     if (Path(task) / comparing.FILE).exists():
-        if contestants:
-            raise ConfigError(f"{task} says itself what is compared; leave out {' '.join(contestants)}")
+        if entries:
+            raise ConfigError(f"{task} says itself what is compared; leave out {' '.join(entries)}")
         place = Path(task)
-        with Stoppable(place, watcher):
-            result = comparing.resume(place, jobs=jobs, watcher=watcher)
+        with Stoppable(place, board):
+            result = comparing.resume(place, jobs=jobs, on_event=on_event)
     else:
         if (Path(task) / "run.json").exists():
             raise ConfigError(f"{task} is a run, not a comparison; continue it with: fedbraid resume {task}")
         config = shared.base(task, sections)
         run = config["run"]
-        who = [contestant(config, text, paper_settings) for text in contestants or []]
+        who = [entry_of(config, text, paper_settings) for text in entries or []]
         loaded = cfg.task_of(config["task"])
         options = {
             k: v
@@ -99,10 +104,10 @@ def compare(
             if k in ("evaluate_every", "evaluate_on", "client_state_storage", "log_layer_norms")
         }
         place = out or new_folder(loaded.name, "compare")
-        with Stoppable(place, watcher):
+        with Stoppable(place, board):
             result = comparing.compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
-                watcher=watcher, options=options, metric=metric, local=local,
+                on_event=on_event, options=options, metric=metric, local=local,
             )  # fmt: skip
         if not json and not quiet:
             for work, names in _works(who).items():
@@ -110,7 +115,7 @@ def compare(
     show(result, time.monotonic() - begun, json, quiet)
 
 
-def _works(who: Sequence[Contestant]) -> dict[str, list[str]]:
+def _works(who: Sequence[Entry]) -> dict[str, list[str]]:
     """Who does what work."""
     works: dict[str, list[str]] = {}
     for one in who:
@@ -142,9 +147,9 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     suggest("next", f"fedbraid report {result.out}")
 
 
-def contestant(config: cfg.Config, text: str, paper_settings: bool = False) -> Contestant:
+def entry_of(config: cfg.Config, text: str, paper_settings: bool = False) -> Entry:
     """`[name:] [algorithm] key=value …` on top of what all share."""
-    from fedbraid.study.compare import Contestant
+    from fedbraid.study.campaign import Entry
 
     name, colon, rest = text.partition(":")
     if not colon or files.names_file(text.split()[0]) or not re.fullmatch(r"[\w .+-]+", name.strip()):
@@ -158,7 +163,7 @@ def contestant(config: cfg.Config, text: str, paper_settings: bool = False) -> C
     if "name" not in config["algorithm"]:
         raise ConfigError(f"{text!r} names no algorithm, and no file does; write it as 'fedavg lr=0.1'")
     algorithm = cfg.algorithm_of(config["algorithm"])
-    return Contestant(
+    return Entry(
         name.strip() or " ".join(rest.split()),
         algorithm,
         cfg.work_of(shared.work_of(config, algorithm, paper_settings)),
@@ -185,86 +190,15 @@ def new_folder(task: str, what: str) -> Path:
 class Stoppable:
     """Ends the display, and after Ctrl-C says how to go on."""
 
-    def __init__(self, place: Path, watcher: Any, command: str = "compare") -> None:
-        self.place, self.watcher, self.command = place, watcher, command
+    def __init__(self, place: Path, board: Board | None, command: str = "compare") -> None:
+        self.place, self.board, self.command = place, board, command
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if self.watcher is not None:
-            self.watcher.close()
+        if self.board is not None:
+            self.board.close()
         if kind is KeyboardInterrupt:
             complain(f"stopped; what is done is kept. Continue with: fedbraid {self.command} {self.place}")
             raise typer.Exit(130) from None
-
-
-class Board:
-    """A live table: a line a contestant, with time left; silent when not a terminal."""
-
-    EVERY = 0.2  # seconds between two drawings
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        screen = Console(stderr=True)
-        self.live = Live(console=screen, auto_refresh=False, transient=True) if screen.is_terminal else None
-        self.begun, self.drawn = time.monotonic(), 0.0
-        self.steps: dict[tuple[str, int], int] = {}
-        self.values: dict[tuple[str, int], float | None] = {}
-
-    def begin(self, cells: Sequence[Cell]) -> None:
-        self.cells = list(cells)
-        self.ready = {self._key(c) for c in cells if c.done or c.failure is not None}
-        self.already = sum(c.contestant.schedule.steps for c in cells if self._key(c) in self.ready)
-        if self.live is not None:
-            self.live.start()
-
-    def step(self, cell: Cell, step: int, value: float | None) -> None:
-        self.steps[self._key(cell)], self.values[self._key(cell)] = step, value
-
-    def done(self, cell: Cell) -> None:
-        self.ready.add(self._key(cell))
-        self.steps[self._key(cell)] = cell.contestant.schedule.steps
-
-    def tick(self) -> None:
-        if self.live is not None and time.monotonic() - self.drawn >= self.EVERY:
-            self.drawn = time.monotonic()
-            self.live.update(self.table(), refresh=True)
-
-    def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def table(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
-        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=self._left(), title_justify="left")
-        grid.add_column("", no_wrap=True, overflow="ellipsis", min_width=8)
-        for name in ("seeds done", "running at", "now"):
-            grid.add_column(name, justify="right", no_wrap=True, overflow="ellipsis")
-        for name in dict.fromkeys(c.contestant.name for c in self.cells):
-            mine = [self._key(c) for c in self.cells if c.contestant.name == name]
-            going = [k for k in mine if k in self.steps and k not in self.ready]
-            seen = [f"{v:.3f}" for k in going if (v := self.values.get(k)) is not None]
-            grid.add_row(
-                name,
-                f"{sum(k in self.ready for k in mine)}/{len(mine)}",
-                ", ".join(f"step {self.steps[k]}" for k in going),
-                ", ".join(seen),
-            )
-        return grid
-
-    def _left(self) -> str:
-        total = sum(c.contestant.schedule.steps for c in self.cells) - self.already
-        done, took = sum(self.steps.values()), time.monotonic() - self.begun
-        if not done:
-            return f"{len(self.ready)} of {len(self.cells)} cells"
-        left = format_seconds(took * max(0, total - done) / done)
-        return f"{len(self.ready)} of {len(self.cells)} cells, {left} left"
-
-    @staticmethod
-    def _key(cell: Cell) -> tuple[str, int]:
-        return cell.contestant.name, cell.seed

@@ -40,7 +40,7 @@ def demo(json: Json = False, quiet: Quiet = False) -> None:
     results: dict[str, Result] = {}
     screen = _screen(json or quiet)
     try:
-        for name, (algorithm, work) in contestants().items():
+        for name, (algorithm, work) in entries().items():
             callbacks = [] if screen is None else [_bar(name, screen)]
             results[name] = simulate(task, algorithm, work, rounds(ROUNDS, clients=5), callbacks=callbacks)
     finally:
@@ -65,7 +65,7 @@ def demo(json: Json = False, quiet: Quiet = False) -> None:
 ROUNDS = 200
 
 
-def contestants() -> dict[str, tuple[Algorithm, Work]]:
+def entries() -> dict[str, tuple[Algorithm, Work]]:
     """Each with the local work and rates that did best for it over three seeds, of some thirty tried."""
     from fedbraid.core.work import Work
     from fedbraid.run.simulate import algorithm_from

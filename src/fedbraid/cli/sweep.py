@@ -12,6 +12,7 @@ import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
+from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, give, suggest, table
@@ -20,8 +21,9 @@ from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds, format_share
 
 if TYPE_CHECKING:
-    from fedbraid.study.compare import Contestant
-    from fedbraid.study.sweep import Choice, Range, Sweep, Trial
+    from fedbraid.core.search_space import Range
+    from fedbraid.study.campaign import Entry
+    from fedbraid.study.sweep import Sweep, Trial
 
 SHOWN = 10  # trials in the table
 
@@ -73,6 +75,7 @@ def sweep(
     """
     from fedbraid.run.checkpoint import Folder
     from fedbraid.study import sweep as searching
+    from fedbraid.study.campaign import ignore
 
     begun = time.monotonic()
     if (Path(task) / searching.FILE).exists():
@@ -81,7 +84,7 @@ def sweep(
         place, known = Path(task), Folder(task).read_json(searching.FILE)
         try:
             config, words = known["config"], known["words"]
-            plan = searching.Plan(**known["plan"])
+            plan = searching.SweepConfig(**known["plan"])
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"{place / searching.FILE} was not made by this command; it lacks {error}"
@@ -90,7 +93,7 @@ def sweep(
         config, words = shared.base(task, sections), list(what or [])
         if words and "=" not in words[0].partition("(")[0]:
             config["algorithm"] = {"name": files.absolute(words.pop(0))}
-        plan = searching.Plan(method, trials, seeds, hold_out, prune, seed, metric)
+        plan = searching.SweepConfig(method, trials, seeds, hold_out, prune, seed, metric)
         place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
         if "name" in config["algorithm"]:
             config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), paper_settings)
@@ -99,22 +102,24 @@ def sweep(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"
         )
     space = {key: parse_space(key, text) for key, text in map(_pair, words)}
-    watcher = None if json or quiet else Board(plan.trials)
+    board = (
+        None if json or quiet else Board("trials", searching.trial_count(plan, space), metric or "accuracy")
+    )
     options = {k: v for k, v in config["run"].items() if k in ("evaluate_every", "client_state_storage")}
-    with Stoppable(place, watcher, "sweep"):
+    with Stoppable(place, board, "sweep"):
         result = searching.sweep(
             cfg.task_of(config["task"]), lambda s: build(config, s), space, out=place, plan=plan, jobs=jobs,
-            watcher=watcher, options=options, note={"config": config, "words": words},
+            on_event=board or ignore, options=options, note={"config": config, "words": words},
         )  # fmt: skip
     show(result, config, time.monotonic() - begun, json, quiet)
 
 
-def build(config: cfg.Config, settings: dict[str, Any]) -> Contestant:
+def build(config: cfg.Config, settings: dict[str, Any]) -> Entry:
     """The configuration with these settings, built."""
-    from fedbraid.study.compare import Contestant
+    from fedbraid.study.campaign import Entry
 
     changed = changed_by(config, settings)
-    return Contestant(
+    return Entry(
         "trial",
         cfg.algorithm_of(changed["algorithm"]),
         cfg.work_of(changed["work"]),
@@ -135,13 +140,13 @@ def _pair(word: str) -> tuple[str, str]:
     return key.strip(), text.strip()
 
 
-def parse_space(key: str, text: str) -> Choice | Range:
+def parse_space(key: str, text: str) -> Range:
     """`[0.01, 0.1]`, `[adam, lamb]`, `log(0.001, 1)`, `uniform(0, 0.9)`, `integer(1, 5)`."""
+    from fedbraid.core.search_space import Categorical, integer, log, uniform
     from fedbraid.parse import evaluate, listed
-    from fedbraid.study.sweep import Choice, integer, log, uniform
 
     if text.startswith("["):
-        return Choice(tuple(listed(text)))
+        return Categorical(tuple(listed(text)))
     made = evaluate(text, {"log": log, "uniform": uniform, "integer": integer}, "space")
     if isinstance(made, int | float | str):
         raise ConfigError(f"{key}={text} is one value, not a space; write [{text}] or log(low, high)")
@@ -189,47 +194,3 @@ def _value(trial: Trial, metric: str) -> str:
     if trial.value is None:
         return "–"
     return format_share(trial.value) if metric == "accuracy" else f"{trial.value:.4f}"
-
-
-class Board:
-    """A live line or two: trials done, the best so far, what runs now; silent when not a terminal."""
-
-    EVERY = 0.2
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        screen = Console(stderr=True)
-        self.live = Live(console=screen, auto_refresh=False, transient=True) if screen.is_terminal else None
-        self.total, self.ended, self.begun, self.drawn = total, 0, time.monotonic(), 0.0
-        self.running: dict[int, str] = {}
-        self.last = ""
-        if self.live is not None:
-            self.live.start()
-
-    def trial(self, number: int, settings: dict[str, Any], step: int, value: float | None) -> None:
-        said = ", ".join(f"{k}={_short(v)}" for k, v in settings.items())
-        self.running[number] = (
-            f"trial {number}: {said}, step {step}, {'' if value is None else f'{value:.3f}'}"
-        )
-
-    def done(self, trial: Trial) -> None:
-        self.running.pop(trial.number, None)
-        self.ended += 1
-
-    def tick(self) -> None:
-        if self.live is None or time.monotonic() - self.drawn < self.EVERY:
-            return
-        self.drawn = time.monotonic()
-        took = self.drawn - self.begun
-        left = (
-            f", about {format_seconds(took * max(0, self.total - self.ended) / self.ended)} left"
-            if self.ended
-            else ""
-        )
-        self.live.update("\n".join([f"{self.ended} trials done{left}", *self.running.values()]), refresh=True)
-
-    def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()

@@ -12,7 +12,7 @@ from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.study import stats
-from fedbraid.study.compare import FAILED
+from fedbraid.study.campaign import FAILED
 from fedbraid.study.compare import FILE as COMPARE
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Stored:
     config: Record
     records: list[Record] = field(repr=False)
     finished: bool
-    name: str | None = None  # in a comparison, what the contestant is called
+    name: str | None = None  # in a comparison, what the entry is called
 
     @property
     def steps(self) -> int:
@@ -166,13 +166,13 @@ def read(path: Path, unfinished: bool = False, name: str | None = None) -> Store
 def _cells(path: Path, known: Record, unfinished: bool, failed: dict[str, int]) -> list[Stored]:
     runs = []
     try:
-        for contestant in known["contestants"]:
+        for entry in known["entries"]:
             for seed in known["seeds"]:
-                place = path / contestant["folder"] / f"seed-{seed}"
+                place = path / entry["folder"] / f"seed-{seed}"
                 if (place / FAILED).exists():
-                    failed[contestant["name"]] = failed.get(contestant["name"], 0) + 1
+                    failed[entry["name"]] = failed.get(entry["name"], 0) + 1
                 elif (place / "run.json").exists():
-                    runs.append(read(place, True, contestant["name"]))
+                    runs.append(read(place, True, entry["name"]))
                 if not unfinished and not any((place / f).exists() for f in (FAILED, "model.safetensors")):
                     raise RunError(
                         f"{path} is not finished; see it with `fedbraid watch {path}`, end it with"

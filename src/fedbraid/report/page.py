@@ -45,8 +45,9 @@ def describe(found: Collection, live: bool = False) -> Record:
     key = key or "train_loss"
     ranks = stats.ranks(groups, key)
     rows = [
-        stats.summary(g, key, found.target) | {"rank": ranks[g.name], "failed": found.failed.get(g.name, 0)}
-        for g in groups
+        stats.summary(g, key, found.target)
+        | {"rank": ranks.get(g.name), "failed": found.failed.get(g.name, 0)}
+        for g in [*groups, *_diverged(found)]
     ]
     config = found.config
     fleets = _fleets(found) if live else []
@@ -106,11 +107,17 @@ def _task(config: Record) -> str:
     return recipe.task_name(config["task"] or str(config.get("task_name")))
 
 
+def _diverged(found: Collection) -> list[stats.Runs]:
+    """Entries of which no seed has a result."""
+    names = {g.name for g in found.groups}
+    return [stats.Runs(name, [], [], []) for name in found.failed if name not in names]
+
+
 def _title(found: Collection) -> str:
     names = [g.name for g in found.groups]
     task = found.config.get("task_name") or "a task"
     listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return f"{listed if len(listed) < 70 else f'{len(names)} contestants'} on {task}"
+    return f"{listed if len(listed) < 70 else f'{len(names)} entries'} on {task}"
 
 
 def _verdict(found: Collection, rows: Sequence[Record]) -> str:

@@ -8,16 +8,13 @@ Given the same folder again, cells that are done are skipped and cells that were
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from fedbraid.algorithms.personal import local_only
 from fedbraid.core.algorithm import Algorithm
@@ -25,71 +22,28 @@ from fedbraid.core.check import integer, number
 from fedbraid.core.metric_names import falls
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
-from fedbraid.errors import ConfigError, EngineError, RunError, unknown
+from fedbraid.errors import ConfigError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_bytes, format_count
-from fedbraid.run.simulate import CLIENTS, SCHEDULES, Run, algorithm_of, parts, simulate
+from fedbraid.run.simulate import CLIENTS, SCHEDULES, algorithm_of, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
-from fedbraid.workers import Ask, Failure, WorkerPool, prepare
+from fedbraid.study.campaign import (
+    ENGINE,
+    Campaign,
+    Cell,
+    Entry,
+    Event,
+    OnEvent,
+    Progress,
+    claim,
+    ignore,
+)
+from fedbraid.workers import Ask, Failure
 
 FILE = "compare.json"
-FAILED = "failed.json"
-LOCAL_ONLY = "local_only"  # the contestant that does not federate
-ENGINE = "in_process(threads=1)"
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """What is compared: an algorithm with the work and schedule that go with it."""
-
-    name: str
-    algorithm: Algorithm
-    work: Work
-    schedule: Schedule
-
-    def __post_init__(self) -> None:
-        self.algorithm.fits(self.work)
-        object.__setattr__(self, "work", self.work.tabled(self.schedule.steps))
-
-    @property
-    def folder(self) -> str:
-        """A folder name that two contestants share only if they are the same."""
-        what = repr((parts(self.algorithm), self.work, self.schedule)).encode()
-        slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40]
-        return f"{slug}-{hashlib.blake2b(what, digest_size=4).hexdigest()}"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One contestant with one seed."""
-
-    contestant: Contestant
-    seed: int
-    place: Path
-
-    @property
-    def done(self) -> bool:
-        return (self.place / "model.safetensors").exists()
-
-    @property
-    def failure(self) -> str | None:
-        """Why it has no result, where it diverged."""
-        path = self.place / FAILED
-        return Folder(self.place).read_json(FAILED)["error"] if path.exists() else None
-
-
-class Watcher(Protocol):
-    """Sees a comparison go on."""
-
-    def begin(self, cells: Sequence[Cell]) -> None: ...
-
-    def step(self, cell: Cell, step: int, value: float | None) -> None: ...
-
-    def done(self, cell: Cell) -> None: ...
-
-    def tick(self) -> None: ...
+LOCAL_ONLY = "local_only"  # the entry that does not federate
 
 
 @dataclass
@@ -99,9 +53,9 @@ class Comparison:
     task: str
     groups: list[stats.Runs] = field(repr=False)
     target: float | None = None
-    failures: dict[str, list[str]] = field(default_factory=dict)  # by contestant
+    failures: dict[str, list[str]] = field(default_factory=dict)  # by entry
     out: Path | None = None
-    gains: list[Record] = field(default_factory=list)  # a row a contestant, where clients also trained alone
+    gains: list[Record] = field(default_factory=list)  # a row an entry, where clients also trained alone
     metric: str = ""  # what they are compared by; the accuracy or the loss unless told
 
     def __post_init__(self) -> None:
@@ -149,7 +103,7 @@ class Comparison:
     def _line(self, r: Record) -> list[str]:
         rank = "–" if r["rank"] is None else f"{r['rank']:.1f}"
         line = [
-            r["name"], shown(r["final"], self.metric), rank, str(len(r["seeds"])), _bytes(r["bytes_up"]),
+            r["name"], shown(r["final"], self.metric), rank, _seeds(r), _bytes(r["bytes_up"]),
             _bytes(r["bytes_down"]), _count(r["flops"]), "–" if r["time"] is None else f"{r['time']:.4g}",
         ]  # fmt: skip
         line += ["–" if r["epsilon"] is None else f"{r['epsilon']:.3g}"] if self._private else []
@@ -223,6 +177,10 @@ def shown(value: stats.Interval | None, metric: str) -> str:
     return f"{scale * value.mean:.{digits}f}{half}{unit}"
 
 
+def _seeds(r: Record) -> str:
+    return f"{len(r['seeds'])}" + (f" ({r['failed']} diverged)" if r["failed"] else "")
+
+
 def _bytes(count: float | None) -> str:
     return "–" if count is None else format_bytes(round(count))
 
@@ -237,29 +195,28 @@ def _number(value: float | None) -> str:
 
 # Running ------------------------------------------------------------------------------------------
 
-Entry = Algorithm | tuple[Algorithm, Work] | tuple[Algorithm, Work, Schedule]
+Given = Algorithm | tuple[Algorithm, Work] | tuple[Algorithm, Work, Schedule]
 
 
-def contestants(
-    entries: Mapping[str, Entry], work: Work | None = None, schedule: Schedule | None = None
-) -> list[Contestant]:
-    """Contestants from algorithms by name, alone or with a work and schedule of their own."""
+def as_entries(
+    given: Mapping[str, Given], work: Work | None = None, schedule: Schedule | None = None
+) -> list[Entry]:
+    """Entries from algorithms by name, alone or with a work and schedule of their own."""
     made = []
-    for name, entry in entries.items():
-        given: tuple[Any, ...] = entry if isinstance(entry, tuple) else (entry,)
-        own = [*given, *(None, work, schedule)[len(given) :]]
-        algorithm, own_work, own_schedule = own
+    for name, entry in given.items():
+        said: tuple[Any, ...] = entry if isinstance(entry, tuple) else (entry,)
+        algorithm, own_work, own_schedule = said + (None, work, schedule)[len(said) :]
         if own_work is None or own_schedule is None:
             raise ConfigError(
                 f"{name} has no {'work' if own_work is None else 'schedule'}; give one for it or for all"
             )
-        made.append(Contestant(name, algorithm, own_work, own_schedule))
+        made.append(Entry(name, algorithm, own_work, own_schedule))
     return made
 
 
 def compare(
     task: Task,
-    entries: Mapping[str, Entry] | Sequence[Contestant],
+    entries: Mapping[str, Given] | Sequence[Entry],
     work: Work | None = None,
     schedule: Schedule | None = None,
     *,
@@ -267,20 +224,20 @@ def compare(
     out: str | os.PathLike[str],
     target: float | None = None,
     jobs: int | None = None,
-    watcher: Watcher | None = None,
+    on_event: OnEvent = ignore,
     options: Mapping[str, Any] | None = None,
     metric: str | None = None,
     local: bool = False,
 ) -> Comparison:
-    """Run every contestant with every seed, `jobs` at a time, and compare what came of them.
+    """Run every entry with every seed, `jobs` at a time, and compare what came of them.
 
     With `local`, clients also train alone, with the first one's work and as often, and `gains` says what each
-    contestant gives them over that, on their own test shares.
+    entry gives them over that, on their own test shares.
 
     `options` are those of `simulate`, such as `evaluate_every`. `metric` is what they are compared by, one of
     the task's own or "loss"; unless given, the accuracy.
     """
-    who = contestants(entries, work, schedule) if isinstance(entries, Mapping) else list(entries)
+    who = as_entries(entries, work, schedule) if isinstance(entries, Mapping) else list(entries)
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     given = dict(options or {})
     if local and who:
@@ -289,31 +246,29 @@ def compare(
                 "what clients gain over training alone is seen on their own test shares; give client_tests=, natural ids"
                 " or load(…, test_shares=True)"
             )
-        who.append(Contestant(LOCAL_ONLY, local_only(), who[0].work, who[0].schedule))
+        who.append(Entry(LOCAL_ONLY, local_only(), who[0].work, who[0].schedule))
         given["evaluate_on"] = "clients"
     _check(who, numbers, target)
     grid = Grid(Path(out), task, who, numbers, target, given, _metric(task, metric))
     grid.save()
-    grid.run(jobs, watcher)
+    grid.run(jobs, on_event)
     return grid.result()
 
 
-def resume(
-    out: str | os.PathLike[str], *, jobs: int | None = None, watcher: Watcher | None = None
-) -> Comparison:
+def resume(out: str | os.PathLike[str], *, jobs: int | None = None, on_event: OnEvent = ignore) -> Comparison:
     """Go on with a comparison whose task and algorithms fedbraid can build again."""
     grid = Grid.load(Path(out))
-    grid.run(jobs, watcher)
+    grid.run(jobs, on_event)
     return grid.result()
 
 
 @dataclass
 class Grid:
-    """A comparison's folder: `compare.json`, and a folder a contestant with a run folder a seed."""
+    """A comparison's folder: `compare.json`, and a folder an entry with a run folder a seed."""
 
     out: Path
     task: Task
-    contestants: list[Contestant]
+    entries: list[Entry]
     seeds: list[int]
     target: float | None
     options: dict[str, Any]
@@ -321,28 +276,11 @@ class Grid:
 
     @property
     def cells(self) -> list[Cell]:
-        """Seed by seed, so that every contestant has something to show early."""
-        return [Cell(c, s, self.out / c.folder / f"seed-{s}") for s in self.seeds for c in self.contestants]
+        """Seed by seed, so that every entry has something to show early."""
+        return [Cell(e, s, self.out / e.folder / f"seed-{s}") for s in self.seeds for e in self.entries]
 
     def save(self) -> None:
-        folder = Folder(self.out)
-        if (self.out / FILE).exists():
-            known = folder.read_json(FILE)
-            if known.get("data") != self.task.fingerprint:
-                raise RunError(
-                    f"{self.out} compares on {known.get('task')}, not on {self.task.spec or self.task.name};"
-                    " choose another out="
-                )
-        elif self.out.exists() and any(self.out.iterdir()):
-            raise RunError(f"{self.out} holds other files and no {FILE}; give out= a new or empty folder")
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            folder.write_json(FILE, self._described())
-        except OSError as error:
-            raise RunError(f"{self.out} cannot be written: {error.strerror}; choose another out=") from error
-
-    def _described(self) -> Record:
-        return {
+        facts = {
             "task": self.task.spec,
             "task_name": self.task.name,
             "data": self.task.fingerprint,
@@ -350,14 +288,15 @@ class Grid:
             "target": self.target,
             "metric": self.metric,
             "options": self.options,
-            "contestants": [
+            "entries": [
                 {
-                    "name": c.name, "folder": c.folder, "algorithm": c.algorithm.name or None,
-                    "work": repr(c.work), "schedule": repr(c.schedule),
+                    "name": e.name, "folder": e.folder, "algorithm": e.algorithm.name or None,
+                    "work": repr(e.work), "schedule": repr(e.schedule),
                 }
-                for c in self.contestants
+                for e in self.entries
             ],
         }  # fmt: skip
+        claim(self.out, FILE, facts, {"data": "task"})
 
     @classmethod
     def load(cls, out: Path) -> Grid:
@@ -365,133 +304,96 @@ class Grid:
 
         known = Folder(out).read_json(FILE)
         try:
-            if known["task"] is None or any(c["algorithm"] is None for c in known["contestants"]):
+            if known["task"] is None or any(e["algorithm"] is None for e in known["entries"]):
                 raise RunError(
                     f"the task or an algorithm of {out} was made in Python; call compare() again there"
                 )
             who = [
-                Contestant(
-                    c["name"],
-                    algorithm_of(c["algorithm"]),
-                    evaluate(c["work"], WORK, "work"),
-                    evaluate(c["schedule"], SCHEDULES, "schedule"),
+                Entry(
+                    e["name"],
+                    algorithm_of(e["algorithm"]),
+                    evaluate(e["work"], WORK, "work"),
+                    evaluate(e["schedule"], SCHEDULES, "schedule"),
                 )
-                for c in known["contestants"]
+                for e in known["entries"]
             ]
             task = tasks.reload(known["task"])
             return cls(out, task, who, known["seeds"], known["target"], known["options"], known.get("metric"))
         except (KeyError, TypeError) as error:
             raise RunError(f"{out / FILE} lacks or garbles {error}; restore it or compare anew") from error
 
-    def run(self, jobs: int | None, watcher: Watcher | None) -> None:
-        """Every cell that is not done yet."""
+    def run(self, jobs: int | None = None, on_event: OnEvent = ignore) -> None:
+        """Run every cell that is not done yet."""
+
+        def noting(event: Event[Cell]) -> Any:
+            if isinstance(event.result, Failure) and event.cell is not None:
+                event.cell.fail(event.result)
+            return on_event(event)
+
         cells = self.cells
-        todo = iter([c for c in cells if not self._done(c) and c.failure is None])
-        if watcher is not None:
-            watcher.begin(cells)
+        on_event(Event("begin", cells=cells))
+        todo = [cell for cell in cells if not self._is_done(cell) and cell.failure is None]
+        Campaign(todo, self._run_cell, self.out).run(jobs, noting)
 
-        def on_message(cell: Cell, said: tuple[int, float | None]) -> None:
-            if watcher is not None:
-                watcher.step(cell, *said)
+    def _is_done(self, cell: Cell) -> bool:
+        by_client = self.options.get("evaluate_on") == "clients"
+        return cell.is_done and (not by_client or (cell.folder / CLIENTS).exists())
 
-        def done(cell: Cell, result: Failure | None) -> None:
-            if result is not None and result.kind != "Diverged":
-                raise EngineError(f"{cell.contestant.name} with seed {cell.seed} failed: {result.message}")
-            if result is not None:
-                Folder(cell.place).write_json(FAILED, {"error": result.message})
-            if watcher is not None:
-                watcher.done(cell)
-
-        tick = (lambda: None) if watcher is None else watcher.tick
-        prepare()
-        with WorkerPool(self._job, jobs) as pool:
-            pool.run(lambda: next(todo, None), done, on_message, tick)
-
-    @property
-    def local(self) -> bool:
-        """Whether clients also train alone."""
-        return any(c.name == LOCAL_ONLY for c in self.contestants)
-
-    def _done(self, cell: Cell) -> bool:
-        return cell.done and (not self.local or (cell.place / CLIENTS).exists())
+    def _run_cell(self, cell: Cell, ask: Ask) -> None:
+        e = cell.entry
+        logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # say it once
+        simulate(
+            self.task, e.algorithm, e.work, e.schedule, seed=cell.seed, engine=ENGINE, out=cell.folder,
+            callbacks=[Progress(ask, self.metric or self.task.measures[0])], **self.options,
+        )  # fmt: skip
 
     def _gains(self, key: str) -> list[Record]:
-        """By contestant, over seeds: the clients' mean, the worst tenth's, and what they gain over training alone."""
-        if not self.local:
+        """By entry, over seeds: the clients' mean, the worst tenth's, and what they gain over training alone."""
+        if all(e.name != LOCAL_ONLY for e in self.entries):
             return []
+        found = {
+            (cell.entry.name, cell.seed): {r["client"]: r[key] for r in Folder(cell.folder).read_json(CLIENTS)["clients"]}
+            for cell in self.cells
+            if cell.failure is None
+        }  # fmt: skip
         rows, sign = [], -1 if falls(key) else 1
-        for c in self.contestants:
+        for e in self.entries:
             values: list[list[float]] = []
-            more: list[list[float]] = []
+            more: list[float] = []
             left_out = 0  # clients for which the metric is undefined
-            for cell in (x for x in self.cells if x.contestant is c and x.failure is None):
-                mine = {r["client"]: r[key] for r in Folder(cell.place).read_json(CLIENTS)["clients"]}
-                other = next(x for x in self.cells if x.contestant.name == LOCAL_ONLY and x.seed == cell.seed)
-                lone = {r["client"]: r[key] for r in Folder(other.place).read_json(CLIENTS)["clients"]}
-                defined = [i for i in mine if mine[i] is not None and lone.get(i) is not None]
+            for seed in self.seeds:  # in which neither diverged
+                mine, other = found.get((e.name, seed), {}), found.get((LOCAL_ONLY, seed), {})
+                defined = [i for i in mine if mine[i] is not None and other.get(i) is not None]
+                if not defined:
+                    continue
                 left_out = max(left_out, len(mine) - len(defined))
                 values.append([mine[i] for i in defined])
-                more.append([sign * (mine[i] - lone[i]) for i in defined])
-            values = [v for v in values if v]
+                more += [sign * (mine[i] - other[i]) for i in defined]
             if not values:
                 continue
             worst = [sorted(v, reverse=sign < 0)[: max(1, len(v) // 10)] for v in values]
-            flat = [g for some in more for g in some]
             rows.append({
-                "name": c.name, "mean": fmean(map(fmean, values)), "worst_tenth": fmean(map(fmean, worst)),
-                "gain": fmean(flat), "gain_worst": min(flat), "better_off": sum(g > 0 for g in flat) / len(flat),
+                "name": e.name, "mean": fmean(map(fmean, values)), "worst_tenth": fmean(map(fmean, worst)),
+                "gain": fmean(more), "gain_worst": min(more), "better_off": sum(g > 0 for g in more) / len(more),
                 **({"undefined": left_out} if left_out else {}),
             })  # fmt: skip
         return rows
 
-    def _job(self, cell: Cell, ask: Ask) -> None:
-        c = cell.contestant
-        logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # say it once
-        result = simulate(
-            self.task, c.algorithm, c.work, c.schedule, seed=cell.seed, engine=ENGINE, out=cell.place,
-            callbacks=[_Told(ask)], **self.options,
-        )  # fmt: skip
-        if self.local:
-            Folder(cell.place).write_json(CLIENTS, {"clients": result.per_client()})
-
     def result(self) -> Comparison:
         groups, failures = [], {}
-        for c in self.contestants:
-            visit = flops.of_clients(self.task, c.algorithm, c.work)
-            cells = [cell for cell in self.cells if cell.contestant is c]
+        for e in self.entries:
+            visit = flops.of_clients(self.task, e.algorithm, e.work)
+            cells = [cell for cell in self.cells if cell.entry is e]
             if errors := [why for cell in cells if (why := cell.failure) is not None]:
-                failures[c.name] = errors
+                failures[e.name] = errors
             cells = [cell for cell in cells if cell.failure is None]
-            histories = [list(Folder(cell.place).records()) for cell in cells]
+            histories = [list(Folder(cell.folder).records()) for cell in cells]
             spent = [flops.by_step(visit, h) for h in histories]
-            groups.append(stats.Runs(c.name, [cell.seed for cell in cells], histories, spent))
-        made = Comparison(
-            self.task.spec or self.task.name,
-            groups,
-            self.target,
-            failures,
-            self.out,
-            metric=self.metric or "",
-        )
+            groups.append(stats.Runs(e.name, [cell.seed for cell in cells], histories, spent))
+        name = self.task.spec or self.task.name
+        made = Comparison(name, groups, self.target, failures, self.out, metric=self.metric or "")
         made.gains = self._gains(made.metric)
         return made
-
-
-class _Told:
-    """Tells the parent how a cell is doing, a few times a second."""
-
-    EVERY = 0.2
-
-    def __init__(self, ask: Ask) -> None:
-        self.ask, self.last = ask, 0.0
-        self.value: float | None = None
-
-    def step(self, record: Record, run: Run) -> None:
-        self.value = record.get("accuracy", record.get("loss", self.value))
-        now = time.monotonic()
-        if now - self.last >= self.EVERY or record["step"] == run.schedule.steps:
-            self.last = now
-            self.ask((record["step"], self.value))
 
 
 def _metric(task: Task, name: str | None) -> str | None:
@@ -500,10 +402,10 @@ def _metric(task: Task, name: str | None) -> str | None:
     return name
 
 
-def _check(who: Sequence[Contestant], seeds: Sequence[int], target: float | None) -> None:
+def _check(who: Sequence[Entry], seeds: Sequence[int], target: float | None) -> None:
     if not who:
         raise ConfigError("nothing to compare; name at least one algorithm")
-    for what, values in (("contestants", [c.name for c in who]), ("seeds", list(seeds))):
+    for what, values in (("entries", [e.name for e in who]), ("seeds", list(seeds))):
         if len(set(values)) < len(values):
             raise ConfigError(f"two {what} are the same in {values}; give each once, under its own name")
     integer("seeds", len(seeds))

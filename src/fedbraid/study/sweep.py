@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,111 +25,33 @@ import torch
 from fedbraid.core import check, rng
 from fedbraid.core.check import number
 from fedbraid.core.metric_names import falls
+from fedbraid.core.search_space import Categorical, FloatRange, IntRange, Space, integer, log, uniform
 from fedbraid.data import tree
 from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
-from fedbraid.errors import ConfigError, DataError, EngineError, MissingExtra, RunError, unknown
-from fedbraid.run.checkpoint import Folder, Record
-from fedbraid.run.simulate import Run, simulate
+from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
+from fedbraid.run.checkpoint import Record
+from fedbraid.run.simulate import simulate
 from fedbraid.study import callable_module, stats
-from fedbraid.study.compare import ENGINE, Contestant
-from fedbraid.workers import Ask, Failure, WorkerPool, prepare
+from fedbraid.study.campaign import ENGINE, Campaign, Entry, Event, Journal, OnEvent, Progress, claim, ignore
+from fedbraid.workers import Ask, Failure
+
+__all__ = [
+    "Categorical", "FloatRange", "IntRange", "Space", "Sweep", "SweepConfig", "Trial", "hold_out", "integer", "log",
+    "sweep", "uniform",
+]  # fmt: skip
 
 FILE = "sweep.json"
 TRIALS = "trials.jsonl"
 METHODS = ("bayes", "random", "grid")
 PRUNERS = ("median", "asha", "none")
-RUNGS = 20  # looks at a trial while it trains
+LOOKS = 20  # at a trial while it trains
 
 Settings = dict[str, Any]
-Build = Callable[[Settings], Contestant]
+Build = Callable[[Settings], Entry]
 
 
-# What is searched ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of these values."""
-
-    values: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise ConfigError("a choice needs at least one value, such as [0.01, 0.1]")
-
-    def grid(self) -> tuple[Any, ...]:
-        return self.values
-
-    def suggest(self, trial: Any, name: str) -> Any:
-        return trial.suggest_categorical(name, self.values)
-
-    def draw(self, u: float) -> Any:
-        """The value that a number in [0, 1) picks."""
-        return self.values[int(u * len(self.values))]
-
-    def distribution(self, optuna: Any) -> Any:
-        return optuna.distributions.CategoricalDistribution(self.values)
-
-
-@dataclass(frozen=True)
-class Range:
-    """A number between two others, by its logarithm or as it is; a grid takes `points` of them."""
-
-    low: float
-    high: float
-    points: int = 4
-    log: bool = False
-    integer: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.low < self.high or (self.log and self.low <= 0):
-            raise ConfigError(f"({self.low}, {self.high}) is no range; use low < high, and low > 0 with log")
-        check.integer("points", self.points)
-
-    def grid(self) -> tuple[Any, ...]:
-        low, high = (math.log(v) if self.log else v for v in (self.low, self.high))
-        spread = np.linspace(low, high, self.points)
-        values = [float(f"{v:.6g}") for v in (np.exp(spread) if self.log else spread)]
-        return tuple(dict.fromkeys(round(v) for v in values)) if self.integer else tuple(values)
-
-    def suggest(self, trial: Any, name: str) -> Any:
-        if self.integer:
-            return trial.suggest_int(name, int(self.low), int(self.high), log=self.log)
-        return trial.suggest_float(name, self.low, self.high, log=self.log)
-
-    def draw(self, u: float) -> Any:
-        """The value that a number in [0, 1) picks."""
-        low, high = (self.low, self.high + 1) if self.integer else (self.low, self.high)
-        value = math.exp(math.log(low) + u * math.log(high / low)) if self.log else low + u * (high - low)
-        return min(int(value), int(self.high)) if self.integer else value
-
-    def distribution(self, optuna: Any) -> Any:
-        kinds = optuna.distributions
-        kind = kinds.IntDistribution if self.integer else kinds.FloatDistribution
-        return kind(
-            int(self.low) if self.integer else self.low,
-            int(self.high) if self.integer else self.high,
-            log=self.log,
-        )
-
-
-Space = Mapping[str, Choice | Range]
-
-
-def uniform(low: float, high: float, points: int = 4) -> Range:
-    """A number between two others."""
-    return Range(low, high, points)
-
-
-def log(low: float, high: float, points: int = 4) -> Range:
-    """A number whose logarithm is between those of two others."""
-    return Range(low, high, points, log=True)
-
-
-def integer(low: int, high: int, points: int = 4) -> Range:
-    """A whole number from one to another."""
-    return Range(low, high, points, integer=True)
+# Held-out clients ---------------------------------------------------------------------------------
 
 
 def hold_out(task: Task, share: float, seed: int = 0) -> Task:
@@ -165,7 +87,7 @@ def _rows(task: Task, clients: Iterable[int]) -> tuple[torch.Tensor, Any]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepConfig:
     """How a sweep searches."""
 
     method: str = "bayes"
@@ -212,20 +134,15 @@ class Sweep:
         return min(done, key=lambda t: (t.value or 0.0) * (1 if falls(self.metric) else -1))
 
 
-class Watcher(Protocol):
-    """Sees a sweep go on."""
-
-    def trial(self, number: int, settings: Settings, step: int, value: float | None) -> None: ...
-
-    def done(self, trial: Trial) -> None: ...
-
-    def tick(self) -> None: ...
-
-
 @dataclass(frozen=True)
-class _Job:
+class Job:
+    """A setting that is being tried."""
+
     number: int
     settings: Settings
+
+    def __str__(self) -> str:
+        return f"trial {self.number} with {', '.join(f'{k}={v}' for k, v in self.settings.items())}"
 
 
 def sweep(
@@ -234,30 +151,35 @@ def sweep(
     space: Space,
     *,
     out: str | os.PathLike[str],
-    plan: Plan | None = None,
+    plan: SweepConfig | None = None,
     jobs: int | None = None,
-    watcher: Watcher | None = None,
+    on_event: OnEvent = ignore,
     options: Mapping[str, Any] | None = None,
     note: Record | None = None,
 ) -> Sweep:
-    """Try settings from a space, `jobs` at a time; `build` makes a contestant of one.
+    """Try settings from a space, `jobs` at a time; `build` makes an entry of one.
 
     Given the same folder again, it goes on. `options` are those of `simulate`; `note` is kept in `sweep.json`.
     """
     if not space:
         raise ConfigError("nothing to search; give at least one setting, such as lr=log(0.001, 1)")
-    search = _Search(task, build, dict(space), plan or Plan(), Path(out), dict(options or {}))
+    search = _Search(task, build, dict(space), plan or SweepConfig(), Path(out), dict(options or {}))
     search.open(note or {})
-    search.run(jobs, watcher)
+    search.run(jobs, on_event)
     return search.result()
+
+
+def trial_count(plan: SweepConfig, space: Space) -> int:
+    """How many settings a sweep tries."""
+    return math.prod(len(s.grid()) for s in space.values()) if plan.method == "grid" else plan.trials
 
 
 class _Search:
     def __init__(
-        self, task: Task, build: Build, space: dict[str, Any], plan: Plan, out: Path, options: Settings
+        self, task: Task, build: Build, space: dict[str, Any], plan: SweepConfig, out: Path, options: Settings
     ) -> None:
         self.task, self.build, self.plan, self.out, self.options = task, build, plan, out, options
-        self.space = {k: Choice(v.grid()) for k, v in space.items()} if plan.method == "grid" else space
+        self.space = {k: Categorical(v.grid()) for k, v in space.items()} if plan.method == "grid" else space
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
         self.tuning = hold_out(task, plan.share, plan.seed)
@@ -265,96 +187,57 @@ class _Search:
         if self.metric not in task.measures:
             raise unknown("metric", self.metric, task.measures)
         self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
-        self.running: dict[int, _Job] = {}
+        self.journal = Journal(out / TRIALS)
+        self.running: dict[int, Job] = {}
         self.looks: dict[int, dict[int, float]] = {}
         self.ended: list[Trial] = []
-        self.again: list[_Job] = []  # begun and not ended when a kill came
+        self.again: list[Job] = []  # begun and not ended when a kill came
         self.begun = 0
 
     # The log of trials ----------------------------------------------------------------------------
 
     def open(self, note: Record) -> None:
         self.sampler = _Bayes(self) if self.plan.method == "bayes" else None
-        said = {
+        facts = {
             "data": self.task.fingerprint,
             "space": {k: repr(v) for k, v in self.space.items()},
             "plan": dataclasses.asdict(self.plan),
             **note,
         }
-        self._claim(said)
-        jobs: dict[int, _Job] = {}
-        for line in self._lines():
+        claim(self.out, FILE, facts, {"data": "task", "space": "space"})
+        jobs: dict[int, Job] = {}
+        for line in self.journal.lines():
             if "state" in line:
                 looks = {int(step): value for step, value in line["looks"]}
                 self.ended.append(Trial(**{**line, "looks": looks}))
                 jobs.pop(line["number"], None)
             else:
-                jobs[line["number"]] = _Job(line["number"], line["settings"])
+                jobs[line["number"]] = Job(line["number"], line["settings"])
                 self.begun = max(self.begun, line["number"] + 1)
         self.again = list(jobs.values())
 
-    def _lines(self) -> list[Record]:
-        """What was noted; a line that a kill cut short is as if it had not been begun."""
-        path = self.out / TRIALS
-        text = path.read_text("utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole, "utf-8")
-        try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise RunError(
-                f"{path} is garbled ({error}); remove its broken line, or start a new sweep"
-            ) from error
-
-    def _note(self, line: Record) -> None:
-        with (self.out / TRIALS).open("a", encoding="utf-8") as log_:
-            log_.write(json.dumps(line) + "\n")
-
-    def _claim(self, said: Record) -> None:
-        folder = Folder(self.out)
-        if (self.out / FILE).exists():
-            known = folder.read_json(FILE)
-            for key in ("data", "space"):
-                if known.get(key) != said[key]:
-                    raise RunError(f"{self.out} holds a sweep with another {key}; choose another out=")
-        elif self.out.exists() and any(self.out.iterdir()):
-            raise RunError(f"{self.out} holds other files and no {FILE}; give out= a new or empty folder")
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            folder.write_json(FILE, said)
-        except OSError as error:
-            raise RunError(f"{self.out} cannot be written: {error.strerror}; choose another out=") from error
-
     # Trials ---------------------------------------------------------------------------------------
 
-    def run(self, jobs: int | None, watcher: Watcher | None) -> None:
-        def on_message(job: _Job, said: tuple[int, float]) -> bool:
-            if watcher is not None:
-                watcher.trial(job.number, job.settings, *said)
-            looks = self.looks.setdefault(job.number, {})
-            looks[said[0]] = said[1]
-            return self._hopeless(looks, said[0])
-
-        def done(job: _Job, result: Failure | Record) -> None:
-            if isinstance(result, Failure):
-                if result.kind != "Diverged":
-                    raise EngineError(
-                        f"trial {job.number} with {_said(job.settings)} failed: {result.message}"
-                    )
-                result = {"state": "diverged", "value": None, "steps": 0}
+    def run(self, jobs: int | None, on_event: OnEvent) -> None:
+        def noting(event: Event[Job]) -> Any:
+            if event.cell is None:
+                return on_event(event)
+            job, looks = event.cell, self.looks.setdefault(event.cell.number, {})
+            if event.kind == "step" and event.value is not None:
+                on_event(event)
+                looks[event.step] = event.value
+                return self._should_prune(looks, event.step)
+            diverged = {"state": "diverged", "value": None, "steps": 0}
+            result = diverged if isinstance(event.result, Failure) else event.result
             del self.running[job.number]
-            trial = Trial(job.number, job.settings, **result, looks=self.looks.pop(job.number, {}))
-            self._note(vars(trial) | {"looks": list(trial.looks.items())})
+            trial = Trial(job.number, job.settings, **result, looks=self.looks.pop(job.number))
+            self.journal.add(vars(trial) | {"looks": list(trial.looks.items())})
             self.ended.append(trial)
-            if watcher is not None:
-                watcher.done(trial)
+            return on_event(dataclasses.replace(event, result=trial))
 
-        prepare()
-        with WorkerPool(self._train, jobs) as pool:
-            pool.run(self._following, done, on_message, (lambda: None) if watcher is None else watcher.tick)
+        Campaign(self._following, self._train, self.out).run(jobs, noting)
 
-    def _following(self) -> _Job | None:
+    def _following(self) -> Job | None:
         """The next setting to try: first what a kill left, then another that was not tried yet."""
         if self.again:
             job = self.again.pop(0)
@@ -365,8 +248,8 @@ class _Search:
             number, self.begun = self.begun, self.begun + 1
             settings = self._settings(number)
             if settings not in tried:
-                self._note({"number": number, "settings": settings})
-                self.running[number] = _Job(number, settings)
+                self.journal.add({"number": number, "settings": settings})
+                self.running[number] = Job(number, settings)
                 return self.running[number]
         return None
 
@@ -380,7 +263,7 @@ class _Search:
 
     # Pruning --------------------------------------------------------------------------------------
 
-    def _hopeless(self, looks: dict[int, float], step: int) -> bool:
+    def _should_prune(self, looks: dict[int, float], step: int) -> bool:
         """Whether a trial is worse by now than half of those that ended (median), or two thirds of all (asha)."""
         sign = -1 if falls(self.metric) else 1
         if self.plan.prune == "median":
@@ -404,19 +287,19 @@ class _Search:
         first = max(1, self.steps // 9)
         return [first * 3**k for k in range(8) if first * 3**k < self.steps]
 
-    def _train(self, job: _Job, ask: Ask) -> Record:
+    def _train(self, job: Job, ask: Ask) -> Record:
         """In a worker: every seed of a trial, the first of them under the pruner's eyes."""
-        contestant, finals, steps = self.build(job.settings), [], 0
+        entry, finals, steps = self.build(job.settings), [], 0
         place = self.out / "trials" / _key(job.settings)
         for seed in range(self.plan.seeds):
-            look = [_Look(ask, self.metric)] if seed == 0 else []
+            look = [Progress(ask, self.metric, LOOKS)] if seed == 0 else []
             result = simulate(
-                self.tuning, contestant.algorithm, contestant.work, contestant.schedule,
+                self.tuning, entry.algorithm, entry.work, entry.schedule,
                 seed=self.plan.seed + seed, engine=ENGINE, out=place / f"seed-{seed}", callbacks=look, **self.options,
             )  # fmt: skip
             steps += result.state.t
             final = stats.final(result.history, self.metric)
-            if result.state.t < contestant.schedule.steps:
+            if result.state.t < entry.schedule.steps:
                 return {"state": "pruned", "value": final, "steps": steps}
             if final is None or not math.isfinite(final):
                 return {"state": "diverged", "value": None, "steps": steps}
@@ -458,32 +341,9 @@ class _Bayes:
         return {name: what.suggest(trial, name) for name, what in search.space.items()}
 
 
-class _Look:
-    """Asks the pruner, some times in a run, whether to go on."""
-
-    def __init__(self, ask: Ask, metric: str) -> None:
-        self.ask, self.metric = ask, metric
-        self.seen: list[Record] = []
-
-    def start(self, run: Run) -> None:
-        self.seen = [] if run.folder is None or not run.state.t else list(run.folder.records())
-        self.every = max(1, run.schedule.steps // RUNGS)
-
-    def step(self, record: Record, run: Run) -> bool:
-        self.seen.append(record)
-        value = stats.final(self.seen, self.metric)
-        if value is None or record["step"] % self.every or record["step"] == run.schedule.steps:
-            return False
-        return bool(self.ask((record["step"], value)))
-
-
 def _key(settings: Settings) -> str:
     text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def _said(settings: Settings) -> str:
-    return ", ".join(f"{k}={v}" for k, v in settings.items())
 
 
 callable_module(__name__)

@@ -1,0 +1,199 @@
+"""Many runs: cells, each in a run folder of its own, resumed, in worker processes; `compare`, `sweep` and `choose` use it.
+
+A campaign's folder says in one JSON file what it holds, so that another campaign is not mixed in. Given the same
+folder again, cells that are done are skipped and cells that were stopped continue from their last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.work import Work
+from fedbraid.errors import EngineError, RunError
+from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.simulate import Run, parts
+from fedbraid.schedule import Schedule
+from fedbraid.study import stats
+from fedbraid.workers import Ask, Failure, WorkerPool, prepare
+
+FAILED = "failed.json"
+ENGINE = "in_process(threads=1)"
+REPORT_EVERY_S = 0.2  # between two messages of a cell
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is compared: an algorithm with the local training settings and schedule that go with it."""
+
+    name: str
+    algorithm: Algorithm
+    work: Work
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        self.algorithm.fits(self.work)
+        object.__setattr__(self, "work", self.work.tabled(self.schedule.steps))
+
+    @property
+    def folder(self) -> str:
+        """A folder name that two entries share only if they are the same."""
+        what = repr((parts(self.algorithm), self.work, self.schedule)).encode()
+        slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40]
+        return f"{slug}-{hashlib.blake2b(what, digest_size=4).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry with one seed, in its run folder."""
+
+    entry: Entry
+    seed: int
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.entry.name} with seed {self.seed}"
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / "model.safetensors").exists()
+
+    @property
+    def failure(self) -> str | None:
+        """Why it has no result, where it diverged."""
+        path = self.folder / FAILED
+        return Folder(self.folder).read_json(FAILED)["error"] if path.exists() else None
+
+    def fail(self, failure: Failure) -> None:
+        Folder(self.folder).write_json(FAILED, {"error": failure.message})
+
+
+@dataclass(frozen=True)
+class Event(Generic[C]):
+    """What a campaign reports: "begin" with its cells, a cell's "step" and "done", and "tick" several times a second."""
+
+    kind: str
+    cell: C | None = None
+    cells: Sequence[C] = ()
+    step: int = 0
+    value: float | None = None
+    result: Any = None  # of a cell that is done; a Failure where it diverged
+
+
+OnEvent = Callable[[Event[Any]], Any]  # its answer to "step" goes to the cell's run as that of a callback
+
+
+def ignore(event: Event[Any]) -> None:
+    """Report to nobody."""
+
+
+@dataclass
+class Campaign(Generic[C]):
+    """Cells, given as a list or asked for one by one, and the function that runs one in a worker process."""
+
+    cells: Iterable[C] | Callable[[], C | None]
+    run_cell: Callable[[C, Ask], Any]
+    folder: Path = field(default_factory=Path)
+
+    def run(self, jobs: int | None = None, on_event: OnEvent = ignore) -> None:
+        """Run the cells, `jobs` at a time; an error other than divergence ends the campaign."""
+        if callable(self.cells):
+            next_cell = self.cells
+        else:
+            waiting = iter(self.cells)
+            next_cell = lambda: next(waiting, None)  # noqa: E731
+
+        def on_message(cell: C, message: tuple[int, float | None]) -> Any:
+            return on_event(Event("step", cell, step=message[0], value=message[1]))
+
+        def done(cell: C, result: Any) -> None:
+            if isinstance(result, Failure) and result.kind != "Diverged":
+                raise EngineError(f"{cell} failed: {result.message}")
+            on_event(Event("done", cell, result=result))
+
+        prepare()
+        with WorkerPool(self.run_cell, jobs) as pool:
+            pool.run(next_cell, done, on_message, lambda: on_event(Event("tick")))
+
+
+def claim(out: Path, file: str, facts: Record, fixed: Mapping[str, str]) -> Record | None:
+    """Write what a campaign's folder holds, and return what it said before; refuses files of others.
+
+    `fixed` names the facts that must stay, each with what to call it.
+    """
+    folder, known = Folder(out), None
+    if (out / file).exists():
+        known = folder.read_json(file)
+        for key, name in fixed.items():
+            if known.get(key) != facts[key]:
+                raise RunError(f"{out} holds a {Path(file).stem} with another {name}; choose another out=")
+    elif out.exists() and any(out.iterdir()):
+        raise RunError(f"{out} holds other files and no {file}; give out= a new or empty folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder.write_json(file, facts)
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}; choose another out=") from error
+    return known
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Lines of JSON that only grow; one that a kill cut short counts as not written."""
+
+    path: Path
+
+    def lines(self) -> list[Record]:
+        text = self.path.read_text("utf-8") if self.path.exists() else ""
+        complete = text[: text.rfind("\n") + 1]
+        if complete != text:
+            self.path.write_text(complete, "utf-8")
+        try:
+            return [json.loads(line) for line in complete.splitlines()]
+        except ValueError as error:
+            raise RunError(
+                f"{self.path} is corrupt ({error}); remove its broken line, or start in a new folder"
+            ) from error
+
+    def add(self, line: Record) -> None:
+        with self.path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+class Progress:
+    """A callback that reports a run's step and metric to the parent process, whose answer may stop the run.
+
+    It reports `looks` times in a run, or unless given, several times a second.
+    """
+
+    def __init__(self, ask: Ask, metric: str, looks: int | None = None) -> None:
+        self.ask, self.metric, self.looks, self.last = ask, metric, looks, 0.0
+        self.values: list[Record] = []
+
+    def start(self, run: Run) -> None:
+        earlier = [] if run.folder is None or not run.state.t else run.folder.records()
+        self.values = [{self.metric: r[self.metric]} for r in earlier if self.metric in r]
+
+    def step(self, record: Record, run: Run) -> Any:
+        self.values += [{self.metric: record[self.metric]}] if self.metric in record else []
+        if not self._is_due(record["step"], run.schedule.steps):
+            return False
+        return self.ask((record["step"], stats.final(self.values, self.metric)))
+
+    def _is_due(self, step: int, steps: int) -> bool:
+        if self.looks is not None:
+            return bool(self.values) and step % max(1, steps // self.looks) == 0 and step < steps
+        now = time.monotonic()
+        if now - self.last < REPORT_EVERY_S and step < steps:
+            return False
+        self.last = now
+        return True

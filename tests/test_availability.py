@@ -181,7 +181,7 @@ def test_asynchronous_jobs_are_of_those_who_were_there(arrivals, away):
             assert naive(table, 60, c, start + 1e-9)
             assert naive(table, 60, c, end - 1e-6)
             assert away == "delayed" or all(naive(table, 60, c, u) for u in np.linspace(start, end, 9)[1:-1])
-        assert tick.live == {v for vs in flying.values() for v in vs}
+        assert tick.pending_versions == {v for vs in flying.values() for v in vs}
         assert all(len(vs) <= 1 for vs in flying.values())
         dropped += tick.dropped
     assert (dropped > 5) == (away == "lost")

@@ -1,0 +1,264 @@
+"""Schedules: what a run is told about when clients train and when the server steps.
+
+A schedule never looks at the numbers, so resuming is replaying it. `policies.py` decides by it; in a simulation
+`simulated_clock.py` makes ticks of it, one for each server step, and a fleet does so by the real clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedbraid.core.check import integer, number, plain_numbers
+from fedbraid.errors import ConfigError, unknown
+from fedbraid.schedule import clock, simulated_clock
+from fedbraid.schedule.policies import Tick
+from fedbraid.schedule.selection import ClientHistory, ClientSelection, checked
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When clients train and when the server steps."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        plain_numbers(self)
+        integer("steps", self.steps)
+        link, durations = getattr(self, "bandwidth", None), getattr(self, "durations", None)
+        if durations is not None and not isinstance(durations, clock.Durations):
+            raise ConfigError(f"durations={durations!r} says no times; use one such as fb.clock.constant(1)")
+        if link is not None and not isinstance(link, clock.Network):
+            raise ConfigError(f"bandwidth={link!r} says no rates; use fb.clock.bandwidth(down, up)")
+        when = getattr(self, "availability", None)
+        if when is not None and not isinstance(when, clock.availability):
+            raise ConfigError(
+                f"availability={when!r} says no times; use fb.clock.availability(file or table)"
+            )
+
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
+    ) -> Iterator[Tick]:
+        """One tick per server step; `message` is the bytes down and up, for transfer times, `seen` for choices."""
+        raise NotImplementedError
+
+    @property
+    def asynchronous(self) -> bool:
+        return False
+
+    def caution(self, N: int) -> str | None:
+        """What was asked for and N clients cannot give, in a sentence."""
+        when: clock.availability | None = getattr(self, "availability", None)
+        return None if when is None else when.caution(N)
+
+
+@dataclass(frozen=True)
+class Rounds(Schedule):
+    """Sample a cohort uniformly without replacement, wait for it, step.
+
+    With `over` > 1 more are asked than needed and the first `clients` count; with a `timeout` those
+    that take longer are dropped. A round in which nobody is in time is asked anew. With `sampling="poisson"` each
+    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty. With an
+    `availability` those are asked who can be reached, fewer where there are fewer; who goes away is not waited for.
+    With `choose` a function says who is asked of these.
+    """
+
+    clients: int | float | tuple[tuple[int, ...], ...] = 10
+    over_select: float = 1.0
+    timeout: float | None = None
+    durations: clock.Durations = field(default_factory=clock.constant)
+    bandwidth: clock.Network | None = None
+    sampling: str = "fixed"
+    availability: clock.availability | None = None
+    select: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "select", checked(self.select))
+        if self.select is not None and (isinstance(self.clients, tuple) or self.sampling != "fixed"):
+            raise ConfigError(
+                "select= says who is asked, and so do given cohorts or Poisson rounds; leave out one of the two"
+            )
+        if self.sampling not in ("fixed", "poisson"):
+            raise unknown("sampling", str(self.sampling), ["fixed", "poisson"])
+        if self.sampling == "poisson" and (
+            isinstance(self.clients, tuple) or (self.over_select, self.timeout) != (1, None)
+        ):
+            raise ConfigError(
+                "Poisson rounds take whoever is drawn; leave out given cohorts, over and timeout, or use sampling='fixed'"
+            )
+        if isinstance(self.clients, float):
+            if not 0 < self.clients <= 1:
+                raise ConfigError(
+                    f"clients={self.clients} is no share; use a share in (0, 1] or a whole number >= 1"
+                )
+        elif isinstance(self.clients, int):
+            integer("clients", self.clients)
+        elif not isinstance(self.clients, tuple):
+            raise ConfigError(
+                f"clients={self.clients!r} names no cohort; use a whole number, a share in (0, 1] or a list of cohorts"
+            )
+        elif len(self.clients) < self.steps or not all(self.clients):
+            raise ConfigError(
+                f"{len(self.clients)} cohorts for {self.steps} rounds; give one non-empty cohort for each"
+            )
+        times = (self.over_select, self.timeout, self.bandwidth, self.availability)
+        if isinstance(self.clients, tuple) and times != (1, None, None, None):
+            raise ConfigError(
+                "given cohorts are waited for as they are; leave out over, timeout, bandwidth and availability"
+            )
+        number("over_select", self.over_select, "[1, inf)", "asks fewer clients than are needed")
+        if self.timeout is not None:
+            number("timeout", self.timeout, "(0, inf)", "lets nobody finish")
+
+    def cohort(self, N: int) -> int:
+        """How many clients a round waits for."""
+        assert isinstance(self.clients, int | float)
+        wanted = round(self.clients * N) if isinstance(self.clients, float) else self.clients
+        return max(1, min(wanted, N))
+
+    def caution(self, N: int) -> str | None:
+        if self.sampling == "poisson":
+            self.rate(N)
+            return super().caution(N)
+        if not isinstance(self.clients, int) or self.clients <= N:
+            return super().caution(N)
+        return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
+
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
+    ) -> Iterator[Tick]:
+        return simulated_clock.rounds(self, N, seed, message, seen)
+
+    def rate(self, N: int) -> float:
+        """With which probability a client takes part in a round."""
+        assert isinstance(self.clients, int | float)
+        rate = self.clients if isinstance(self.clients, float) else self.clients / N
+        if rate > 1:
+            raise ConfigError(
+                f"{self.clients} of {N} clients is a Poisson rate of {rate:.3g}, above 1; ask for at most {N} clients a round"
+            )
+        return rate
+
+
+@dataclass(frozen=True)
+class Buffered(Schedule):
+    """Clients arrive, train for a random time and hand in; every `buffer` uploads the server steps.
+
+    `arrivals` is "constant" or "poisson", at the rate that keeps `concurrency` clients busy on
+    average (concurrency / mean duration); "closed", which keeps exactly that many busy; or a
+    sequence of arrival times. With an `availability` only those start who can be reached.
+    """
+
+    buffer: int = 10
+    concurrency: int = 100
+    arrivals: str | tuple[float, ...] = "constant"
+    durations: clock.Durations = field(default_factory=clock.halfnormal)
+    bandwidth: clock.Network | None = None
+    availability: clock.availability | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("buffer", self.buffer)
+        integer("concurrency", self.concurrency)
+        if isinstance(self.arrivals, str):
+            if self.arrivals not in ("constant", "poisson", "closed"):
+                raise ConfigError(
+                    f"arrivals={self.arrivals!r} is not known; use 'constant', 'poisson', 'closed' or a list of times"
+                )
+        elif list(self.arrivals) != sorted(self.arrivals) or not self.arrivals:
+            raise ConfigError("a trace of arrivals needs at least one time, in order")
+        if self.arrivals == "closed" and self.concurrency < self.buffer and self.durations.mean == 0:
+            raise ConfigError("with no duration and a closed loop, concurrency must be at least the buffer")
+        if self.availability is not None and self.durations.mean == 0:
+            raise ConfigError(
+                "with no duration time stands still, whoever is there; give durations to an availability"
+            )
+
+    @property
+    def asynchronous(self) -> bool:
+        return True
+
+    def ticks(
+        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
+    ) -> Iterator[Tick]:
+        queue = simulated_clock.EventQueue(self, N, seed, message)
+        for step in range(self.steps):
+            yield queue.tick(step)
+
+
+def rounds(
+    steps: int,
+    clients: int | float | Sequence[Sequence[int]] = 10,
+    *,
+    over_select: float = 1.0,
+    timeout: float | None = None,
+    durations: clock.Durations | None = None,
+    bandwidth: clock.Network | None = None,
+    sampling: str = "fixed",
+    select: ClientSelection | None = None,
+    availability: clock.availability | None = None,
+) -> Rounds:
+    """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
+
+    With sampling="poisson" that many take part on average, each by its own draw. `choose(step, available, losses)`
+    gives the clients to ask, of those `available`, by each one's last loss, NaN before its first visit; arguments called
+    `wanted` (how many), `sizes`, `visits` (the step of each one's last) and `random` (a counted generator) are given, too.
+    """
+    if isinstance(clients, Sequence) and not isinstance(clients, str):
+        try:
+            clients = tuple(tuple(int(c) for c in cohort) for cohort in clients)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
+            ) from error
+    return Rounds(
+        steps,
+        clients,
+        over_select,
+        timeout,
+        durations or clock.constant(),
+        bandwidth,
+        sampling,
+        availability,
+        select,
+    )
+
+
+def buffered(
+    steps: int,
+    buffer: int = 10,
+    concurrency: int = 100,
+    *,
+    arrivals: str | Sequence[float] = "constant",
+    durations: clock.Durations | None = None,
+    bandwidth: clock.Network | None = None,
+    availability: clock.availability | None = None,
+) -> Buffered:
+    """Asynchronous training: a server step after every `buffer` uploads (FedBuff, QAFeL)."""
+    kind = arrivals if isinstance(arrivals, str) else tuple(float(a) for a in arrivals)
+    return Buffered(
+        steps, buffer, concurrency, kind, durations or clock.halfnormal(), bandwidth, availability
+    )
+
+
+def immediate(
+    steps: int,
+    concurrency: int = 100,
+    *,
+    arrivals: str | Sequence[float] = "constant",
+    durations: clock.Durations | None = None,
+    bandwidth: clock.Network | None = None,
+    availability: clock.availability | None = None,
+) -> Buffered:
+    """Asynchronous training with a server step after every upload (FedAsync)."""
+    return buffered(
+        steps,
+        1,
+        concurrency,
+        arrivals=arrivals,
+        durations=durations,
+        bandwidth=bandwidth,
+        availability=availability,
+    )

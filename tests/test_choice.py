@@ -43,17 +43,19 @@ def run(task, select, steps=8, **options):
 def test_a_choice_sees_step_availability_and_last_losses(blobs):
     seen = []
 
-    def select(step, available, losses, sizes, wanted, visits):
-        seen.append((step, available.tolist(), losses, sizes.tolist(), wanted, visits))
+    def select(step, available, losses, sizes, wanted, participations):
+        seen.append((step, available.tolist(), losses, sizes.tolist(), wanted, participations))
         return available[step % 3 : step % 3 + 2]
 
     result = run(blobs, select)
     last, when = np.full(blobs.clients, np.nan), np.full(blobs.clients, -1)
-    for record, (step, available, losses, sizes, wanted, visits) in zip(result.history, seen, strict=True):
+    for record, (step, available, losses, sizes, wanted, participations) in zip(
+        result.history, seen, strict=True
+    ):
         assert (step, available, wanted) == (record["step"] - 1, list(range(6)), 2)
         assert sizes == blobs.sizes.tolist()
         np.testing.assert_array_equal(losses, last)
-        np.testing.assert_array_equal(visits, when)
+        np.testing.assert_array_equal(participations, when)
         assert record["clients"] == [step % 3, step % 3 + 1] == record["selected"][0]
         assert record["train_loss"] == pytest.approx(np.mean(record["losses"]))
         last[record["clients"]], when[record["clients"]] = record["losses"], record["step"]

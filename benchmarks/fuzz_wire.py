@@ -34,6 +34,7 @@ CODECS: list[Codec] = [
     codecs.kmeans(2),
     codecs.qsgd(4),
     codecs.qsgd(5, norm="l2", bucket=8, scope="vector", contractive=True),
+    codecs.shared(6, 2.0),
     codecs.topk(0.05),
     codecs.topk(0.4, values="float16"),
     codecs.mixed(codecs.uniform(4), share=0.5),

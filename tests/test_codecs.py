@@ -56,6 +56,8 @@ EVERY: list[Codec] = [
     codecs.topk(0.02, values="float16"),
     codecs.topk(0.7),
     codecs.topk(1.0),
+    *(codecs.shared(bits, 4.0) for bits in (2, 5, 8, 12, 16)),
+    codecs.shared(8, 4.0, rotate=True),
     codecs.of_weights(codecs.uniform(3)),
     codecs.mixed(codecs.int8(), share=0.5),
 ]
@@ -176,7 +178,9 @@ def test_the_input_is_left_alone_and_one_seed_gives_one_message(codec):
 
 
 @pytest.mark.parametrize(
-    "codec", [c for c in EVERY if "topk" not in repr(c) and "quantise" not in repr(c)], ids=repr
+    "codec",
+    [c for c in EVERY if not any(word in repr(c) for word in ("topk", "quantise", "shared"))],
+    ids=repr,
 )
 def test_one_dimensional_layers_travel_as_they_are(codec):
     v = normal(ODD.size)
@@ -358,10 +362,18 @@ def test_kmeans_sends_the_nearest_centroid():
 
 @pytest.mark.parametrize(
     "codec",
-    [codecs.qsgd(2), codecs.qsgd(4), codecs.qsgd(3, norm="l2", scope="vector"), codecs.qsgd(8, bucket=5)],
+    [
+        codecs.qsgd(2),
+        codecs.qsgd(4),
+        codecs.qsgd(3, norm="l2", scope="vector"),
+        codecs.qsgd(8, bucket=5),
+        codecs.shared(2, 8.0),
+        codecs.shared(6, 8.0),
+        codecs.shared(6, 8.0, rotate=True),
+    ],
     ids=repr,
 )
-def test_qsgd_is_unbiased(codec):
+def test_stochastic_codecs_are_unbiased(codec):
     assert codec.unbiased
     v = normal(ODD.size)
     draws, _ = codec.roundtrip(v.expand(4000, -1), ODD, range(4000))
@@ -546,3 +558,52 @@ def test_numbers_a_codec_cannot_hold_are_not_sent():
 def test_a_vector_of_another_length_is_refused():
     with pytest.raises(ConfigError, match="does not fit"):
         codecs.int8().encode(torch.zeros(3), ODD)
+
+
+# one grid for all
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("bits", [2, 7, 12, 16])
+def test_codes_of_a_shared_grid_add_up(bits, rotate):
+    """The sum of clients' codes is, decoded, the sum of what each sent; and the codes can be read off what was decoded."""
+    codec = codecs.shared(bits, 3.0, rotate=rotate)
+    v = normal(9, LENET.size)
+    got, _ = codec.roundtrip(v, LENET, range(9))
+    codes = codec.to_grid(v.numpy(), range(9))
+    assert np.array_equal(codec.recover(got.numpy()), codes)
+    total = codec.from_grid(codes.sum(0, keepdims=True))[0]
+    assert np.abs(total - got.double().sum(0).numpy()).max() < 1e-5
+    weights = np.arange(1, 10)
+    weighted = codec.from_grid((weights[:, None] * codes).sum(0, keepdims=True) / 45)[0]
+    mean = (torch.arange(1.0, 10)[:, None].double() * got).sum(0) / 45
+    assert np.abs(weighted - mean.numpy()).max() < 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(vectors, st.integers(2, 16), st.integers(0, 2**40), st.sampled_from([0.1, 1.0, 300.0]))
+def test_a_shared_grid_is_within_a_step_or_at_its_end(v, bits, seed, reach):
+    codec = codecs.shared(bits, reach)
+    out = there_and_back(codec, v, ODD, seed)
+    inside = v.clamp(-codec.range, codec.range)
+    assert ((out - inside).abs() <= codec.step * (1 + 1e-4)).all()
+    assert (out.abs() <= codec.range * (1 + 1e-6)).all()
+    codes = codec.to_grid(v[None].numpy(), [seed])
+    assert codec.saturated(codes) >= int((v.abs() > codec.range).sum())
+
+
+def test_rotation_keeps_lengths_and_spreads_what_stands_out():
+    v = torch.zeros(LENET.size)
+    v[7] = 50.0
+    plain, turned = codecs.shared(12, 2.0), codecs.shared(12, 2.0, rotate=True)
+    assert (there_and_back(plain, v, LENET) - v).norm() > 40  # saturated
+    assert (there_and_back(turned, v, LENET) - v).norm() < 1
+    assert turned.saturated(turned.to_grid(v[None].numpy(), [0])) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bits": 1}, {"bits": 17}, {"range": 0.0}, {"range": -1.0}, {"range": 1e300}]
+)
+def test_shared_refuses_grids_without_levels(wrong):
+    with pytest.raises(ConfigError):
+        codecs.shared(**wrong)

@@ -42,7 +42,7 @@ DEFAULTS = {
 WRAPPERS = {"fedshift": "a", "with_codecs": "a up down", "error_feedback": "a", "hidden_state": "a"}
 CODECS = {
     "identity": {}, "fp16": {}, "int8": {}, "int4": {}, "uniform": {"bits": 4}, "kmeans": {"bits": 4}, "qsgd": {"bits": 4},
-    "topk": {"fraction": 0.5},
+    "topk": {"fraction": 0.5}, "shared": {"bits": 16, "range": 1.0},
 }  # fmt: skip
 NAMES = "Task Work Layout simulate resume rounds buffered tasks partition codecs"
 

@@ -47,6 +47,11 @@ GOLDEN = [
         codecs.qsgd(3, norm="l2", scope="vector", bucket=4, contractive=True, biases="quantise"),
         "66420106e381794d6ef8c5e3150000000400000076a4923f6f45af3fcc0ca0402e5b739310005ec6ad",
     ),
+    (codecs.shared(5, 2.0), "664201080500794d6ef8c5e30c000000000000403adf1952ed83fc00f1eac105"),
+    (
+        codecs.shared(8, 2.0, rotate=True),
+        "664201080801794d6ef8c5e31000000000000040d39ba76e796e90b2fe5b009bfe5d4718",
+    ),
     (codecs.topk(0.25), "664201072000794d6ef8c5e31200000003000000000080bf00004040000080c08030b32f4527"),
     (codecs.topk(0.1, values="float16"), "664201071000794d6ef8c5e30a00000002000000004200c4b030445cdb90"),
 ]
@@ -152,6 +157,9 @@ BIASES = HEADER + 8  # where side numbers start, after two biases
         (codecs.qsgd(4), BIASES, NAN, "not finite"),
         (codecs.qsgd(4), BIASES + 4, b"\0", "code 0"),
         (codecs.qsgd(4, bucket=3), HEADER, struct.pack("<I", 4), "other parameters"),
+        (codecs.shared(5, 2.0), HEADER, struct.pack("<f", 1.0), "other parameters"),
+        (codecs.shared(5, 2.0), HEADER + 4, b"\xff", "code 31"),
+        (codecs.shared(5, 2.0), HEADER + 4 + 7, b"\x01", "after its last code"),
         (codecs.topk(0.25), HEADER, struct.pack("<I", 4), "other parameters"),
         (codecs.topk(0.25), HEADER + 4, NAN, "not finite"),
         (codecs.topk(0.25), HEADER + 16, b"\xff", "marks"),

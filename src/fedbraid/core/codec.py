@@ -46,6 +46,11 @@ class Codec:
         """Whether the expectation of what is decoded is what was encoded."""
         return False
 
+    @property
+    def is_summable(self) -> bool:
+        """Whether the codes of all clients lie on one grid, so that a sum of codes is the code of the sum."""
+        return False
+
     def encode(self, v: Tensor, layout: Layout, seed: int = 0) -> bytes:
         """The message for one vector `[d]`; a stochastic codec draws from `seed` alone."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ from fedbraid.core.identity import Identity as identity
 from fedbraid.links.fp16 import Fp16 as fp16
 from fedbraid.links.kmeans import Kmeans as kmeans
 from fedbraid.links.qsgd import Qsgd as qsgd
+from fedbraid.links.shared import Shared as shared
 from fedbraid.links.symmetric import Int4 as int4
 from fedbraid.links.symmetric import Int8 as int8
 from fedbraid.links.topk import Topk as topk
@@ -16,4 +17,6 @@ from fedbraid.links.uniform import Uniform as uniform
 from fedbraid.links.wrappers import Mixed as mixed
 from fedbraid.links.wrappers import OfWeights as of_weights
 
-__all__ = ["fp16", "identity", "int4", "int8", "kmeans", "mixed", "of_weights", "qsgd", "topk", "uniform"]
+__all__ = [
+    "fp16", "identity", "int4", "int8", "kmeans", "mixed", "of_weights", "qsgd", "shared", "topk", "uniform",
+]  # fmt: skip

@@ -20,7 +20,13 @@ def per_update(task: fb.Task, schedule: fb.Schedule, repeats: int = 5) -> float:
     for _ in range(repeats):
         stamps = Stamps()
         fb.simulate(
-            task, fb.fedbuff(), fb.Work(lr=LR, batch=10), schedule, evaluate_every=None, callbacks=[stamps]
+            task,
+            fb.fedbuff(),
+            fb.Work(lr=LR, batch=10),
+            schedule,
+            evaluate_every=None,
+            progress=False,
+            callbacks=[stamps],
         )
         best = min(best, stamps.per_round() / 10)
     return best

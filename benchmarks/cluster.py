@@ -63,7 +63,7 @@ def seconds(task: fb.Task, work: fb.Work, engine: str, cohort: int, rounds: int)
     """(seconds, the driver's CPU seconds) of one round, the first left out."""
     clock = Clock()
     plan = (task, fb.fedavg(), work, fb.rounds(rounds + 1, clients=cohort))
-    fb.simulate(*plan, engine=engine, evaluate_every=None, callbacks=[clock])
+    fb.simulate(*plan, engine=engine, evaluate_every=None, progress=False, callbacks=[clock])
     return (clock.at[-1] - clock.at[0]) / rounds
 
 

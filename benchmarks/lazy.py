@@ -58,7 +58,13 @@ def seconds(rounds: int, per_round: int, engine: str, epochs: int) -> float:
     start = time.perf_counter()
     work = fb.Work(lr=0.05, epochs=epochs, batch=10)
     fb.simulate(
-        _MADE[0], fb.fedavg(), work, fb.rounds(rounds, clients=per_round), engine=engine, evaluate_every=None
+        _MADE[0],
+        fb.fedavg(),
+        work,
+        fb.rounds(rounds, clients=per_round),
+        engine=engine,
+        evaluate_every=None,
+        progress=False,
     )
     return time.perf_counter() - start
 

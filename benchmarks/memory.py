@@ -167,7 +167,13 @@ def grown(name: str, backend: str) -> float:
     before = rss()
     engine = f"in_process(backend={backend!r})"
     fb.simulate(
-        task, fb.fedavg(), local, fb.rounds(3, clients=work.cohort), evaluate_every=None, engine=engine
+        task,
+        fb.fedavg(),
+        local,
+        fb.rounds(3, clients=work.cohort),
+        evaluate_every=None,
+        progress=False,
+        engine=engine,
     )
     return (most() - before) / 1e6
 

@@ -179,7 +179,9 @@ def run_fedbraid(job: Job) -> Done:
     schedule = fb.rounds(job.rounds, clients=work.cohort)
     if not job.check:
         prepare(task, work)
-    result = fb.simulate(task, fb.fedavg(), local, schedule, evaluate_every=None, callbacks=[job.stamps])
+    result = fb.simulate(
+        task, fb.fedavg(), local, schedule, evaluate_every=None, progress=False, callbacks=[job.stamps]
+    )
     clients = sum(len(record["clients"]) for record in result.history)
     return Done(result.x, clients, clients * steps_per_client(work), result.engine)
 

@@ -60,7 +60,7 @@ def timed(own: fb.Task, name: str, rounds: int) -> float:
     local = fb.Work(lr=LR / 10, epochs=WORK.epochs, batch=WORK.batch, momentum=WORK.momentum)
     schedule = fb.rounds(rounds, clients=WORK.cohort)
     fb.simulate(
-        own, CONTESTANTS[name], local, schedule, evaluate_every=None, callbacks=[stamps], engine="in_process(backend='native')"
+        own, CONTESTANTS[name], local, schedule, evaluate_every=None, progress=False, callbacks=[stamps], engine="in_process(backend='native')"
     )  # fmt: skip
     return stamps.per_round()
 

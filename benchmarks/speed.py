@@ -336,7 +336,11 @@ def auto_run(name: str, rounds: int, cache: str, seed: int) -> tuple[float, floa
 
     def run() -> None:
         schedule = fb.rounds(rounds, clients=work.cohort)
-        used.append(fb.simulate(task, fb.fedavg(), local, schedule, evaluate_every=None, seed=seed).engine)
+        used.append(
+            fb.simulate(
+                task, fb.fedavg(), local, schedule, evaluate_every=None, progress=False, seed=seed
+            ).engine
+        )
 
     return *clocked(run), used[0]
 
@@ -377,7 +381,7 @@ def start_up() -> float:
         "x, y = torch.randn(1200, 1, 28, 28), torch.randint(10, (1200,))\n"
         "import numpy as np\n"
         "task = fb.Task.from_table(fb.models.lenet5, x, y, torch.arange(1200), np.arange(0, 1201, 120))\n"
-        "fb.simulate(task, fb.fedavg(), fb.Work(momentum=0.9), fb.rounds(1, clients=5), evaluate_every=None)\n"
+        "fb.simulate(task, fb.fedavg(), fb.Work(momentum=0.9), fb.rounds(1, clients=5), evaluate_every=None, progress=False)\n"
     )
     times = []
     for _ in range(3):

@@ -47,7 +47,13 @@ def spent(task: fb.Task, work: Workload, engine: str, rounds: int) -> float:
     visit = fb.Work(lr=0.01, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
     start = time.process_time()
     fb.simulate(
-        task, fb.fedavg(), visit, fb.rounds(rounds, clients=work.cohort), engine=engine, evaluate_every=None
+        task,
+        fb.fedavg(),
+        visit,
+        fb.rounds(rounds, clients=work.cohort),
+        engine=engine,
+        evaluate_every=None,
+        progress=False,
     )
     return time.process_time() - start
 

@@ -201,7 +201,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     os.killpg(running.pid, signal.SIGINT)
     _, said = running.communicate(timeout=600)
     assert running.returncode == 130
-    assert said == f"fedbraid: stopped; what is done is kept. Continue with: fedbraid compare {out}\n"
+    assert said == f"fedbraid: interrupted; finished runs are stored. Resume with: fedbraid compare {out}\n"
 
 
 def test_divergence_is_a_result(task, tmp_path):

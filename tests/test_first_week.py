@@ -327,3 +327,169 @@ def test_a_model_on_meta_is_one_sentence():
 def test_a_missing_schedule_is_one_sentence():
     with pytest.raises(FedbraidError, match=r"schedule.*fb\.rounds\("):
         fb.simulate(fb.Task.from_arrays(model, pairs()), fb.fedavg(), WORK)
+
+
+# Terminals and notebooks --------------------------------------------------------------------------
+
+
+def drawn(width, steps=20_000, done=123, title="fedavg", terminal=True):
+    """What a bar looks like on a terminal of this width."""
+    import io
+
+    from rich.console import Console
+
+    from fedbraid.run.progress import Bar
+
+    sheet = io.StringIO()
+    bar = Bar(title, console=Console(file=sheet, force_terminal=terminal, width=width, color_system=None))
+    bar.bar = bar.screen.add(title, steps, 0)
+    bar.up = bar.down = 48.1e6
+    bar.accuracy = 0.983
+    bar.screen.show(bar.bar, done, bar._facts())
+    bar.close()
+    return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", sheet.getvalue()).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_bar_is_one_line_with_its_count_and_accuracy(width):
+    lines = [line.rstrip() for line in drawn(width, title="4 bits kept and sent") if line.strip()]
+    assert max(map(len, lines)) <= width
+    assert "123/20000" in lines[-1]
+    assert "98.3 %" in lines[-1]
+    assert ("↓ 48.1 MB" in lines[-1]) == (width >= 80)
+
+
+def test_an_interrupted_bar_has_no_time_left():
+    lines = [line for line in drawn(80, done=5000) if line.strip()]
+    assert "left" not in lines[-1]
+
+
+def test_progress_is_drawn_where_somebody_watches(monkeypatch):
+    """By default in terminals and notebooks, in neither pipes nor worker processes, and never where it is off."""
+    from fedbraid.run import progress
+
+    task, shown = fb.Task.from_arrays(model, pairs()), []
+
+    class Screen:
+        every, disabled = 0.0, False
+
+        def add(self, title, total, done):
+            return 0
+
+        def show(self, bar, done, facts, finished=False):
+            shown.append(done)
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(progress, "display", lambda console=None: Screen())
+    runs = {}
+    for watched in (True, False):
+        monkeypatch.setattr(progress.sys.stderr, "isatty", lambda watched=watched: watched)
+        for asked in (None, True, False):
+            shown.clear()
+            fb.simulate(task, fb.fedavg(), WORK, ROUNDS, progress=asked)
+            runs[watched, asked] = bool(shown)
+    assert runs == {(w, a): bool(a) or (a is None and w) for w in (True, False) for a in (None, True, False)}
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress, "_PROCESS", -1)  # as in a forked worker
+    assert not progress.is_watched()
+
+
+def test_a_notebooks_cell_shows_bars_and_leaves_none():
+    pytest.importorskip("ipykernel", reason="the extra notebooks is not installed")
+    nbclient = pytest.importorskip("nbclient", reason="the extra notebooks is not installed")
+    import nbformat
+
+    code = (
+        "import fedbraid as fb, fedbraid.run.progress as p\n"
+        "p.Cell.stop = lambda self: None\n"
+        "task = fb.tasks.load('digits', clients=10)\n"
+        "fb.simulate(task, fb.fedavg(), fb.Work(lr=0.1), fb.rounds(3, clients=4)).bytes_up > 0"
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(book, timeout=120).execute()
+    outputs = book.cells[0].outputs
+    pages = [o.data["text/html"] for o in outputs if "text/html" in o.get("data", {})]
+    assert len(pages) == 1
+    assert "<progress value='3' max='3'>" in pages[0]
+    assert outputs[-1].data["text/plain"] == "True"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_terminals_that_are_not_utf8_show_ascii(encoding):
+    import io
+
+    from fedbraid.cli.show import spell_out
+
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    spell_out(stream)
+    stream.write("── ✓ 97.1 ± 0.2 % ε 日 …")
+    stream.flush()
+    assert (
+        raw.getvalue().decode(encoding)
+        == {
+            "ascii": "-- yes 97.1 +/- 0.2 % epsilon ? ...",
+            "latin-1": "-- yes 97.1 ± 0.2 % epsilon ? ...",
+            "cp1252": "-- yes 97.1 ± 0.2 % epsilon ? …",
+            "utf-8": "── ✓ 97.1 ± 0.2 % ε 日 …",
+        }[encoding]
+    )
+
+
+def test_a_command_runs_to_its_end_on_an_ascii_terminal(tmp_path):
+    words = ["data", "digits", "--clients", "10", "--partition", "label_chunks(1)"]
+    done = fedbraid(*words, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+def fedbraid(*words, cwd, **environment):
+    import os
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "fedbraid", *words]
+    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_help_has_no_backslashes_before_brackets(capsys):
+    from fedbraid.cli import main
+
+    for command in ([], ["run"], ["sweep"], ["resume"], ["deploy", "node"]):
+        assert main([*command, "--help"]) == 0
+        assert "\\[" not in capsys.readouterr().out
+
+
+def test_an_interrupted_resume_says_where_the_run_stands(tmp_path, monkeypatch, capsys):
+    from fedbraid.cli import main
+    from fedbraid.data import tasks
+
+    place = tmp_path / "my run"
+    fb.simulate(
+        fb.tasks.load("digits", clients=10), fb.fedavg(), WORK, fb.rounds(9, clients=4), out=place,
+        callbacks=[type("Stop", (), {"step": lambda self, record, run: record["step"] == 5})()],
+    )  # fmt: skip
+
+    def interrupted(spec):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tasks, "reload", interrupted)
+    assert main(["resume", str(place)]) == 130
+    said = capsys.readouterr().err
+    assert f"interrupted at step 5. Resume with: fedbraid resume '{place}'" in said
+
+
+def test_the_first_seconds_of_a_command_are_not_silent(monkeypatch, capsys):
+    import sys
+
+    from fedbraid.cli.show import waiting
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with waiting("loading digits"):
+        assert capsys.readouterr().err.startswith("loading digits …")
+    assert capsys.readouterr().err == "\x1b[K"
+    with waiting("loading digits", hidden=True):
+        pass
+    assert capsys.readouterr().err == ""

@@ -24,7 +24,7 @@ from fedbraid.cli import (
     watch,
 )
 from fedbraid.cli.help import App
-from fedbraid.cli.show import complain
+from fedbraid.cli.show import complain, spell_out
 from fedbraid.errors import ConfigError, FedbraidError
 
 app = App(
@@ -71,11 +71,12 @@ def nothing(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for what the caller can mend, 130 after Ctrl-C."""
     try:
+        spell_out(sys.stdout, sys.stderr)
         given = list(sys.argv[1:] if arguments is None else arguments)
         _readable(given)
         return app(given, prog_name="fedbraid", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
-        complain("stopped")
+        complain("interrupted")
         return 130
     except FedbraidError as error:
         complain(str(error))

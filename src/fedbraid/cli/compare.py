@@ -16,7 +16,7 @@ from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.board import Board, CellBoard
 from fedbraid.cli.options import Metric
-from fedbraid.cli.show import Json, Quiet, complain, entry, give, suggest, table
+from fedbraid.cli.show import Json, Quiet, complain, entry, give, quoted, suggest, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds
 
@@ -93,7 +93,9 @@ def compare(
             result = comparing.resume(place, jobs=jobs, on_event=on_event)
     else:
         if (Path(task) / "run.json").exists():
-            raise ConfigError(f"{task} is a run, not a comparison; continue it with: fedbraid resume {task}")
+            raise ConfigError(
+                f"{task} is a run, not a comparison; resume it with: fedbraid resume {quoted(task)}"
+            )
         config = shared.base(task, sections)
         run = config["run"]
         who = [entry_of(config, text, paper_settings) for text in entries or []]
@@ -144,7 +146,7 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     if result.gains:
         table("what clients gain", *result.gained())
     entry("", result.verdict)
-    suggest("next", f"fedbraid report {result.out}")
+    suggest("next", f"fedbraid report {quoted(result.out)}")
 
 
 def entry_of(config: cfg.Config, text: str, paper_settings: bool = False) -> Entry:
@@ -200,5 +202,7 @@ class Stoppable:
         if self.board is not None:
             self.board.close()
         if kind is KeyboardInterrupt:
-            complain(f"stopped; what is done is kept. Continue with: fedbraid {self.command} {self.place}")
+            complain(
+                f"interrupted; finished runs are stored. Resume with: fedbraid {self.command} {quoted(self.place)}"
+            )
             raise typer.Exit(130) from None

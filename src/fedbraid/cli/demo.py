@@ -10,10 +10,9 @@ from fedbraid.cli.show import Json, Quiet, entry, give, suggest, table
 from fedbraid.run.formatting import best, format_bytes, format_seconds, format_share, rounds_to, until
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.work import Work
+    from fedbraid.run.progress import Screen
     from fedbraid.run.simulate import Result
 
 TARGET = 0.95
@@ -42,7 +41,9 @@ def demo(json: Json = False, quiet: Quiet = False) -> None:
     try:
         for name, (algorithm, work) in entries().items():
             callbacks = [] if screen is None else [_bar(name, screen)]
-            results[name] = simulate(task, algorithm, work, rounds(ROUNDS, clients=5), callbacks=callbacks)
+            results[name] = simulate(
+                task, algorithm, work, rounds(ROUNDS, clients=5), callbacks=callbacks, progress=False
+            )
     finally:
         if screen is not None:
             screen.stop()
@@ -82,17 +83,15 @@ def entries() -> dict[str, tuple[Algorithm, Work]]:
     }
 
 
-def _screen(hidden: bool) -> Progress | None:
+def _screen(hidden: bool) -> Screen | None:
     if hidden:
         return None
     from fedbraid.run.progress import display
 
-    screen = display()
-    screen.start()
-    return screen
+    return display()
 
 
-def _bar(name: str, screen: Progress) -> Any:
+def _bar(name: str, screen: Screen) -> Any:
     from fedbraid.run.progress import Bar
 
     return Bar(name, screen)

@@ -132,7 +132,13 @@ def native() -> Iterator[Finding]:
     def x(backend: str) -> Tensor:
         engine = f"in_process(backend={backend!r})"
         return simulate(
-            task, fedavg(), Work(lr=0.1), rounds(1, clients=2), engine=engine, evaluate_every=None
+            task,
+            fedavg(),
+            Work(lr=0.1),
+            rounds(1, clients=2),
+            engine=engine,
+            evaluate_every=None,
+            progress=False,
         ).x
 
     try:

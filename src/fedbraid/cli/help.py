@@ -19,11 +19,14 @@ class Command(typer.core.TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         width = ctx.make_formatter().width
-        return "\n".join(folded(line, width) for line in super().get_help(ctx).split("\n"))
+        return "\n".join(folded(line, width) for line in _unescaped(super().get_help(ctx)).split("\n"))
 
 
 class Commands(typer.core.TyperGroup):
-    """Lists every command with its whole first sentence."""
+    """Lists every command with its complete first sentence."""
+
+    def get_help(self, ctx: Any) -> str:
+        return _unescaped(super().get_help(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -40,6 +43,11 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **more: Any) -> Callable[[F], F]:
         return super().command(name, cls=Command, **more)
+
+
+def _unescaped(text: str) -> str:
+    """Without the backslashes that typer 0.20 puts before brackets, for a markup that is off here."""
+    return text.replace("\\[", "[")
 
 
 def folded(line: str, width: int) -> str:

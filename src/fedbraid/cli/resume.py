@@ -10,7 +10,7 @@ import typer
 
 from fedbraid.cli.options import AcceptOtherBits, KeepGoing
 from fedbraid.cli.run import Asked, keep
-from fedbraid.cli.show import Json, Quiet
+from fedbraid.cli.show import Json, Quiet, waiting
 from fedbraid.core.check import number
 from fedbraid.errors import unknown
 
@@ -59,8 +59,9 @@ def resume(
       fedbraid resume runs/mnist-fedavg-1 --track none --json
       fedbraid resume runs/mnist-fedavg-1 --target 0.99
     """
-    from fedbraid.run.checkpoint import Folder
-    from fedbraid.run.simulate import resume as resume_run
+    with waiting(f"loading {run}", json or quiet):
+        from fedbraid.run.checkpoint import Folder
+        from fedbraid.run.simulate import resume as resume_run
 
     Folder(run).config()  # a folder that holds no run is refused first
     before = Asked.of(run)
@@ -74,6 +75,7 @@ def resume(
         return resume_run(
             run,
             callbacks=[*callbacks, *watching],
+            progress=False,
             ignore_divergence=ignore_divergence or None,
             allow_numeric_changes=allow_numeric_changes,
         )

@@ -15,7 +15,7 @@ import typer
 import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
-from fedbraid.cli.show import Json, Quiet, complain, facts, give
+from fedbraid.cli.show import Json, Quiet, complain, facts, give, quoted, waiting
 from fedbraid.errors import ConfigError, RunError, unknown
 from fedbraid.run.formatting import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
 
@@ -140,7 +140,8 @@ def run(
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
-    made = cfg.prepare(whole)
+    with waiting(f"loading {whole['task']['name']}", json or quiet):
+        made = cfg.prepare(whole)
     if not json and not quiet and (said := cfg.paper_settings(made.algorithm, whole["work"])) is not None:
         print(said)
     asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric))
@@ -154,7 +155,7 @@ def _metric(task: Task, name: str | None) -> str:
     """What a run goes by: the accuracy, the loss, a metric of the task, or one of these by client or of own models."""
     known = [*task.measures, "train_loss"]
     name = name or known[0]
-    if name.removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_own") not in known:
+    if name.removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_personal") not in known:
         raise unknown("metric", name, known)
     return name
 
@@ -178,7 +179,14 @@ def _simulate(made: cfg.Prepared, place: Path, callbacks: list[Any]) -> Result:
     from fedbraid.run.simulate import simulate
 
     return simulate(
-        made.task, made.algorithm, made.work, made.schedule, out=place, callbacks=callbacks, **made.options
+        made.task,
+        made.algorithm,
+        made.work,
+        made.schedule,
+        out=place,
+        callbacks=callbacks,
+        progress=False,
+        **made.options,
     )
 
 
@@ -284,12 +292,14 @@ def _noted(path: Path, remedy: str, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Steps:
-    """Remembers how far a run has come."""
+    """Says that a run has begun, and stores how many steps it has made."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun: Callable[[], None]) -> None:
+        self.begun = begun
         self.done: int | None = None
 
     def start(self, run: Run) -> None:
+        self.begun()
         self.done = run.state.t
 
     def step(self, record: Record, run: Run) -> None:
@@ -298,10 +308,11 @@ class Steps:
 
 def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[Any]], Result]) -> None:
     """Run, show how it goes and what came of it, or how to continue after Ctrl-C."""
-    seen = Steps()
-    callbacks: list[Any] = [seen]
     begun = time.monotonic()
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as before:
+        before.enter_context(waiting("preparing the run", json or quiet))
+        seen = Steps(before.close)
+        callbacks: list[Any] = [seen]
         if not (json or quiet):
             from fedbraid.run.progress import Bar
 
@@ -311,6 +322,7 @@ def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[
         try:
             result = go(callbacks)
         except KeyboardInterrupt:
+            before.close()
             stack.close()
             complain(_stopped(place, seen.done))
             raise typer.Exit(130) from None
@@ -319,9 +331,13 @@ def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[
 
 def _stopped(place: Path, done: int | None) -> str:
     if not (place / "run.json").exists():
-        return "stopped before the run began; nothing was written"
-    near = "before the first step" if not done else f"near step {done}"
-    return f"stopped {near}; what was committed is kept. Continue with: fedbraid resume {place}"
+        return "interrupted before the run began; nothing was written"
+    if done is None:  # while it loaded
+        from fedbraid.run.checkpoint import Folder
+
+        done = max((record["step"] for record in Folder(place).records()), default=0)
+    at = f"at step {done}" if done else "before the first step"
+    return f"interrupted {at}. Resume with: fedbraid resume {quoted(place)}"
 
 
 def _show(result: Result, target: float | None, seconds: float, json: bool, quiet: bool) -> None:

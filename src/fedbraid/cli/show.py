@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +21,48 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, an
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no table.")]
 
 
+ASCII = {
+    "─": "-", "━": "=", "–": "-", "…": "...", "±": "+/-", "×": "x", "·": "-", "•": "*", "↑": "up", "↓": "down", "→": "->",
+    "✓": "yes", "✗": "no", "ε": "epsilon", "δ": "delta", "≥": ">=", "≤": "<=", "‘": "'", "’": "'", "“": '"', "”": '"',
+    "░": ".", "▒": ":", "▓": "#", "█": "@", "\xa0": " ",
+}  # fmt: skip
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(ASCII.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+def spell_out(*streams: Any) -> None:
+    """Have streams that cannot show a sign, such as "─" on a terminal that is not UTF-8, show its ASCII spelling."""
+    codecs.register_error("fedbraid", _spelled)
+    for stream in streams:
+        encoding = (getattr(stream, "encoding", None) or "").replace("-", "").lower()
+        if encoding != "utf8" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="fedbraid")
+
+
 def complain(message: str) -> None:
     """One sentence on stderr."""
     print(f"fedbraid: {' '.join(message.split())}", file=sys.stderr)
+
+
+def quoted(path: object) -> str:
+    """A path as a shell reads it."""
+    return shlex.quote(str(path))
+
+
+@contextmanager
+def waiting(what: str, hidden: bool = False) -> Iterator[None]:
+    """Say on a terminal what a command is doing before it can show anything else; the line goes when that is done."""
+    shown = not hidden and sys.stderr.isatty()
+    if shown:
+        print(f"{what} …", end="\r", file=sys.stderr, flush=True)  # a warning is written over it
+    try:
+        yield
+    finally:
+        if shown:
+            print("\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def give(result: Any) -> None:

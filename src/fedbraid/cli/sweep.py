@@ -15,7 +15,7 @@ from fedbraid.cli import shared
 from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.options import Metric
-from fedbraid.cli.show import Json, Quiet, give, suggest, table
+from fedbraid.cli.show import Json, Quiet, give, quoted, suggest, table
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds, format_share
@@ -183,7 +183,7 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         order=[len(best.settings) + 1, *range(len(best.settings) + 1), len(best.settings) + 2],
     )  # fmt: skip
     suggest("best", command)
-    suggest("saved", f"fedbraid run {place}")
+    suggest("saved", f"fedbraid run {quoted(place)}")
 
 
 def _short(value: Any) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import os
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbraid.algorithms.lora import how
 from fedbraid.run.formatting import format_bytes, format_seconds, format_share
@@ -11,109 +14,245 @@ from fedbraid.run.noise_outlook import outlook
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from fedbraid.run.checkpoint import Record
     from fedbraid.run.simulate import Result, Run
 
+_PROCESS = os.getpid()  # forked workers have another and draw nothing
+
+
+class Screen(Protocol):
+    """Where bars are drawn: a terminal or a notebook's cell."""
+
+    every: float  # seconds between two drawings
+    disabled: bool
+
+    def add(self, title: str, total: int, done: int) -> int: ...
+
+    def show(self, bar: int, done: int, facts: list[str], finished: bool = False) -> None:
+        """Draw; `facts` are from the most to the least important."""
+
+    def say(self, text: str) -> None: ...
+
+    def stop(self) -> None: ...
+
 
 class Bar:
-    """A callback for `simulate(callbacks=[...])`; `progress=True` adds one. Silent when not a terminal.
+    """A callback for `simulate(callbacks=[...])`, which `progress=True` adds. Silent in pipes.
 
-    Several runs may share one display: give each a bar with the same `progress`.
+    Several runs may share one screen: give each a bar with the same one.
     """
 
-    EVERY = 0.1  # seconds between two drawings
-
-    def __init__(
-        self, title: str = "", progress: Progress | None = None, console: Console | None = None
-    ) -> None:
-        self.title, self.shared = title, progress is not None
-        self.progress = progress if progress is not None else display(console)
-        self.task: Any = None
+    def __init__(self, title: str = "", screen: Screen | None = None, console: Console | None = None) -> None:
+        self.title, self.shared = title, screen is not None
+        self.screen = screen or display(console)
+        self.bar = 0
         self.up = self.down = self.drawn = 0.0
         self.accuracy: float | None = None
         self.epsilon: float | None = None  # what a private run has spent
-        self.own: dict[str, float] = {}  # the task's own metrics
+        self.custom: dict[str, float] = {}  # the task's custom metrics
 
     def start(self, run: Run) -> None:
         title = self.title or (run.setup.algorithm.name or "run").split("(")[0]
-        self.task = self.progress.add_task(title, total=run.schedule.steps, completed=run.state.t, facts="")
-        adapters = how(run.setup.task.layout, run.setup.algorithm)
-        if adapters is not None and not (self.shared or self.progress.disable):
-            self.progress.console.print(f"LoRA: {adapters}", highlight=False)
-        foreseen = outlook(
-            run.setup.algorithm, run.schedule.steps, run.setup.cohort, run.setup.task.layout.size
-        )
-        if foreseen is not None and not (foreseen.is_weak or self.shared or self.progress.disable):
-            self.progress.console.print(str(foreseen), highlight=False)  # weak ones are warned of
-        self.own = dict.fromkeys(run.setup.task.metrics, float("nan"))
-        self._remember(run)
-        if not self.shared:
-            self.progress.start()
-            self.progress.console.show_cursor(True)  # whatever ends the run, the terminal stays usable
-
-    def _remember(self, run: Run) -> None:
-        """What steps before a resume came to."""
+        if not (self.shared or self.screen.disabled):
+            self._foretell(run)
+        self.bar = self.screen.add(title, run.schedule.steps, run.state.t)
+        self.custom = dict.fromkeys(run.setup.task.metrics, float("nan"))
         for record in run.folder.records() if run.folder is not None and run.state.t else ():
-            self._add(record)
+            self._add(record)  # steps before a resume
+
+    def _foretell(self, run: Run) -> None:
+        """Say how adapters are averaged, and how private noise compares with updates."""
+        layout, algorithm = run.setup.task.layout, run.setup.algorithm
+        if (adapters := how(layout, algorithm)) is not None:
+            self.screen.say(f"LoRA: {adapters}")
+        foreseen = outlook(algorithm, run.schedule.steps, run.setup.cohort, layout.size)
+        if foreseen is not None and not foreseen.is_weak:  # weak ones are warned of
+            self.screen.say(str(foreseen))
 
     def step(self, record: Record, run: Run) -> None:
         self._add(record)
         now = time.monotonic()
-        if now - self.drawn < self.EVERY and record["step"] < run.schedule.steps:
+        if now - self.drawn < self.screen.every and record["step"] < run.schedule.steps:
             return
         self.drawn = now
-        self.progress.update(self.task, completed=record["step"], facts=self._facts())
-        self.progress.refresh()
+        self.screen.show(self.bar, record["step"], self._facts())
 
     def _add(self, record: Record) -> None:
         self.up += record["bytes_up"]
         self.down += record["bytes_down"]
         self.accuracy = record.get("accuracy", self.accuracy)
         self.epsilon = record.get("epsilon", self.epsilon)
-        self.own = {name: record.get(name, value) for name, value in self.own.items()}
+        self.custom = {name: record.get(name, value) for name, value in self.custom.items()}
 
-    def _facts(self) -> str:
-        own = "".join(f"  {name} {value:.3f}" for name, value in self.own.items())
-        own += "" if self.epsilon is None else f"  ε {self.epsilon:.2f}"
-        return f"{format_share(self.accuracy)}{own}  ↑ {format_bytes(self.up)}  ↓ {format_bytes(self.down)}"
+    def _facts(self) -> list[str]:
+        facts = [format_share(self.accuracy)]
+        facts += [f"{name} {value:.3f}" for name, value in self.custom.items()]
+        facts += [] if self.epsilon is None else [f"ε {self.epsilon:.2f}"]
+        return [*facts, f"↑ {format_bytes(self.up)}", f"↓ {format_bytes(self.down)}"]
 
     def end(self, result: Result) -> None:
-        self.progress.update(self.task, completed=result.state.t, facts=self._facts())
-        self.progress.refresh()
+        self.screen.show(self.bar, result.state.t, self._facts(), finished=True)
         if not self.shared:
-            self.progress.stop()
+            self.screen.stop()
 
     def close(self) -> None:
-        """Stop drawing, also when a run did not come to its end."""
+        """Stop drawing, also when a run did not reach its end."""
+        self.screen.stop()
+
+
+def in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def is_watched() -> bool:
+    """Whether a bar belongs there unasked: in a terminal or a notebook, but not in pipes or worker processes."""
+    return os.getpid() == _PROCESS and (in_notebook() or sys.stderr.isatty())
+
+
+def display(console: Console | None = None) -> Screen:
+    """A screen for bars, which draws when told to and starts no thread."""
+    return Cell() if console is None and in_notebook() else Terminal(console)
+
+
+# Notebooks ------------------------------------------------------------------------------------------
+
+
+class Cell:
+    """Bars under a notebook's cell, one line each, gone when the run has ended."""
+
+    every = 0.25
+    disabled = False
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.bars: list[tuple[str, int, int, float]] = []  # title, total, done at the start, begun
+        self.shown: Any = None
+
+    def add(self, title: str, total: int, done: int) -> int:
+        self.bars.append((title, total, done, time.monotonic()))
+        self.lines.append("")
+        self.show(len(self.bars) - 1, done, [])
+        return len(self.bars) - 1
+
+    def show(self, bar: int, done: int, facts: list[str], finished: bool = False) -> None:
+        title, total, first, begun = self.bars[bar]
+        took = time.monotonic() - begun
+        left = took * (total - done) / (done - first) if done > first else None
+        clock = (
+            f"took {format_seconds(took)}"
+            if finished
+            else ""
+            if left is None
+            else f"{format_seconds(left)} left"
+        )
+        said = html.escape("  ".join([title, f"{done}/{total}", *facts, clock]))
+        self.lines[bar] = f"<div><progress value='{done}' max='{total}'></progress> <code>{said}</code></div>"
+        self._draw("".join(self.lines))
+
+    def say(self, text: str) -> None:
+        self.lines.append(f"<div>{html.escape(text)}</div>")
+        self.bars.append(("", 0, 0, 0.0))
+
+    def stop(self) -> None:
+        if self.shown is not None:
+            self._draw("")
+
+    def _draw(self, text: str) -> None:
+        from IPython import display as ipython
+
+        page: Any = ipython
+
+        if self.shown is None:
+            self.shown = page.display(page.HTML(text), display_id=True)
+        else:
+            self.shown.update(page.HTML(text))
+
+
+# Terminals ------------------------------------------------------------------------------------------
+
+BARS = (24, 10)  # how wide the bar may be, the widest that leaves room for all else
+TITLE = 8  # to which a long title may be cut
+
+
+class Terminal:
+    """Bars on stderr, one line each however narrow the terminal; nothing where it is not a terminal."""
+
+    every = 0.1
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.console = console or Console(stderr=True)
+        self.disabled = not self.console.is_terminal
+        self.progress = Progress(
+            _line(self), console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+            disable=self.disabled,
+        )  # fmt: skip
+
+    def add(self, title: str, total: int, done: int) -> int:
+        bar = self.progress.add_task(title, total=total, completed=done, facts=[])
+        self.progress.start()
+        self.console.show_cursor(True)  # whatever ends the run, the terminal stays usable
+        return bar
+
+    def show(self, bar: int, done: int, facts: list[str], finished: bool = False) -> None:
+        from rich.progress import TaskID
+
+        self.progress.update(TaskID(bar), completed=done, facts=facts)
+        self.progress.refresh()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def stop(self) -> None:
+        for task in self.progress.tasks:
+            if not task.finished:
+                self.progress.stop_task(task.id)  # an interrupted run has no time left
         self.progress.stop()
 
 
-def display(console: Console | None = None) -> Progress:
-    """The columns of a bar; it draws when told to and starts no thread."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    console = console or Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description:<12}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"),
-        _time_left(), console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
-        disable=not console.is_terminal,
-    )  # fmt: skip
-
-
-def _time_left() -> Any:
+def _line(screen: Terminal) -> Any:
+    """A column of whole lines, which leaves out what does not fit: bytes first, never the count or the time."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
-    class TimeLeft(ProgressColumn):
-        """Time left while it runs, time taken when it is done."""
-
+    class Line(ProgressColumn):
         def render(self, task: Any) -> Text:
-            if task.finished:
-                return Text(f"took {format_seconds(task.finished_time or 0.0)}")
-            left = task.time_remaining
-            return Text("" if left is None else f"{format_seconds(left)} left")
+            titles = max(12, *(len(t.description) for t in screen.progress.tasks))
+            title = f"{task.description:<{titles}}"
+            count = f"{task.completed}/{task.total}".rjust(2 * len(str(task.total)) + 1)
+            clock = _clock(task)
+            known = task.fields["facts"]
+            for facts in (known[:n] for n in range(len(known), min(1, len(known)) - 1, -1)):
+                for wide in BARS:
+                    line = _assembled(title, wide, task, [count, *facts, clock])
+                    if line.cell_len <= screen.console.width:
+                        return line
+            rest = [count, *known[:1], clock]
+            room = screen.console.width - len("  ".join(filter(None, rest))) - 1
+            return _assembled(_cut(title.strip(), max(TITLE, room)), 0, task, rest)
 
-    return TimeLeft()
+    def _assembled(title: str, wide: int, task: Any, rest: list[str]) -> Text:
+        done = round(wide * task.completed / task.total) if task.total else wide
+        style = "bar.finished" if task.finished else "bar.complete"
+        bar: list[Any] = [("━" * done, style), ("━" * (wide - done), "bar.back"), " "] if wide else []
+        return Text.assemble(title, " ", *bar, "  ".join(filter(None, rest)), no_wrap=True)
+
+    return Line()
+
+
+def _clock(task: Any) -> str:
+    """Time left while it runs, time taken when it has finished, nothing where it was stopped."""
+    if task.finished:
+        return f"took {format_seconds(task.finished_time or 0.0)}"
+    left = None if task.stop_time is not None else task.time_remaining
+    return "" if left is None else f"{format_seconds(left)} left"
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"

@@ -44,6 +44,7 @@ from fedbraid.run.database import Database
 from fedbraid.run.evaluate import Evaluates, Models, evaluate_model, per_client
 from fedbraid.run.history import History
 from fedbraid.run.noise_outlook import naming_noise, outlook, privacy_of, promise
+from fedbraid.run.progress import Bar, is_watched
 from fedbraid.run.simulated_source import SimulatedSource, StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance
@@ -399,7 +400,7 @@ def simulate(
     engine: str | Engine = "auto",
     out: str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
-    progress: bool = False,
+    progress: bool | None = None,
     evaluate_every: int | None = 1,
     evaluate_on: str = "test",
     callbacks: Sequence[Any] = (),
@@ -412,9 +413,10 @@ def simulate(
     """Train a task with an algorithm and return what came of it.
 
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
-    `evaluate_every=None` skips evaluation. `store` says where per-client rows live: "memory", "disk",
-    or "auto", by size. `layers=True` records how far each layer moved. `checkpoint_every` commits less
-    often. A model that grows beyond reason ends the run unless `keep_going`. `accept_other_bits` continues a folder where torch, processor or compiler are others than before.
+    `evaluate_every=None` skips evaluation. `progress` draws a bar; by default it does in terminals and notebooks, not
+    in pipes. `client_state_storage` is "memory", "disk", or "auto", by size. `log_layer_norms=True` records how far each
+    layer moved. `checkpoint_every` commits less often. A run that diverges ends unless `ignore_divergence`.
+    `allow_numeric_changes` continues a folder although torch, CPU or compiler changed.
     """
     _check(task, algorithm, work, schedule)
     assert work is not None
@@ -427,9 +429,7 @@ def simulate(
         raise ConfigError(
             "evaluate_on='clients' needs a test share per client; give client_tests=, natural ids or load(…, test_shares=True)"
         )
-    if progress:
-        from fedbraid.run.progress import Bar
-
+    if progress is True or (progress is None and is_watched()):
         callbacks = [*callbacks, Bar()]
     options = Options(
         evaluate_every,
@@ -516,7 +516,7 @@ def resume(
     task: Task | None = None,
     algorithm: Algorithm | None = None,
     schedule: Schedule | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     callbacks: Sequence[Any] = (),
     ignore_divergence: bool | None = None,
     allow_numeric_changes: bool = False,

@@ -400,7 +400,7 @@ def test_toml(call: Call) -> None:
         ("[task]", "task = 3\n[rest]", "write a section [task]"),
         ("batch = 5", "batch = ", "is not TOML"),
         ('"label_chunks(2)"', '"label_chunk(2)"', "did you mean 'label_chunks'"),
-        ("seed = 7", "seed = 7\nlayers = 3\nstore = 'tape'", "store='tape' is not known"),
+        ("seed = 7", "seed = 7\nclient_state_storage = 'tape'", "client_state_storage='tape' is not known"),
     ],
 )
 def test_toml_is_checked(old: str, new: str, said: str, call: Call) -> None:

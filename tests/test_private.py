@@ -571,6 +571,8 @@ def test_cost_says_noise_epsilon_and_the_rounds_that_a_budget_buys(capsys):
             "100",
             "--per-round",
             "10",
+            "--sampling",
+            "poisson",
             "--json",
             *more,
         ]
@@ -615,7 +617,7 @@ def test_report_and_trackers_carry_what_was_spent(blobs, tmp_path):
     found = collect([tmp_path / "run"])
     (group,) = (data := describe(found))["groups"]
     last = found.groups[0].runs[0].records[-1]
-    assert group["settings"]["privacy"] == f"ε = {last['epsilon']:.4g}"
+    assert group["settings"]["privacy"].startswith(f"ε = {last['epsilon']:.4g}, δ = 1e-05")
     assert group["curves"]["epsilon"]["mean"][-1] == pytest.approx(last["epsilon"])
     assert f"{last['epsilon']:.4g}" in render(data)
     assert str(last["epsilon"]) in as_csv(found)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXTRAS = {
     "data": ("pyarrow", "PIL"), "hub": ("datasets",), "hf": ("transformers", "peft"), "plot": ("matplotlib",), "sweep": ("optuna",),
     "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",), "onnx": ("onnx",),
-    "frames": ("pandas", "polars"), "privacy": ("dp_accounting",), "ray": ("ray",), "flower": ("flwr",), "browser": ("playwright",),
+    "frames": ("pandas", "polars"), "privacy": ("dp_accounting",), "ray": ("ray",), "flower": ("flwr",), "nats": ("nats", "nkeys"), "browser": ("playwright",),
 }  # fmt: skip
 MARKS = {"ok": "✓", "missing": "–", "wrong": "✗"}
 

@@ -33,3 +33,23 @@ def no_normals(keys: NDArray[np.uint64], count: int) -> NDArray[np.float32] | No
 
 
 normals: Callable[[NDArray[np.uint64], int], NDArray[np.float32] | None] = no_normals
+
+
+def no_products(a: Tensor, b: Tensor | None) -> Tensor | None:
+    """Nothing compiled."""
+    return None
+
+
+def no_combined(weights: Tensor, v: Tensor) -> Tensor | None:
+    """Nothing compiled."""
+    return None
+
+
+def no_trimmed(v: Tensor, f: int) -> Tensor | None:
+    """Nothing compiled."""
+    return None
+
+
+products: Callable[[Tensor, Tensor | None], Tensor | None] = no_products
+combined: Callable[[Tensor, Tensor], Tensor | None] = no_combined
+trimmed: Callable[[Tensor, int], Tensor | None] = no_trimmed

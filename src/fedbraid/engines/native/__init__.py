@@ -28,7 +28,7 @@ from fedbraid.data.call import by_signature
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
 from fedbraid.engines.autograd import TorchGradient
-from fedbraid.engines.native import normals, swap
+from fedbraid.engines.native import normals, robust, swap
 from fedbraid.engines.native.build import (
     FLAGS,
     NativeUnavailable,
@@ -48,6 +48,7 @@ R = TypeVar("R")
 
 swap.hang_in()
 normals.hang_in()
+robust.hang_in()
 
 ROOM = 64  # samples of a client that a library has room for at first, where they depend on each other
 

@@ -189,7 +189,7 @@ def test_the_best_is_a_command_and_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["digits", "fedavg"], "nothing to search"),
+        (["digits", "local_only"], "nothing to search"),
         (["digits", "lr=[1]"], "sweep what?"),
         (["digits", "fedavg", "lr"], "not of the form key=space"),
         (["digits", "fedavg", "lr=0.1"], "is one value, not a space"),

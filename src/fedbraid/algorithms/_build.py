@@ -12,6 +12,7 @@ import numpy as np
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
+from fedbraid.core.search_space import CLIENT_RATE, IntRange, Range, Space, log
 from fedbraid.errors import ConfigError
 
 P = ParamSpec("P")
@@ -20,6 +21,29 @@ PLAIN = {"momentum": 0.0}  # work of papers whose clients take plain steps
 
 BUILDERS: dict[str, Callable[..., Algorithm]] = {}  # by name, as the command line knows them
 WRAPPERS: dict[str, Callable[..., Algorithm]] = {}  # those that take an algorithm
+
+
+SPACES: dict[str, Space] = {}  # by name, what to search, under the keys of `sweep`
+
+SERVER_RATE = log(0.3, 3.0)  # of steps along the average
+ADAPTIVE_RATE = log(0.003, 0.1)  # of Adam and its like
+BUFFER = IntRange(2, 32, log=True)  # uploads for an asynchronous step
+
+
+def searched(
+    schedule: Space | None = None, **keywords: Range
+) -> Callable[[Callable[P, Algorithm]], Callable[P, Algorithm]]:
+    """Declare the few settings that matter to a builder, with their ranges; the clients' rate is one of all."""
+
+    def declare(make: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
+        SPACES[make.__name__] = {
+            "lr": CLIENT_RATE,
+            **{f"algorithm.{name}": what for name, what in keywords.items()},
+            **{f"schedule.{name}": what for name, what in (schedule or {}).items()},
+        }
+        return make
+
+    return declare
 
 
 def builder(make: Callable[P, Algorithm]) -> Callable[P, Algorithm]:

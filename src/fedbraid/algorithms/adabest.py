@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.search_space import log, uniform
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.core.vector_spec import Download, Upload
 
@@ -106,6 +107,7 @@ class MeanSamples(Transform):
 
 
 @builder
+@searched(mu=log(0.001, 0.2), beta=uniform(0.5, 0.98))
 def adabest(mu: float = 0.02, beta: float = 0.9, weights: str = "samples") -> Algorithm:
     """AdaBest: adaptive bias estimates on clients (mu) and server (beta); weights may be "progressive"."""
     if weights == "progressive":

@@ -8,7 +8,7 @@ such as at 1, where FedGBO's authors start their baselines.
 
 from __future__ import annotations
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import ADAPTIVE_RATE, PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean
@@ -32,6 +32,7 @@ def _stepped(optimizer: Adam, lr: float, weights: str, *more: Transform) -> Algo
 
 
 @builder
+@searched(lr=ADAPTIVE_RATE)
 def fedadagrad(
     lr: float = 0.01,
     beta1: float = 0.0,
@@ -46,6 +47,7 @@ def fedadagrad(
 
 
 @builder
+@searched(lr=ADAPTIVE_RATE)
 def fedadam(
     lr: float = 0.01,
     beta1: float = 0.9,
@@ -60,6 +62,7 @@ def fedadam(
 
 
 @builder
+@searched(lr=ADAPTIVE_RATE)
 def fedyogi(
     lr: float = 0.01,
     beta1: float = 0.9,
@@ -74,6 +77,7 @@ def fedyogi(
 
 
 @builder
+@searched(lr=ADAPTIVE_RATE)
 def fedadabelief(
     lr: float = 0.01,
     beta1: float = 0.9,
@@ -88,6 +92,7 @@ def fedadabelief(
 
 
 @builder
+@searched(lr=ADAPTIVE_RATE)
 def fedlamb(
     lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, variant: str = "corrected",
     v0: float | None = None, layerwise: bool = True, weights: str = "samples",

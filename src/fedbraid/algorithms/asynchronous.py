@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import ADAPTIVE_RATE, BUFFER, PLAIN, SERVER_RATE, builder, searched
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
@@ -21,6 +21,7 @@ from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 
 
 @builder
+@searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
 def ca2fl(lr: float = 1.0) -> Algorithm:
     """CA²FL: FedVARP's memory under a buffer: h̄ + mean_B(Δ_i − h_i), then h_i ← Δ_i."""
     return Algorithm(gather=Varp("uniform"), server=pipeline(Scale(lr)), work=PLAIN)
@@ -90,6 +91,7 @@ def _with_dates(table: UpdateTable, dates: dict[int, int]) -> DatedUpdates:
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def ace(limit: int | None = None, lr: float = 1.0) -> Algorithm:
     """ACE: the mean of everybody's last update at every arrival (`fb.immediate`); with a limit ACED, which leaves out old ones."""
     gather = Mifa("uniform") if limit is None else RecentMifa("uniform", limit=limit)
@@ -134,6 +136,7 @@ class CautiousScale(Scale):
 
 
 @builder
+@searched(lr=ADAPTIVE_RATE, schedule={"buffer": BUFFER})
 def fadas(
     lr: float = 0.01, limit: int | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-8
 ) -> Algorithm:

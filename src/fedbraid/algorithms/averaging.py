@@ -6,23 +6,26 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean, ServerContext, Tree, Uploads
 from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.search_space import log, uniform
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Upload
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def fedavg(lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedAvg: x ← x − lr · Σ p_i Δ_i."""
     return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)))
 
 
 @builder
+@searched(lr=SERVER_RATE, momentum=uniform(0.5, 0.95))
 def fedavgm(lr: float = 1.0, momentum: float = 0.9, weights: str = "samples") -> Algorithm:
     """FedAvg with server momentum: b ← momentum·b + G, x ← x − lr·b."""
     return Algorithm(
@@ -44,6 +47,7 @@ class Proximal(Rule):
 
 
 @builder
+@searched(mu=log(0.001, 1.0))
 def fedprox(mu: float = 0.01, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedProx: local steps along g + μ(y − x)."""
     return Algorithm(rule=Proximal(mu), gather=Mean(weights), server=pipeline(Scale(lr)))
@@ -81,6 +85,7 @@ class Normalised(Transform):
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def fednova(lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedNova: clients that take more steps do not pull harder; local momentum is accounted for."""
     return Algorithm(EffectiveSteps(), Mean(weights), pipeline(Normalised(), Scale(lr)))

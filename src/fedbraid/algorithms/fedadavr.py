@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import ADAPTIVE_RATE, builder, searched
 from fedbraid.algorithms.memory import ClientMemorySum, MemorySum, population_weight, with_memory
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import DeltaGather, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import SERVER, Optimize, Optimizer, TrustRatio, named
+from fedbraid.core.search_space import Categorical
 from fedbraid.core.transform import Scale
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 from fedbraid.errors import ConfigError, unknown
@@ -83,6 +84,7 @@ MEMORIES = {None: None, "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": co
 
 
 @builder
+@searched(optimizer=Categorical(("adam", "adabelief", "yogi", "lamb")), lr=ADAPTIVE_RATE)
 def fedadavr(
     optimizer: str = "adam", lr: float = 0.01, memory: str | None = None, normalise: str = "cohort",
     beta1: float | None = None, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0,

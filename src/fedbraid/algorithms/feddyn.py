@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.algorithms.scaffold import Total
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.search_space import log
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.core.vector_spec import Upload
 
@@ -64,6 +65,7 @@ class DynamicServer(Transform):
 
 
 @builder
+@searched(mu=log(0.001, 0.2))
 def feddyn(mu: float = 0.02, weights: str = "samples") -> Algorithm:
     """FedDyn: a dynamic regulariser of strength mu; needs to know the number of clients."""
     return Algorithm(DynamicRegulariser(mu), Mean(weights), pipeline(DynamicServer()), work=PLAIN)

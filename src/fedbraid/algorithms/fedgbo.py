@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import Adam, Optimizer, RMSProp, SGDm
 from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.search_space import Categorical
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Download, Upload
 from fedbraid.errors import ConfigError, unknown
@@ -134,6 +135,7 @@ def _optimizer(name: str, beta: float | None, beta1: float, beta2: float, eps: f
 
 
 @builder
+@searched(optimizer=Categorical(("sgdm", "rmsprop", "adam")))
 def fedgbo(
     optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
     v0: float = 1.0, weights: str = "uniform",
@@ -144,6 +146,7 @@ def fedgbo(
 
 
 @builder
+@searched(optimizer=Categorical(("sgdm", "rmsprop", "adam")))
 def mimelite(
     optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
     v0: float = 1.0, weights: str = "uniform",
@@ -154,6 +157,7 @@ def mimelite(
 
 
 @builder
+@searched(optimizer=Categorical(("sgdm", "rmsprop", "adam")))
 def mfl(
     optimizer: str = "sgdm", beta: float | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-3,
     v0: float = 1.0, weights: str = "uniform",

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.gather import Mean, ServerContext
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.search_space import IntRange, uniform
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import Download
 
@@ -72,6 +73,7 @@ class Trail(Transform):
 
 
 @builder
+@searched(tau=IntRange(2, 20), beta=uniform(0.5, 0.95))
 def ghbm(tau: int = 10, beta: float = 0.9, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """GHBM: momentum over as many rounds as it takes to hear of everybody, tau = N over a cohort; beta=0 is FedAvg."""
     return Algorithm(HeavyBall(beta), Mean(weights), pipeline(Scale(lr), Trail(tau)), work=PLAIN)

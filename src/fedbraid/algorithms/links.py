@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import builder, searched
 from fedbraid.algorithms.qafel import HiddenState
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean
 from fedbraid.core.link import PlainUplink
+from fedbraid.core.search_space import Categorical
 from fedbraid.core.transform import Scale, pipeline
 from fedbraid.links.error_feedback import ErrorFeedback
 
 
 @builder
+@searched(up=Categorical(("qsgd(4)", "qsgd(8)")), down=Categorical(("qsgd(4)", "qsgd(8)")))
 def with_codecs(a: Algorithm, up: Codec | None = None, down: Codec | None = None) -> Algorithm:
     """Any algorithm over other links; what wraps a link stays."""
     new_up = a.up if up is None else a.up.over(up)
@@ -34,12 +36,14 @@ def hidden_state(a: Algorithm) -> Algorithm:
 
 
 @builder
+@searched(codec=Categorical(("qsgd(2)", "qsgd(4)", "qsgd(8)")))
 def fedpaq(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """FedPAQ: FedAvg with quantised uploads."""
     return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=PlainUplink(codec))
 
 
 @builder
+@searched(codec=Categorical(("int4()", "topk(0.01)", "topk(0.1)")))
 def fedef(codec: Codec, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """Fed-EF: FedAvg with quantised uploads and error feedback."""
     return Algorithm(gather=Mean(weights), server=pipeline(Scale(lr)), up=ErrorFeedback(codec))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import builder
+from fedbraid.algorithms._build import SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Uploads, check_weights, fold
@@ -287,6 +287,7 @@ class ClusterVarp(DeltaGather):
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server", fade: float = 0.0) -> Algorithm:
     """FedVARP: SAGA over clients, with plain averaging steps; held="client" leaves each update with its client.
 
@@ -296,6 +297,7 @@ def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server", fad
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def mifa(lr: float = 1.0, weights: str = "samples", held: str = "server", fade: float = 0.0) -> Algorithm:
     """MIFA: the mean of every client's last update, over all clients seen so far; held="client" leaves it with them.
 

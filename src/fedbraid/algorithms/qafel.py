@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import BUFFER, PLAIN, SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean, Staleness, Sums, Tree, Uploads
@@ -33,6 +33,7 @@ from fedbraid.core.link import (
 )
 from fedbraid.core.optim import Momentum, Optimize
 from fedbraid.core.rule import Vectors
+from fedbraid.core.search_space import FloatRange
 from fedbraid.core.transform import Pipeline, Scale, pipeline
 from fedbraid.core.wire import FRAME_BYTES, pack_message, unpack_message
 from fedbraid.errors import ConfigError, Diverged, WireError
@@ -182,6 +183,7 @@ def _steps(lr: float, momentum: float) -> Pipeline:
 
 
 @builder
+@searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
 def fedbuff(
     lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform"
 ) -> Algorithm:
@@ -190,6 +192,7 @@ def fedbuff(
 
 
 @builder
+@searched(lr=FloatRange(0.1, 1.0, log=True))
 def fedasync(
     lr: float = 1.0,
     momentum: float = 0.0,
@@ -205,6 +208,7 @@ def fedasync(
 
 
 @builder
+@searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
 def qafel(
     lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", up: Codec | None = None, down: Codec | None = None,
     weights: str = "uniform",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.gather import Mean, ServerContext, Uploads
 from fedbraid.core.layout import Layout
@@ -77,6 +77,7 @@ class ControlVariate(Transform):
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def scaffold(lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """SCAFFOLD: control variates on clients and server; c stays the plain mean of all c_i."""
     return Algorithm(ControlVariates(), Mean(weights), pipeline(ControlVariate(), Scale(lr)), work=PLAIN)
@@ -139,6 +140,7 @@ class GlobalEstimate(Transform):
 
 
 @builder
+@searched(lr=SERVER_RATE)
 def scaffold_m(lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """SCAFFOLD/m: SCAFFOLD whose server takes its estimate from the averaged update, so nothing extra goes up."""
     return Algorithm(LocalEstimate(), Mean(weights), pipeline(GlobalEstimate(), Scale(lr)), work=PLAIN)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbraid.algorithms._build import PLAIN, builder
+from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.algorithms.scaffold import ControlVariate
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean, Uploads
 from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.search_space import log
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Upload
 
@@ -66,6 +67,7 @@ class AddBack(Transform):
 
 
 @builder
+@searched(alpha=log(0.05, 1.0))
 def scallion(alpha: float = 1.0, lr: float = 1.0, weights: str = "samples") -> Algorithm:
     """SCALLION: one vector up where SCAFFOLD sends two; the coarser the codec, the smaller alpha."""
     server = pipeline(AddBack(), ControlVariate(), Scale(lr))

@@ -33,6 +33,13 @@ Local = Annotated[
     bool,
     typer.Option("--local-only", help="Also train every client alone, and show what each gains over that."),
 ]
+Energy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROFILE",
+        help="Also show the energy that clients spend, by a device profile: phone-wifi, phone-lte or raspberry-pi-4.",
+    ),
+]
 Goal = Annotated[
     float | None, typer.Option(help="Also show what it took to reach this test accuracy, e.g. 0.95.")
 ]
@@ -59,6 +66,7 @@ def compare(
     out: Folder = None,
     paper_settings: o.OwnWork = False,
     local: Local = False,
+    energy: Energy = None,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -109,7 +117,7 @@ def compare(
         with Stoppable(place, board):
             result = comparing.compare(
                 loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
-                on_event=on_event, options=options, metric=metric, local=local,
+                on_event=on_event, options=options, metric=metric, local=local, energy=energy,
             )  # fmt: skip
         if not json and not quiet:
             for work, names in _works(who).items():
@@ -133,7 +141,7 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     from fedbraid.study.recipe import task_name
 
     head, rows = result.cells()
-    said = ["", result.metric, "ε", "up", "down", "rank", "seeds", "time", "FLOPs"]
+    said = ["", result.metric, "ε", "up", "down", "energy", "rank", "seeds", "time", "FLOPs"]
     said = [h for h in said if h in head]
     goal = [h for h in head if h not in said]  # what it took to reach the target
     order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]

@@ -12,6 +12,7 @@ import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import papers
+from fedbraid.cli.compare import Energy
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
@@ -68,6 +69,7 @@ def cost(
             " --per-round as its buffer; immediate with 1) [default: fixed]"
         ),
     ] = "fixed",
+    energy: Energy = None,
     paper: Annotated[
         str | None, typer.Option(help="Print a paper's tables beside ours: 'fedgbo' or 'fedadavr'.")
     ] = None,
@@ -99,6 +101,7 @@ def cost(
             "cost of what? Name a task or model and an algorithm, such as: fedbraid cost lenet5 fedadavr"
         )
     from fedbraid.study.cost import estimate
+    from fedbraid.study.energy import profile_of
 
     work = cfg.work_of(
         cfg.given(
@@ -114,6 +117,7 @@ def cost(
     shortcuts = cfg.given(clients=clients, partition=partition, model=model)
     module, sample, crowd, run, layout = _subject(what, shortcuts, samples, per_round)
     found = estimate(module, sample, made, work, crowd, run, layout)
+    joules = None if energy is None else found.energy(profile_of(energy), crowd)
     private = None
     if epsilon is None and noise is None:
         epsilon, noise, delta = _of_algorithm(made, delta)
@@ -133,11 +137,12 @@ def cost(
                 **asdict(found),
                 "bytes_up": found.bytes_up,
                 "bytes_down": found.bytes_down,
+                **({} if joules is None else {"energy": joules}),
                 **({} if private is None else {"privacy": {**asdict(private), "epsilon": private.epsilon}}),
             }
         )
     elif not quiet:
-        _show(made.name, found, crowd)
+        _show(made.name, found, crowd, joules)
         if private is not None:
             _show_privacy(private, crowd)
 
@@ -231,7 +236,8 @@ def _model(name: str, settings: dict[str, Any]) -> tuple[nn.Module, Tensor]:
     return module, torch.zeros(1, full.get("channels", 1), full.get("size", 28), full.get("size", 28))
 
 
-def _show(name: str, found: Cost, crowd: Federation) -> None:
+def _show(name: str, found: Cost, crowd: Federation, joules: dict[str, float] | None) -> None:
+    energy = {k: f"{v:.3g} J" for k, v in (joules or {}).items()}
     facts(
         {
             "algorithm": name,
@@ -240,6 +246,7 @@ def _show(name: str, found: Cost, crowd: Federation) -> None:
             "up per round": _traffic(found.up, found.bytes_up, crowd.per_round),
             "down per round": _traffic(found.down, found.bytes_down, crowd.per_round),
             "client FLOPs per round": f"{format_count(found.flops)}, {found.steps:g} steps",
+            "client energy per round": ", ".join(f"{k} {v}" for k, v in energy.items()) or None,
             "client keeps": format_bytes(found.client_state),
             "server keeps": format_bytes(found.server_state),
         }

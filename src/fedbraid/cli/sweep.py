@@ -62,11 +62,12 @@ def sweep(
 
     A space is a list, or uniform(low, high), log(low, high) or integer(low, high), with a third number for how
     many points a grid takes. Keys are those of a file: lr, batch, algorithm.mu, schedule.buffer. The best
-    settings are printed as a command and saved as best.toml. Killed or stopped, the same command with the same
+    settings are printed as a command and saved as best.toml. Without any, the algorithm's own few are searched. Killed or stopped, the same command with the same
     --out, or `fedbraid sweep FOLDER`, goes on. Searching with "bayes" needs the extra sweep.
 
     \b
     Examples:
+      fedbraid sweep digits fedprox --trials 20
       fedbraid sweep digits fedavg 'lr=log(0.001, 1)' --trials 20
       fedbraid sweep digits fedprox 'lr=[0.01, 0.1]' 'algorithm.mu=log(0.001, 1, 4)' --method grid
       fedbraid sweep digits fedadavr 'algorithm.optimizer=[adam, lamb]' 'algorithm.lr=log(0.001, 0.1)' --seeds 3
@@ -83,7 +84,7 @@ def sweep(
             raise ConfigError(f"{task} says itself what is searched; leave out {' '.join(what)}")
         place, known = Path(task), Folder(task).read_json(searching.FILE)
         try:
-            config, words = known["config"], known["words"]
+            config, words, given = known["config"], known["words"], known["given"]
             plan = searching.SweepConfig(**known["plan"])
         except (KeyError, TypeError) as error:
             raise ConfigError(
@@ -91,6 +92,7 @@ def sweep(
             ) from error
     else:
         config, words = shared.base(task, sections), list(what or [])
+        given = [*config["work"], *(f"schedule.{key}" for key in config["schedule"])]
         if words and "=" not in words[0].partition("(")[0]:
             config["algorithm"] = {"name": files.absolute(words.pop(0))}
         plan = searching.SweepConfig(method, trials, seeds, hold_out, prune, seed, metric)
@@ -101,7 +103,7 @@ def sweep(
         raise ConfigError(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"
         )
-    space = {key: parse_space(key, text) for key, text in map(_pair, words)}
+    space = {key: parse_space(key, text) for key, text in map(_pair, words)} or declared(config, given)
     board = (
         None if json or quiet else Board("trials", searching.trial_count(plan, space), metric or "accuracy")
     )
@@ -109,7 +111,7 @@ def sweep(
     with Stoppable(place, board, "sweep"):
         result = searching.sweep(
             cfg.task_of(config["task"]), lambda s: build(config, s), space, out=place, plan=plan, jobs=jobs,
-            on_event=board or ignore, options=options, note={"config": config, "words": words},
+            on_event=board or ignore, options=options, note={"config": config, "words": words, "given": given},
         )  # fmt: skip
     show(result, config, time.monotonic() - begun, json, quiet)
 
@@ -131,6 +133,15 @@ def changed_by(config: cfg.Config, settings: dict[str, Any]) -> cfg.Config:
     for key, value in settings.items():
         config = shared.override(config, key, value)
     return config
+
+
+def declared(config: cfg.Config, given: list[str]) -> dict[str, Range]:
+    """What the builder declares as worth a search, besides the settings that were given."""
+    from fedbraid.algorithms import SPACES
+
+    given = [*given, *(f"algorithm.{key}" for key in config["algorithm"])]
+    space = SPACES.get(str(config["algorithm"]["name"]).partition("(")[0], {})
+    return {key: what for key, what in space.items() if key not in given}
 
 
 def _pair(word: str) -> tuple[str, str]:

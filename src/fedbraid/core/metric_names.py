@@ -33,6 +33,7 @@ TAKEN = frozenset(  # what records hold besides the task's own metrics
         "staleness_max",
         "staleness_counts",
         "epsilon",
+        "energy",
         "clip",
         "predicted",
         "loss_clients",

@@ -17,7 +17,9 @@ AXES = {
     "bytes": "bytes up and down",
     "time": "simulated time",
     "flops": "FLOPs on clients",
+    "energy": "energy of clients",
 }
+UNITS = {"bytes": "B", "flops": "", "energy": "J"}
 TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "update_norm", "staleness")))
 
 
@@ -40,8 +42,8 @@ def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target
                 low, high = ([min(1.0, max(0.0, v)) for v in ends] for ends in (low, high))
             pane.fill_between(curve["x"][axis], low, high, color=style["color"], alpha=0.16, linewidth=0)
     pane.set(xlabel=AXES[axis], ylabel=TITLES.get(metric, metric))
-    if axis in ("bytes", "flops"):
-        pane.xaxis.set_major_formatter(EngFormatter(unit="B" if axis == "bytes" else ""))
+    if axis in UNITS:
+        pane.xaxis.set_major_formatter(EngFormatter(unit=UNITS[axis]))
     if metric == "accuracy":
         pane.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         pane.set_ylim(top=min(1.0, pane.get_ylim()[1]))

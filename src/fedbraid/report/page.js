@@ -1,7 +1,7 @@
 "use strict";
 (() => {
-  const AXES = { step: "Rounds", bytes: "Bytes", time: "Time", flops: "FLOPs" };
-  const AXIS_TITLES = { step: "server steps", bytes: "bytes up and down", time: "simulated time", flops: "FLOPs on clients" };
+  const AXES = { step: "Rounds", bytes: "Bytes", time: "Time", flops: "FLOPs", energy: "Energy" };
+  const AXIS_TITLES = { step: "server steps", bytes: "bytes up and down", time: "simulated time", flops: "FLOPs on clients", energy: "energy of clients, joules" };
   const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", update_norm: "Drift", staleness: "Staleness", epsilon: "Privacy spent, ε" };
   const BANDS = { interval: "95 % interval", range: "Min to max", none: "No bands" };
   const $ = (id) => document.getElementById(id);
@@ -174,6 +174,7 @@
       ["Down", (r) => maybe(r.bytes_down, bytes), true],
       ["FLOPs", (r) => maybe(r.flops, count), data.rows.some((r) => r.flops)],
       ["Time", (r) => maybe(r.time, plain), true],
+      ["Energy", (r) => maybe(r.energy, (v) => `${plain(+v.toPrecision(3))} J`), data.rows.some((r) => r.energy)],
     ].filter((column) => column[2]);
     $("results").replaceChildren(html("tr", null, html("th", null, ""), ...columns.map(([name]) => html("th", null, name))),
       ...data.rows.map((r, i) => line(r, i, columns.map(([, cell]) => cell(r)))));

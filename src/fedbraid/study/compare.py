@@ -40,6 +40,7 @@ from fedbraid.study.campaign import (
     claim,
     ignore,
 )
+from fedbraid.study.energy import DeviceProfile, EnergyMeter, profile_of
 from fedbraid.workers import Ask, Failure
 
 FILE = "compare.json"
@@ -87,12 +88,17 @@ class Comparison:
         }
 
     @property
+    def _metered(self) -> bool:
+        return any(r["energy"] is not None for r in self.rows)
+
+    @property
     def _private(self) -> bool:
         return any(r["epsilon"] is not None for r in self.rows)
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the table, as text."""
         head = ["", self.metric, "rank", "seeds", "up", "down", "FLOPs", "time"]
+        head += ["energy"] if self._metered else []
         head += ["ε"] if self._private else []
         if self.target is not None:
             head += [f"{what} to {self.target:.0%}" for what in ("steps", "bytes", "FLOPs", "time")] + [
@@ -106,6 +112,7 @@ class Comparison:
             r["name"], shown(r["final"], self.metric), rank, _seeds(r), _bytes(r["bytes_up"]),
             _bytes(r["bytes_down"]), _count(r["flops"]), "–" if r["time"] is None else f"{r['time']:.4g}",
         ]  # fmt: skip
+        line += [_joules(r["energy"])] if self._metered else []
         line += ["–" if r["epsilon"] is None else f"{r['epsilon']:.3g}"] if self._private else []
         if self.target is not None:
             found = {axis: value.mean for axis, value in r["to_target"].items()}
@@ -116,7 +123,7 @@ class Comparison:
         return line
 
     def plot(self, metric: str | None = None, axis: str = "step") -> Any:
-        """A matplotlib figure of the curves and their intervals over "step", "bytes", "time" or "flops" (extra `plot`)."""
+        """A matplotlib figure of the curves and their intervals over "step", "bytes", "time", "flops" or "energy" (extra `plot`)."""
         from fedbraid.report.figure import figure
 
         key = metric or self.metric
@@ -189,6 +196,10 @@ def _count(count: float | None) -> str:
     return "–" if count is None else format_count(count)
 
 
+def _joules(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g} J"
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
@@ -228,6 +239,7 @@ def compare(
     options: Mapping[str, Any] | None = None,
     metric: str | None = None,
     local: bool = False,
+    energy: str | DeviceProfile | None = None,
 ) -> Comparison:
     """Run every entry with every seed, `jobs` at a time, and compare what came of them.
 
@@ -235,7 +247,8 @@ def compare(
     entry gives them over that, on their own test shares.
 
     `options` are those of `simulate`, such as `evaluate_every`. `metric` is what they are compared by, one of
-    the task's own or "loss"; unless given, the accuracy.
+    the task's own or "loss"; unless given, the accuracy. With the profile of a device as `energy`, records say what
+    their clients spent.
     """
     who = as_entries(entries, work, schedule) if isinstance(entries, Mapping) else list(entries)
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
@@ -249,7 +262,8 @@ def compare(
         who.append(Entry(LOCAL_ONLY, local_only(), who[0].work, who[0].schedule))
         given["evaluate_on"] = "clients"
     _check(who, numbers, target)
-    grid = Grid(Path(out), task, who, numbers, target, given, _metric(task, metric))
+    profile = None if energy is None else profile_of(energy)
+    grid = Grid(Path(out), task, who, numbers, target, given, _metric(task, metric), profile)
     grid.save()
     grid.run(jobs, on_event)
     return grid.result()
@@ -273,6 +287,7 @@ class Grid:
     target: float | None
     options: dict[str, Any]
     metric: str | None = None
+    energy: DeviceProfile | None = None
 
     @property
     def cells(self) -> list[Cell]:
@@ -287,6 +302,7 @@ class Grid:
             "seeds": self.seeds,
             "target": self.target,
             "metric": self.metric,
+            "energy": self.energy and repr(self.energy),
             "options": self.options,
             "entries": [
                 {
@@ -318,7 +334,10 @@ class Grid:
                 for e in known["entries"]
             ]
             task = tasks.reload(known["task"])
-            return cls(out, task, who, known["seeds"], known["target"], known["options"], known.get("metric"))
+            energy = profile_of(known["energy"]) if known.get("energy") else None
+            return cls(
+                out, task, who, known["seeds"], known["target"], known["options"], known.get("metric"), energy
+            )
         except (KeyError, TypeError) as error:
             raise RunError(f"{out / FILE} lacks or garbles {error}; restore it or compare anew") from error
 
@@ -342,9 +361,13 @@ class Grid:
     def _run_cell(self, cell: Cell, ask: Ask) -> None:
         e = cell.entry
         logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # say it once
+        callbacks: list[Any] = [Progress(ask, self.metric or self.task.measures[0])]
+        if self.energy is not None:
+            visit = flops.of_clients(self.task, e.algorithm, e.work)
+            callbacks.append(EnergyMeter(self.energy, visit, getattr(e.schedule, "bandwidth", None)))
         simulate(
             self.task, e.algorithm, e.work, e.schedule, seed=cell.seed, engine=ENGINE, out=cell.folder,
-            callbacks=[Progress(ask, self.metric or self.task.measures[0])], **self.options,
+            callbacks=callbacks, **self.options,
         )  # fmt: skip
 
     def _gains(self, key: str) -> list[Record]:

@@ -32,6 +32,7 @@ from fedbraid.engines.flops import forward_flops
 from fedbraid.links import codecs
 from fedbraid.run.checkpoint import rows_of
 from fedbraid.run.state import State
+from fedbraid.study.energy import DeviceProfile
 
 PRECISIONS = {"fp32": codecs.identity(), "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": codecs.int4()}
 
@@ -68,6 +69,17 @@ class Cost:
     @property
     def bytes_down(self) -> int:
         return sum(self.down.values())
+
+    def energy(self, profile: DeviceProfile, crowd: Federation) -> dict[str, float]:
+        """Joules of a client's round: in all, and of computing, upload, download and waiting while it computes."""
+        up, down = self.bytes_up / crowd.per_round, self.bytes_down / crowd.per_round
+        return {
+            "total": profile.joules(self.flops, up, down),
+            "compute": self.flops * profile.joules_per_flop,
+            "up": up * profile.joules_per_byte_up,
+            "down": down * profile.joules_per_byte_down,
+            "idle": profile.seconds(self.flops) * profile.idle_watts,
+        }
 
 
 def estimate(

@@ -15,7 +15,7 @@ from typing import Any
 from fedbraid.core.metric_names import TAKEN, falls
 from fedbraid.run.formatting import Record, best, rounds_to
 
-AXES = ("step", "bytes", "time", "flops")
+AXES = ("step", "bytes", "time", "flops", "energy")
 BY_CLIENT = ("accuracy_clients", "accuracy_worst_tenth", "loss_clients")
 METRICS = ("accuracy", "loss", "train_loss", "update_norm", "staleness")
 
@@ -81,12 +81,14 @@ def final(history: Sequence[Record], key: str) -> float | None:
 
 
 def axes(history: Sequence[Record], flops: Sequence[float] | None = None) -> dict[str, list[float]]:
-    """What had been spent by each record: steps, bytes up and down, simulated time and, where known, FLOPs."""
+    """What had been spent by each record: steps, bytes up and down, simulated time and, where known, FLOPs and joules."""
     spent: dict[str, list[float]] = {
         "step": [r["step"] for r in history],
         "bytes": list(accumulate(r["bytes_up"] + r["bytes_down"] for r in history)),
         "time": [r["time"] for r in history],
     }
+    if history and "energy" in history[0]:
+        spent["energy"] = list(accumulate(r["energy"] for r in history))
     return spent if flops is None else spent | {"flops": list(accumulate(flops))}
 
 
@@ -153,6 +155,7 @@ def summary(group: Runs, key: str, target: float | None) -> Record:
         "bytes_down": _mean([sum(r["bytes_down"] for r in h) for h in histories]),
         "time": _mean([h[-1]["time"] for h in histories]),
         "flops": _mean([math.fsum(f) for f in group.flops if f]),
+        "energy": _mean([math.fsum(r["energy"] for r in h) for h in histories if "energy" in h[0]]),
         "epsilon": max((h[-1]["epsilon"] for h in histories if "epsilon" in h[-1]), default=None),
     }
     if target is not None:

@@ -1,7 +1,7 @@
 """An interpreter of the algorithms' definitions in plain NumPy, float64, one client after the other.
 
 It is written by part, from the equations alone: nothing of the package's mathematics is imported. Any
-rule runs with any gather, optimiser, adjuster, link and schedule. What a codec makes of a vector is asked
+rule runs with any gather, optimizer, adjuster, link and schedule. What a codec makes of a vector is asked
 of `Setting.codec`, so that a test can let it follow a codec that rounds or draws.
 """
 
@@ -191,7 +191,7 @@ class Scaffold(Rule):
         return {"c": s["C"] / N}
 
     def absorb(self, s, c):
-        return {"C": s["C"] + sum(v.got["dc"] for v in c.participations)}
+        return {"C": s["C"] + sum(v.got["dc"] for v in c.visits)}
 
 
 class ScaffoldM(Rule):
@@ -211,9 +211,9 @@ class ScaffoldM(Rule):
         return {"h": s["H"] / N}
 
     def absorb(self, s, c):
-        gone = sum(v.sent["h"] for v in c.participations)
-        moved = sum(p * v.got["delta"] / v.lr for p, v in zip(c.p, c.participations))
-        return {"H": s["H"] - gone + len(c.participations) / c.a * moved}
+        gone = sum(v.sent["h"] for v in c.visits)
+        moved = sum(p * v.got["delta"] / v.lr for p, v in zip(c.p, c.visits))
+        return {"H": s["H"] - gone + len(c.visits) / c.a * moved}
 
 
 class Scallion(Rule):
@@ -241,7 +241,7 @@ class Scallion(Rule):
         return at.a * at.lr * (at.sent["c"] + at.got["delta"])
 
     def absorb(self, s, c):
-        return {"C": s["C"] + sum(v.got["delta"] for v in c.participations)}
+        return {"C": s["C"] + sum(v.got["delta"] for v in c.visits)}
 
 
 class FedDyn(Rule):
@@ -279,23 +279,23 @@ class AdaBest(Rule):
         return {"n_mean": s["samples"] / max(1, s["visits"])}
 
     def absorb(self, s, c):
-        samples = s["samples"] + sum(v.n for v in c.participations)
-        return {"samples": samples, "visits": s["visits"] + len(c.participations)}
+        samples = s["samples"] + sum(v.n for v in c.visits)
+        return {"samples": samples, "visits": s["visits"] + len(c.visits)}
 
 
 class Statistics(Rule):
-    """What FedGBO, Mimelite and MFL share: an optimiser's statistics on the server, sent to clients."""
+    """What FedGBO, Mimelite and MFL share: an optimizer's statistics on the server, sent to clients."""
 
     def state(self, d):
         m, v = {"m": np.zeros(d)}, {"v": np.full(d, self.o.get("v0", 1.0))}
-        return {"sgdm": m, "rmsprop": v, "adam": m | v}[self.o["optimiser"]]
+        return {"sgdm": m, "rmsprop": v, "adam": m | v}[self.o["optimizer"]]
 
     def send(self, s, x, N):
         return dict(s)
 
     def use(self, g, s):
         """−U(g, s)/η."""
-        o, kind = self.o, self.o["optimiser"]
+        o, kind = self.o, self.o["optimizer"]
         if kind == "sgdm":
             return o["beta"] * s["m"] + (1 - o["beta"]) * g
         if kind == "rmsprop":
@@ -304,7 +304,7 @@ class Statistics(Rule):
 
     def track(self, g, s):
         """T(g, s)."""
-        o, kind = self.o, self.o["optimiser"]
+        o, kind = self.o, self.o["optimizer"]
         if kind == "sgdm":
             return {"m": o["beta"] * s["m"] + (1 - o["beta"]) * g}
         if kind == "rmsprop":
@@ -316,7 +316,7 @@ class Statistics(Rule):
 
     def invert(self, move, s):
         """I, of move = (x_t − x_{t+1})/(ηa)."""
-        o, kind = self.o, self.o["optimiser"]
+        o, kind = self.o, self.o["optimizer"]
         if kind == "sgdm":
             return (move - o["beta"] * s["m"]) / (1 - o["beta"])
         if kind == "rmsprop":
@@ -329,7 +329,7 @@ class FedGBO(Statistics):
         return self.use(g, at.sent)
 
     def absorb(self, s, c):
-        found = [self.invert(v.got["delta"] / (v.lr * c.a), v.sent) for v in c.participations]
+        found = [self.invert(v.got["delta"] / (v.lr * c.a), v.sent) for v in c.visits]
         return self.track(sum(p * g for p, g in zip(c.p, found)), s)
 
 
@@ -350,7 +350,7 @@ class MFL(Statistics):
 
     def direction(self, g, y, s, at):
         s.update(self.track(g, s))
-        kind, eps = self.o["optimiser"], self.o.get("eps")
+        kind, eps = self.o["optimizer"], self.o.get("eps")
         if kind == "sgdm":
             return s["m"]
         return (g if kind == "rmsprop" else s["m"]) / (np.sqrt(s["v"]) + eps)
@@ -419,7 +419,7 @@ class Cohort:
 
     @property
     def raw(self) -> Vec:
-        return np.array([self.weight(v.n) for v in self.participations])
+        return np.array([self.weight(v.n) for v in self.visits])
 
     @property
     def p(self) -> Vec:
@@ -432,19 +432,19 @@ class Cohort:
 
     @property
     def age(self) -> Vec:
-        return np.array([AGE[self.staleness](v.tau) for v in self.participations])
+        return np.array([AGE[self.staleness](v.tau) for v in self.visits])
 
     @property
     def a(self) -> float:
-        return float(self.p @ [v.a for v in self.participations])
+        return float(self.p @ [v.a for v in self.visits])
 
     @property
     def lr(self) -> float:
-        return float(self.p @ [v.lr for v in self.participations])
+        return float(self.p @ [v.lr for v in self.visits])
 
     def mean(self, name: str) -> Vec:
         """Σ_S p_i v_i, whatever their age."""
-        return sum(p * v.got[name] for p, v in zip(self.p, self.participations))
+        return sum(p * v.got[name] for p, v in zip(self.p, self.visits))
 
 
 # Gathers: from updates to G ---------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class Mixing(Mean):
     """FedAsync's own form: x ← (1 − s(τ)) x + s(τ) y_i, the mean of it over a buffer."""
 
     def __call__(self, updates, c):
-        apart = [c.x - (v.x - u) for v, u in zip(c.participations, updates)]
+        apart = [c.x - (v.x - u) for v, u in zip(c.visits, updates)]
         return super().__call__(apart, c)
 
 
@@ -481,7 +481,7 @@ class Memory(Mean):
         before = sum((c.weight(self.setting.sizes[j]) * v for j, v in y.items()), zero) / c.population_weight
         over = c.raw.sum() if self.o.get("normalise", "cohort") == "cohort" else c.population_weight
         fresh = zero
-        for v, u, w, age in zip(c.participations, updates, c.raw, c.age):
+        for v, u, w, age in zip(c.visits, updates, c.raw, c.age):
             g = u / v.lr if per_rate else u
             fresh = fresh + age * w * (g - y.get(v.client, zero))
             y[v.client] = self.stored(g)
@@ -504,7 +504,7 @@ class Mifa(Memory):
     """MIFA and ACE: the mean of what is remembered of every client seen so far; ACED forgets what is of old versions."""
 
     def __call__(self, updates, c):
-        for v, u in zip(c.participations, updates):
+        for v, u in zip(c.visits, updates):
             self.state[v.client] = (u, c.t - v.tau)
         limit = self.o.get("limit")
         kept = {j: u for j, (u, t) in self.state.items() if limit is None or c.t - t <= limit}
@@ -522,10 +522,10 @@ class Clusters(Mean):
         y = {k: self.state.get(k, zero) for k in range(C)}
         shares = np.array([c.weight(n) for n in c.all_sizes]) / c.population_weight
         G = sum((share * y[j % C] for j, share in enumerate(shares)), zero)
-        for v, u, p, age in zip(c.participations, updates, c.p, c.age):
+        for v, u, p, age in zip(c.visits, updates, c.p, c.age):
             G = G + age * p * (u - y[v.client % C])
         for k in range(C):
-            mine = [u for v, u in zip(c.participations, updates) if v.client % C == k]
+            mine = [u for v, u in zip(c.visits, updates) if v.client % C == k]
             if mine:
                 self.state[k] = sum(mine) / len(mine)
         return G
@@ -569,7 +569,7 @@ class Optimizer:
         self.v = self.second(name, G, b2)
         if name == "fadas":
             self.top = np.maximum(self.top, self.v)
-            oldest = max(v.tau for v in c.participations)
+            oldest = max(v.tau for v in c.visits)
             lr = min(self.lr, 1 / oldest) if oldest > o["limit"] else self.lr
             return lr * self.m / (np.sqrt(self.top) + eps)
         m, v = self.m, self.v
@@ -671,7 +671,7 @@ class Adjust:
                 if dims >= 2:
                     average[lo:hi] -= inferior * average[lo:hi].mean()
         if "feddyn" in self.parts:
-            self.D = self.D + len(c.participations) * c.mean("delta")
+            self.D = self.D + len(c.visits) * c.mean("delta")
             return average, average - self.D / c.N
         if "adabest" in self.parts:
             self.h = self.parts["adabest"]["beta"] * (self.h + move)

@@ -1,6 +1,6 @@
 """Does every combination of parts agree with the interpreter, or say why it does not go together?
 
-`python tests/pairs.py --count 2000 --out build/pairs.jsonl` draws combinations of rule, gather, optimiser,
+`python tests/pairs.py --count 2000 --out build/pairs.jsonl` draws combinations of rule, gather, optimizer,
 adjuster, up link, down link and schedule, runs each in the package and in `interpreter.py`, and counts. A
 run that is stopped goes on where it was.
 """
@@ -91,7 +91,7 @@ class Case:
         link = f"up={s.up} down={s.down}"
         work = f"lr={self.lr} decay={self.lr_decay} rho={self.momentum} wd={self.decay} batch={self.batch} steps={self.steps}"
         return (
-            f"{s.rule}{f' + prox {s.prox}' if s.prox else ''} | {s.gather} {s.weights} {s.staleness} | {s.optimiser} lr={s.lr} wd={s.decay} |"
+            f"{s.rule}{f' + prox {s.prox}' if s.prox else ''} | {s.gather} {s.weights} {s.staleness} | {s.optimizer} lr={s.lr} wd={s.decay} |"
             f" {' '.join(map(str, s.adjust)) or '–'} | {link} | {self.schedule} {self.cohort}/{self.concurrency} | {work}"
             f" | {self.backend} seed={self.seed}"
         )
@@ -169,7 +169,7 @@ UPS = ["plain", "codec", "of_weights", "feedback", "mixed", "of_weights feedback
 DOWNS = ["plain", "direct", "hidden"]
 SCHEDULES = ["rounds", "buffered", "immediate", "rounds+", "buffered+", "immediate+", "poisson"]
 AXES: dict[str, list[str]] = {
-    "rule": list(RULES), "gather": list(GATHERS), "optimiser": list(OPTIMISERS), "adjuster": list(ADJUSTS),
+    "rule": list(RULES), "gather": list(GATHERS), "optimizer": list(OPTIMISERS), "adjuster": list(ADJUSTS),
     "up": UPS, "down": DOWNS, "schedule": SCHEDULES,
 }  # fmt: skip
 NEUTRAL = {axis: names[0] for axis, names in AXES.items()}
@@ -199,7 +199,7 @@ def make(chosen: dict[str, str], seed: int) -> Case:
     def one(values: list[Any]) -> Any:
         return values[rng.integers(len(values))]
 
-    optimizer, lr = one(OPTIMISERS[chosen["optimiser"]])
+    optimizer, lr = one(OPTIMISERS[chosen["optimizer"]])
     up, down, schedule, uneven = chosen["up"], chosen["down"], chosen["schedule"], rng.random() < 0.6
     spec = Spec(
         rule=one(RULES[chosen["rule"]]),
@@ -281,7 +281,7 @@ def _rule(p: Part) -> tuple[Any, ...]:
 def _statistics(p: Part) -> Any:
     from fedbraid.core import optim
 
-    match p["optimiser"]:
+    match p["optimizer"]:
         case "sgdm":
             return optim.SGDm(p["beta"])
         case "rmsprop":
@@ -653,7 +653,7 @@ def declarations() -> str:
         a = algorithm(Spec(rule=rule))
         own = {k: d for k, d in a.gathered.items() if a.uploads.get(k) != d}
         cells = [", ".join(map(_said, some.values())) or "–" for some in (a.uploads, a.downloads, own)]
-        which = rule.get("optimiser") or ("progressive" if rule.get("progressive") else "")
+        which = rule.get("optimizer") or ("progressive" if rule.get("progressive") else "")
         lines.append(f"| {rule.name}{which and ', ' + which} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -661,7 +661,11 @@ def declarations() -> str:
 def _said(what: Any) -> str:
     """A declaration in words: what is not usual of it."""
     notes = ["one number"] if what.width == 1 else [] if what.signed else ["as its root"]
-    notes += [word for word in ("uniform", "aged") if getattr(what, word, False)]
+    notes += [
+        said
+        for word, said in (("uniform", "uniform"), ("discounts_staleness", "discounts staleness"))
+        if getattr(what, word, False)
+    ]
     return f"`{what.name}`" + (f" ({', '.join(notes)})" if notes else "")
 
 

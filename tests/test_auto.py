@@ -319,7 +319,7 @@ def test_without_a_compiler_everything_still_runs(monkeypatch, cache):
 
 
 def test_multiply_adds_follow_the_places_a_weight_is_used_at():
-    assert convolutional().sketch.multiply_adds == (2 * 9 + 2) * 36 + 72 * 3 + 3
+    assert convolutional().summary.multiply_adds == (2 * 9 + 2) * 36 + 72 * 3 + 3
 
 
 def test_the_backend_that_ran_is_in_run_json(blobs, tmp_path):

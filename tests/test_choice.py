@@ -43,19 +43,19 @@ def run(task, select, steps=8, **options):
 def test_a_choice_sees_step_availability_and_last_losses(blobs):
     seen = []
 
-    def select(step, available, losses, sizes, wanted, participations):
-        seen.append((step, available.tolist(), losses, sizes.tolist(), wanted, participations))
+    def select(step, available, losses, sizes, wanted, last_participation):
+        seen.append((step, available.tolist(), losses, sizes.tolist(), wanted, last_participation))
         return available[step % 3 : step % 3 + 2]
 
     result = run(blobs, select)
     last, when = np.full(blobs.clients, np.nan), np.full(blobs.clients, -1)
-    for record, (step, available, losses, sizes, wanted, participations) in zip(
+    for record, (step, available, losses, sizes, wanted, last_participation) in zip(
         result.history, seen, strict=True
     ):
         assert (step, available, wanted) == (record["step"] - 1, list(range(6)), 2)
         assert sizes == blobs.sizes.tolist()
         np.testing.assert_array_equal(losses, last)
-        np.testing.assert_array_equal(participations, when)
+        np.testing.assert_array_equal(last_participation, when)
         assert record["clients"] == [step % 3, step % 3 + 1] == record["selected"][0]
         assert record["train_loss"] == pytest.approx(np.mean(record["losses"]))
         last[record["clients"]], when[record["clients"]] = record["losses"], record["step"]
@@ -115,11 +115,13 @@ def test_power_of_choice_takes_the_largest_losses_of_its_candidates():
 
 def test_oort_explores_and_then_takes_the_useful():
     N, sizes = 40, np.full(40, 10)
-    losses, visits = np.full(N, np.nan), np.full(N, -1)
-    losses[:20], visits[:20] = np.linspace(0.1, 2, 20), 1
+    losses, last_participation = np.full(N, np.nan), np.full(N, -1)
+    losses[:20], last_participation[:20] = np.linspace(0.1, 2, 20), 1
 
     def ask(**settings):
-        return fb.oort(**settings)(4, np.arange(N), losses, 10, sizes, visits, np.random.default_rng(0))
+        return fb.oort(**settings)(
+            4, np.arange(N), losses, 10, sizes, last_participation, np.random.default_rng(0)
+        )
 
     first = ask(explore=0.5, decay=1.0)
     assert sum(c >= 20 for c in first) == 5
@@ -127,7 +129,7 @@ def test_oort_explores_and_then_takes_the_useful():
     assert all(c >= 10 for c in ask(explore=0, least=0, cutoff=0.99))  # the better half of whom it knows
     assert sum(c >= 20 for c in ask(explore=1, least=1)) == 10
     late = fb.oort(explore=0.9, least=0.2)(
-        400, np.arange(N), losses, 10, sizes, visits, np.random.default_rng(0)
+        400, np.arange(N), losses, 10, sizes, last_participation, np.random.default_rng(0)
     )
     assert sum(c >= 20 for c in late) == 2
 

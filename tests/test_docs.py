@@ -194,7 +194,7 @@ def test_no_page_has_a_hole():
         text = page.read_text()
         assert len(content.COMMENT.findall(text)) == 2 * len(content.MARK.findall(text)), page
     assert (
-        "step(g: Tensor, y: Tensor, s: Vectors, ctx: Local)"
+        "step(g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext)"
         in (ROOT / "docs/add-an-algorithm.md").read_text()
     )
 

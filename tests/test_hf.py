@@ -70,7 +70,7 @@ def test_a_dataset_by_column_that_stays_on_disk(bert, datasets, tmp_path):
         fb.Task.from_datasets(bert, train, test, by="user", collate=fb.pad(), lazy=lazy)
         for lazy in (True, False)
     ]
-    assert type(tasks[0].inputs).__name__ == "Column"
+    assert type(tasks[0].inputs).__name__ == "LazyColumn"
     lazy, eager = (fb.simulate(t, fb.fedavg(), WORK, fb.rounds(3, clients=2), engine=LOOP) for t in tasks)
     assert torch.equal(lazy.x, eager.x)
     assert lazy.last("accuracy") == eager.last("accuracy")

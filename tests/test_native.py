@@ -34,7 +34,7 @@ from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.native import Native, NativeUnavailable, build, codegen, ops
 from fedbraid.engines.native.codegen import generate
 from fedbraid.engines.native.normals import normals
-from fedbraid.engines.native.swap import table_swapper
+from fedbraid.engines.native.swap import swapper
 from fedbraid.errors import DataError, EngineError, WireError
 from fedbraid.run.database import Database
 
@@ -1740,9 +1740,9 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         for i, state in enumerate(states):
             databases.append(Database(tmp_path / f"{i}.db"))
             state.rows.attach(databases[-1], "rows", 3, alone=True)
-    swaps = [table_swapper, passes.no_swap]
-    assert passes.table_swapper is table_swapper
-    assert table_swapper(states[0].rows.codec, layout) is not None
+    swaps = [swapper, passes.no_swap]
+    assert passes.table_swapper is swapper
+    assert swapper(states[0].rows.codec, layout) is not None
     draw = torch.Generator().manual_seed(0)
     for t in range(12):
         delta = torch.randn(5, layout.size, generator=draw)
@@ -1754,7 +1754,7 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
         ctx = ServerContext(t, 5, 11, 220.0, 0.03, 6.0, 6.0, 0.0, layout, np.full(11, 20))
         updates = []
         for i, swap in enumerate(swaps):
-            monkeypatch.setattr(passes, "swapper", swap)
+            monkeypatch.setattr(passes, "table_swapper", swap)
             acc = algorithm.gather.zero(x)
             for some in (slice(0, 2), slice(2, 5)) if i == 0 else (slice(0, 5),):
                 up = Uploads(

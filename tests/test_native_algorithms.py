@@ -92,7 +92,7 @@ def problem(request, tmp_path_factory):
         yield
 
 
-PARTS = [(axis, part) for axis in ("rule", "gather", "optimiser", "adjuster") for part in pairs.AXES[axis]]
+PARTS = [(axis, part) for axis in ("rule", "gather", "optimizer", "adjuster") for part in pairs.AXES[axis]]
 
 
 @pytest.mark.parametrize(("axis", "part"), PARTS, ids=lambda p: p)

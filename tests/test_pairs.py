@@ -80,7 +80,7 @@ def given(cohorts, K=3, **options):
 SOME = [(0, 3), (2, 3), (8, 1), (0, 1), (5, 3)]
 ALL = [tuple(range(9))] * 4
 ROUNDING = part("up", codec="rounding")
-BETA = {"optimiser": "sgdm", "beta": 0.8}
+BETA = {"optimizer": "sgdm", "beta": 0.8}
 PLAIN = Spec(weights="uniform")
 
 SAME = {

@@ -214,6 +214,6 @@ def test_training_ahead_of_arrivals_changes_nothing(build, schedule, monkeypatch
     trial = Trial(decay=0.8)
     ahead = trial.run(build(), schedule)
     monkeypatch.setattr(
-        "fedbraid.run.simulated_source.Jobs.BUDGET", 0
+        "fedbraid.run.simulated_source.SimulatedSource.BUDGET", 0
     )  # now every client trains when it arrives
     agree(ahead.x, trial.run(build(), schedule).x.double().numpy(), trial)

@@ -106,7 +106,7 @@ def failing(db, rows):
 
 
 @pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("local_only", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=actions, limit=st.sampled_from([1, 3, None]))

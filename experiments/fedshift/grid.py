@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import fedbraid as fb
 from fedbraid.data.augment import FlipCrop
-from fedbraid.run.simulate import Run, judge
+from fedbraid.run.evaluate import evaluate_model
+from fedbraid.run.simulate import Run
 from fedbraid.study.page import by_test
 from fedbraid.study.reproduce import (
     Cell,
@@ -180,7 +181,7 @@ def probe(run: Run) -> Line:
             other[slot.offset : slot.end] += w.mean() * (
                 1.0 if shifted else -0.5
             )  # half of the cohort is quantised
-    unlike = judge(run.engine, task, other)["accuracy"]
+    unlike = evaluate_model(run.engine, task, other)["accuracy"]
     side = {"before": unlike} if shifted else {"after": unlike}
     return {"means": means, "dead": dead(task, x), **side}
 

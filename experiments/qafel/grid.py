@@ -21,7 +21,8 @@ import fedbraid as fb
 from fedbraid.data import mushrooms as reader
 from fedbraid.data.dataset import held_out
 from fedbraid.data.partition import Table, iid
-from fedbraid.run.simulate import Run, judge
+from fedbraid.run.evaluate import evaluate_model
+from fedbraid.run.simulate import Run
 from fedbraid.study.page import by_test
 from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, verdict
 
@@ -104,7 +105,7 @@ def in_file_order() -> fb.Task:
 def held(run: Run) -> Line:
     """The cost of the model that the clients hold, which is not the server's where it is sent in a few bits."""
     x = run.state.sent[run.state.t].vectors["x"]
-    return {"held": judge(run.engine, run.setup.task, x)["loss"] + L2 / 2 * float(x.norm()) ** 2}
+    return {"held": evaluate_model(run.engine, run.setup.task, x)["loss"] + L2 / 2 * float(x.norm()) ** 2}
 
 
 def their_cell(name: str, algorithm: str, seed: int) -> Cell:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 EXTRAS = {
     "data": ("pyarrow", "PIL"), "hub": ("datasets",), "hf": ("transformers", "peft"), "plot": ("matplotlib",), "sweep": ("optuna",),
     "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",), "onnx": ("onnx",),
-    "frames": ("pandas", "polars"), "privacy": ("dp_accounting",), "ray": ("ray",), "flower": ("flwr",), "nats": ("nats", "nkeys"), "browser": ("playwright",),
+    "frames": ("pandas", "polars"), "privacy": ("dp_accounting",), "ray": ("ray",), "flower": ("flwr",),
+    "nats": ("nats", "nkeys", "cryptography"), "browser": ("playwright",),
 }  # fmt: skip
 MARKS = {"ok": "✓", "missing": "–", "wrong": "✗"}
 
@@ -132,13 +133,7 @@ def native() -> Iterator[Finding]:
     def x(backend: str) -> Tensor:
         engine = f"in_process(backend={backend!r})"
         return simulate(
-            task,
-            fedavg(),
-            Work(lr=0.1),
-            rounds(1, clients=2),
-            engine=engine,
-            evaluate_every=None,
-            progress=False,
+            task, fedavg(), Work(lr=0.1), rounds(1, clients=2), engine=engine, evaluate_every=None
         ).x
 
     try:

@@ -182,7 +182,9 @@ class Task:
         it trains, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk
         by chunk whenever a model is evaluated. The other settings are those of `from_arrays`.
         """
-        clients, client_tests, client_names = _named(clients, client_tests)
+        client_names = None
+        if by is None:  # otherwise it is one dataset for all, whose columns are not clients
+            clients, client_tests, client_names = _named(clients, client_tests)
         options: dict[str, Any] = {
             "metrics": metrics, "personal": personal, "forward": forward, "buffers": buffers, "augment": augment,
             "public": public, "name": name,

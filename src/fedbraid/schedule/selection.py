@@ -83,7 +83,7 @@ class oort:
         losses: Floats,
         wanted: int,
         sizes: Ints,
-        participations: Ints,
+        last_participation: Ints,
         random: np.random.Generator,
     ) -> Ints:
         known = available[~np.isnan(losses[available])]
@@ -91,7 +91,7 @@ class oort:
         wanted = min(wanted, len(available))
         new = round(wanted * max(self.least, self.explore * self.decay**step))
         new = min(len(fresh), max(new, wanted - len(known)))
-        utility = sizes[known] * losses[known] + np.sqrt(0.1 * math.log(step + 1) / participations[known])
+        utility = sizes[known] * losses[known] + np.sqrt(0.1 * math.log(step + 1) / last_participation[known])
         count = wanted - new
         if count and len(known) > count:
             bar = self.cutoff * np.partition(utility, -count)[-count]
@@ -160,12 +160,12 @@ class ClientHistory:
     sizes: Ints
     seed: int
     losses: Floats = field(init=False)  # of each one's last visit, NaN before its first
-    participations: Ints = field(init=False)  # the step of its last visit, −1 before its first
+    last_participation: Ints = field(init=False)  # the step of its last visit, −1 before its first
     asked: dict[int, list[list[int]]] = field(default_factory=dict)  # by step, a cohort for each attempt
 
     def __post_init__(self) -> None:
         self.losses = np.full(len(self.sizes), np.nan)
-        self.participations = np.full(len(self.sizes), -1, np.int64)
+        self.last_participation = np.full(len(self.sizes), -1, np.int64)
 
     def grow(self, sizes: Ints) -> None:
         """There are so many clients now, with so many samples."""
@@ -173,7 +173,7 @@ class ClientHistory:
         self.sizes = sizes
         if more > 0:
             self.losses = np.concatenate([self.losses, np.full(more, np.nan)])
-            self.participations = np.concatenate([self.participations, np.full(more, -1, np.int64)])
+            self.last_participation = np.concatenate([self.last_participation, np.full(more, -1, np.int64)])
 
     def take(self, record: dict[str, Any]) -> None:
         """What a step's record says of its clients."""
@@ -181,7 +181,7 @@ class ClientHistory:
         if last >= len(self.sizes):  # a run of real clients is read before they are here
             self.grow(np.append(self.sizes, np.ones(last + 1 - len(self.sizes), np.int64)))
         self.losses[record["clients"]] = record["losses"]
-        self.participations[record["clients"]] = record["step"]
+        self.last_participation[record["clients"]] = record["step"]
         self.asked[record["step"] - 1] = record["selected"]
 
     def choose(self, choose: Any, step: int, attempt: int, available: Ints, wanted: int) -> Ints:
@@ -193,7 +193,7 @@ class ClientHistory:
         more = {
             "wanted": wanted,
             "sizes": self.sizes.copy(),
-            "participations": self.participations.copy(),
+            "last_participation": self.last_participation.copy(),
             "random": rng.generator(self.seed, "choose", step, attempt),
         }
         takes = inspect.signature(fn).parameters

@@ -204,7 +204,7 @@ def rounds(
 
     With sampling="poisson" that many take part on average, each by its own draw. `choose(step, available, losses)`
     gives the clients to ask, of those `available`, by each one's last loss, NaN before its first visit; arguments called
-    `wanted` (how many), `sizes`, `participations` (the step of each one's last) and `random` (a counted generator) are given, too.
+    `wanted` (how many), `sizes`, `last_participation` (the step of each one's last) and `random` (a counted generator) are given, too.
     """
     if isinstance(clients, Sequence) and not isinstance(clients, str):
         try:

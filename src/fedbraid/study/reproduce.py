@@ -34,6 +34,7 @@ from fedbraid.schedule import Buffered, Rounds, Schedule
 from fedbraid.workers import Failure, WorkerPool
 
 if TYPE_CHECKING:
+    from fedbraid.core.algorithm import Algorithm
     from fedbraid.data.task import Task
     from fedbraid.run.simulate import Run
 
@@ -49,7 +50,7 @@ class Cell:
 
     name: str
     task: str | Callable[[], Task]  # a `Task.spec`, or a function of the grid that makes one
-    algorithm: str
+    algorithm: str | Callable[[], Algorithm]  # text, or a function of the grid that makes one
     work: Work
     schedule: Schedule
     seed: int = 42
@@ -61,6 +62,7 @@ class Cell:
     )  # measurements to keep, at the steps where the model was tested
     target: float | None = None  # stop at the first test of at least this accuracy
     probe: Callable[[Run], Line] | None = None  # more measurements, wherever the model is tested
+    by_client: bool = False  # test on local test sets, too
 
     @property
     def part(self) -> str:
@@ -79,11 +81,14 @@ class Cell:
 
     def settings(self) -> Line:
         """Everything that decides what comes out."""
-        task = self.task if isinstance(self.task, str) else f"{self.task.__name__}()"
         return {
-            "task": task, "algorithm": self.algorithm, "work": terse(repr(self.work)), "schedule": terse(repr(self.schedule)),
+            "task": _named(self.task), "algorithm": _named(self.algorithm), "work": terse(repr(self.work)), "schedule": terse(repr(self.schedule)),
             "seed": self.seed,
         } | ({} if self.target is None else {"target": self.target})  # fmt: skip
+
+
+def _named(made: str | Callable[[], Any]) -> str:
+    return made if isinstance(made, str) else f"{made.__name__}()"
 
 
 @dataclass(frozen=True)
@@ -273,7 +278,8 @@ class Curve:
             raise KeyboardInterrupt
         t, end = record["step"], run.schedule.steps
         if t % self.cell.every == 0 or t > end - self.cell.last or t == end:
-            record.update(evaluate_model(run.engine, run.setup.task, run.state.average))
+            on = "clients" if self.cell.by_client else "test"
+            record.update(evaluate_model(run.engine, run.setup.task, run.state.average, on))
             record.update(self.cell.probe(run) if self.cell.probe else {})
             if t > end - max(self.cell.last, 1) and "predicted" in self.cell.keep:
                 task = run.setup.task
@@ -312,7 +318,8 @@ def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     from fedbraid.study.flops import by_step, of_clients
 
     begun, stopped, curve = time.process_time(), None, Curve(cell, parent)
-    task, algorithm = make_task(cell.task), algorithm_from(cell.algorithm)
+    task = make_task(cell.task)
+    algorithm = algorithm_from(cell.algorithm) if isinstance(cell.algorithm, str) else cell.algorithm()
     try:
         simulate(
             task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,

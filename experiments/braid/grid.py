@@ -26,7 +26,7 @@ from torch import nn
 import fedbraid as fb
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.study.reproduce import Cell, Claim, Line, markdown, spread, tail
+from fedbraid.study.reproduce import Cell, Claim, Line, tail
 
 HERE = Path(__file__).parent
 TUNING, SEEDS = 100, (101, 102, 103, 104, 105)

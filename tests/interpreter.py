@@ -260,14 +260,14 @@ class AdaBest(Rule):
         return {"h_i": np.zeros(d), "last": None}
 
     def direction(self, g, y, s, at):
+        if self.o.get("progressive"):  # the stored h_i is without μ, which is scaled as it is used
+            return g - self.o["mu"] * at.sent["n_mean"] / at.n * at.memory["h_i"]
         return g - at.memory["h_i"]
 
     def remember(self, at):
         last = at.memory["last"]
         since = 1 if last is None else max(1, at.version - last)
-        mu = self.o["mu"]
-        if self.o.get("progressive") and at.sent["n_mean"]:
-            mu = mu * at.sent["n_mean"] / at.n
+        mu = 1.0 if self.o.get("progressive") else self.o["mu"]
         return {"h_i": at.memory["h_i"] / since + mu * at.got["delta"], "last": at.version}
 
     def state(self, d):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbraid.core import rng
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError, WireError
@@ -52,6 +53,8 @@ EVERY: list[Codec] = [
     codecs.qsgd(levels=8, norm="l2", scope="vector"),
     codecs.qsgd(levels=1, bucket=6),
     codecs.kmeans(3, iterations=2),
+    codecs.kmeans(3, tolerance=1e-4),
+    codecs.topk(0.02, rounding="down"),
     codecs.topk(0.1),
     codecs.topk(0.02, values="float16"),
     codecs.topk(0.7),
@@ -333,6 +336,34 @@ def test_a_few_iterations_of_kmeans_are_worse_and_come_from_the_seed():
     )
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_kmeans_to_a_tolerance_keeps_every_layers_mean(bits):
+    layout = Layout.from_shapes([("w", (60, 100)), ("v", (50, 20))])
+    v = 0.01 + 0.05 * torch.randn(3, layout.size, generator=torch.Generator().manual_seed(0))
+    codec = codecs.kmeans(bits, tolerance=1e-4)
+    out = codec.roundtrip(v, layout, [1, 2, 3])[0]
+    for a, b in ((0, 6000), (6000, 7000)):
+        assert torch.allclose(out[:, a:b].mean(1), v[:, a:b].mean(1), atol=2e-7)
+        assert all(len(row.unique()) <= 2**bits for row in out[:, a:b])
+    assert torch.equal(codec.decode(codec.encode(v[1], layout, 2), layout), out[1])
+    lloyd = np.array(_authors_kmeans(v[0, :6000].numpy(), bits, 1, 6000))
+    assert np.allclose(out[0, :6000].numpy(), lloyd, atol=1e-6)
+
+
+def _authors_kmeans(w, bits, seed, n):
+    """Lloyd's from weights drawn with repetition; labels of the last assignment, and their means."""
+    table = rng.generator(seed, "kmeans", n).choice(w, 2**bits).astype(np.float64)
+    for _ in range(100):
+        label = np.abs(w[:, None].astype(np.float64) - table).argmin(1)
+        means = np.array(
+            [w[label == k].mean(dtype=np.float64) if (label == k).any() else 0 for k in range(2**bits)]
+        )
+        moved, table = ((means - table) ** 2).sum(), means
+        if moved <= 1e-4:
+            break
+    return means[label]
+
+
 def test_qsgd_by_levels_has_so_many_and_says_so_on_the_wire():
     layout, v = Layout.from_shapes([("w", (10, 20))]), torch.linspace(-1, 1, 200)
     codec = codecs.qsgd(levels=8, norm="l2", scope="vector")
@@ -431,6 +462,10 @@ def test_topk_of_equals_keeps_the_first_and_counts_like_a_person():
     )
     assert codecs.topk(0.29).kept(layout) == 29
     assert codecs.topk(0.291).kept(layout) == 30
+    down = [codecs.topk(f, rounding="down").kept(layout) for f in (0.29, 0.291, 0.001, 1.0)]
+    assert down == [29, 29, 1, 100]
+    with pytest.raises(ConfigError, match="rounding"):
+        codecs.topk(0.1, rounding="even")
 
 
 # memory rows

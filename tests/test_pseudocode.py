@@ -210,9 +210,9 @@ def test_adabest_whose_pull_follows_the_mean_number_of_samples(trial):
         mean, (previous, average) = np.mean(visits) if visits else None, (average, np.zeros_like(x))
         for i in cohort:
             mine = h_i.get(i, np.zeros_like(x))
-            y = trial.local(x, i, t, lambda g, y: g - mine)  # noqa: B023
-            mu_i = mu * mean / trial.p.n[i] if mean else mu
-            h_i[i] = (mine / (t - last[i]) if i in last else 0) + mu_i * (x - y)
+            mu_i = mu * mean / trial.p.n[i] if visits else mu
+            y = trial.local(x, i, t, lambda g, y: g - mu_i * mine)  # noqa: B023
+            h_i[i] = (mine / (t - last[i]) if i in last else 0) + (x - y)
             last[i] = t
             average += y / len(cohort)
         visits += [trial.p.n[i] for i in cohort]
@@ -410,6 +410,21 @@ def test_adaptive_servers_on_the_mean(build, name, settings, oracle, trial):
     agree(result.x, x, trial)
 
 
+@pytest.mark.parametrize("trial", [TRIALS[0], TRIALS[1]], ids=trial_name)
+def test_fedadam_with_flowers_correction(trial):
+    lr, b1, b2, tau = 0.05, 0.8, 0.95, 0.01
+    result = trial.run(fb.fedadam(lr, b1, b2, tau, variant="flower", weights=trial.weights))
+    x, m, v = trial.p.x0, 0.0, 0.0
+    for t, cohort in enumerate(trial.cohorts):
+        G = mean_update(trial, x, t, cohort)
+        m, v = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * G**2
+        rate = (
+            lr * np.sqrt(1 - b2 ** (t + 2)) / (1 - b1 ** (t + 2))
+        )  # rounds count from 1, the exponent is one more
+        x = x - rate * m / (np.sqrt(v) + tau)
+    agree(result.x, x, trial)
+
+
 # Memory --------------------------------------------------------------------------------------------------
 
 
@@ -557,6 +572,27 @@ def test_error_feedback_keeps_a_residual_for_every_vector_that_is_encoded():
             G, dc = G + p * Q(u), dc + Q(uc) / len(cohort)
         x, c = x - G, c + len(cohort) / N * dc
     agree(result.x, x, trial)
+
+
+def test_a_codec_of_some_names_leaves_the_others_exact():
+    trial, Q = Trial(), QUANTISERS["topk"][1]
+    coded = fb.with_codecs(fb.scaffold(), up=fb.codecs.topk(0.3), only=("delta",))
+    result, both = (trial.run(a) for a in (coded, fb.with_codecs(fb.scaffold(), up=fb.codecs.topk(0.3))))
+    N, x = trial.p.N, trial.p.x0
+    c, c_i = np.zeros_like(x), [np.zeros_like(x)] * N
+    for t, cohort in enumerate(trial.cohorts):
+        G, dc = np.zeros_like(x), np.zeros_like(x)
+        for p, i in zip(trial.p.p(cohort, "samples"), cohort):
+            y = trial.local(x, i, t, lambda g, y: g - c_i[i] + c)  # noqa: B023
+            up = (x - y) / (3 * trial.rate(t)) - c
+            c_i[i], G, dc = c_i[i] + up, G + p * Q(x - y), dc + up / len(cohort)
+        x, c = x - G, c + len(cohort) / N * dc
+    agree(result.x, x, trial)
+    assert sum(r["bytes_up"] for r in result.history) > sum(r["bytes_up"] for r in both.history)
+    with pytest.raises(fb.FedbraidError, match="only="):
+        fb.with_codecs(fb.fedavg(), up=fb.codecs.int4(), only=("control",))
+    with pytest.raises(fb.FedbraidError, match="give up="):
+        fb.with_codecs(fb.fedavg(), only=("delta",))
 
 
 def test_a_codec_of_weights_quantises_what_the_client_ended_with():

@@ -163,7 +163,7 @@ SCENARIOS = {
     # The slowest of five half-normal durations takes 1.6 units in the mean, five uploads of five busy devices 0.8.
     "A": Scenario(
         cifar10, 3, (0.001, 0.00316, 0.01), fb.Work(epochs=1, batch=20, momentum=0.9),
-        fb.rounds(300, clients=5, durations=fb.clock.halfnormal()), fb.buffered(600, buffer=5, concurrency=5), 60, (0.4,), "units",
+        fb.rounds(300, clients=5, durations=fb.clock.halfnormal()), fb.buffered(600, buffer=5, concurrency=5), 30, (0.4,), "units",
     ),
     "B": Scenario(
         phones, 10, (0.01, 0.0316, 0.1), fb.Work(epochs=2, batch=20),

@@ -20,9 +20,10 @@ from fedbraid.core.vector_spec import Download, Upload
 
 @dataclass(frozen=True)
 class AdaptiveBias(Rule):
-    """g − h_i; afterwards h_i ← h_i/(t − t_i') + μ_i Δ_i, t_i' being the client's last round.
+    """g − h_i; afterwards h_i ← h_i/(t − t_i') + μ Δ_i, t_i' being the client's last round.
 
-    μ_i is μ, or with `progressive` the authors' μ·n̄/n_i, n̄ the mean number of samples over visits so far.
+    With `progressive`, as the authors run it on clients of unequal size: g − μ_i h_i with μ_i = μ·n̄/n_i, n̄ today's
+    mean number of samples over participations so far; afterwards h_i ← h_i/(t − t_i') + Δ_i.
     """
 
     mu: float
@@ -35,20 +36,16 @@ class AdaptiveBias(Rule):
         return {"h_i": torch.zeros_like(x), "last": torch.full((1,), -1)}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
-        return g - ctx.client_state["h_i"], s  # Algorithm 1, gradients (AdaBest)
+        h_i = ctx.client_state["h_i"]
+        mu_i = self.mu * ctx.download["n_mean"] / ctx.n if self.progressive else 1.0
+        return g - mu_i * h_i, s  # Algorithm 1, gradients (AdaBest)
 
     def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         last = ctx.client_state["last"]
         since = (ctx.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
-        mu = self.mu * self._pull(ctx) if self.progressive else self.mu
+        mu = 1.0 if self.progressive else self.mu
         h_i = ctx.client_state["h_i"] / since + mu * got["delta"]  # Algorithm 1, h_i (AdaBest)
         return {"h_i": h_i, "last": torch.full_like(last, ctx.t)}
-
-    @staticmethod
-    def _pull(ctx: ClientContext) -> Tensor:
-        """n̄/n_i; 1 before anybody came."""
-        mean = ctx.download["n_mean"]
-        return torch.where(mean > 0, mean / ctx.n, 1.0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Visits:
 
 @dataclass(frozen=True)
 class MeanSamples(Transform):
-    """n̄, the mean number of samples over every visit so far, sent to clients; 0 before the first."""
+    """n̄, the mean number of samples over every participation so far, sent to clients; 0 before the first, when no h_i is."""
 
     def init(self, x: Tensor, layout: Layout) -> Visits:
         return Visits()
@@ -109,7 +106,11 @@ class MeanSamples(Transform):
 @builder
 @searched(mu=log(0.001, 0.2), beta=uniform(0.5, 0.98))
 def adabest(mu: float = 0.02, beta: float = 0.9, weights: str = "samples") -> Algorithm:
-    """AdaBest: adaptive bias estimates on clients (mu) and server (beta); weights may be "progressive"."""
+    """AdaBest: adaptive bias estimates on clients (mu) and server (beta).
+
+    weights="progressive" is what its authors run on clients of unequal size: a uniform average, and a pull of
+    μ·n̄/n_i instead of μ on each client.
+    """
     if weights == "progressive":
         server = pipeline(MeanSamples(), AdaptiveServer(beta))
         return Algorithm(AdaptiveBias(mu, progressive=True), Mean("uniform"), server, work=PLAIN)

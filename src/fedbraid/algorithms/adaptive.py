@@ -3,7 +3,8 @@
 Two variants of the same formulas: `variant="reddi"` steps with m/(√v + ε), v_0 = ε² and no bias
 correction, as the FedOpt paper does; `"corrected"` is the bias-corrected form with v_0 = 0 that FedAdaVR
 uses. Reddi's three default to the first, the other two to the second. `v0` starts the second moment elsewhere,
-such as at 1, where FedGBO's authors start their baselines.
+such as at 1, where FedGBO's authors start their baselines. FedAdam alone has a third: `"flower"` steps with Flower's
+own correction of the rate, from v_0 = 0.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from fedbraid.algorithms._build import ADAPTIVE_RATE, PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
 from fedbraid.core.gather import Mean
-from fedbraid.core.optim import AdaBelief, Adagrad, Adam, Optimize, TrustRatio, Yogi
+from fedbraid.core.optim import AdaBelief, Adagrad, Adam, FlowerAdam, Optimize, TrustRatio, Yogi
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.errors import ConfigError
 
@@ -57,7 +58,10 @@ def fedadam(
     v0: float | None = None,
     weights: str = "samples",
 ) -> Algorithm:
-    """FedAdam: v ← β₂v + (1−β₂)G²."""
+    """FedAdam: v ← β₂v + (1−β₂)G². variant="flower" multiplies lr by √(1−β₂ᵀ⁺¹)/(1−β₁ᵀ⁺¹), as Flower does."""
+    if variant == "flower":
+        number("v0", v0 or 0.0, "[0, inf)", "is no second moment")
+        return _stepped(FlowerAdam(beta1, beta2, eps, v0 or 0.0), lr, weights)
     return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps, v0)), lr, weights)
 
 

@@ -12,21 +12,34 @@ from fedbraid.core.gather import Mean
 from fedbraid.core.link import PlainUplink
 from fedbraid.core.search_space import Categorical
 from fedbraid.core.transform import Scale, pipeline
+from fedbraid.errors import ConfigError
 from fedbraid.links.error_feedback import ErrorFeedback
 
 
 @builder
 @searched(up=Categorical(("qsgd(4)", "qsgd(8)")), down=Categorical(("qsgd(4)", "qsgd(8)")))
-def with_codecs(a: Algorithm, up: Codec | None = None, down: Codec | None = None) -> Algorithm:
-    """Any algorithm over other links; what wraps a link stays."""
-    new_up = a.up if up is None else a.up.over(up)
+def with_codecs(
+    a: Algorithm, up: Codec | None = None, down: Codec | None = None, only: tuple[str, ...] | None = None
+) -> Algorithm:
+    """Any algorithm over other links; what wraps a link stays.
+
+    With `only` the up codec encodes the uploads of these names, and the others travel exactly: FedShift's authors
+    quantise SCAFFOLD's weights and send its Δc as it is.
+
+    >>> fb.with_codecs(fb.scaffold(), up=fb.codecs.uniform(4), only=("delta",)).name
+    "with_codecs(scaffold(), up=uniform(bits=4), only=('delta',))"
+    """
+    if only is not None and up is None:
+        raise ConfigError(f"only={only} says what the up codec encodes, and there is none; give up=")
+    only = (only,) if isinstance(only, str) else only if only is None else tuple(only)
+    new_up = a.up if up is None else a.up.over(up, only)
     return replace(a, up=new_up, down=a.down if down is None else a.down.over(down), name="")
 
 
 @builder
 def error_feedback(a: Algorithm) -> Algorithm:
     """Any algorithm whose clients add what the codec lost to their next upload."""
-    return replace(a, up=ErrorFeedback(a.up.codec), name="")
+    return replace(a, up=ErrorFeedback(a.up.codec, only=a.up.only), name="")
 
 
 @builder

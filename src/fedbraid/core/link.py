@@ -60,19 +60,29 @@ class UploadResult:
 
 @dataclass(frozen=True)
 class Uplink:
-    """What carries uploads; `codec` does the encoding."""
+    """What carries uploads; `codec` does the encoding, of the names in `only` where it is given."""
 
     codec: Codec = field(default_factory=Identity)
+    only: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_codec(type(self).__name__, self.codec)
 
-    def over(self, codec: Codec) -> Uplink:
-        """The same link over another codec."""
-        return replace(self, codec=codec)
+    def over(self, codec: Codec, only: tuple[str, ...] | None = None) -> Uplink:
+        """The same link over another codec, of these names."""
+        return replace(self, codec=codec, only=only or self.only)
+
+    def codec_of(self, name: str) -> Codec:
+        """The codec of an upload."""
+        return self.codec if self.only is None or name in self.only else Identity()
 
     def fits(self, declared: Mapping[str, Upload]) -> None:
         """Refuse uploads that this link cannot carry."""
+        if unused := sorted(set(self.only or ()) - {name for name, d in declared.items() if d.width is None}):
+            vectors = sorted(name for name, d in declared.items() if d.width is None)
+            raise ConfigError(
+                f"only={self.only} names {unused}, which clients do not upload; use some of {vectors}"
+            )
         if self.codec.encodes_weights and not any(d.is_model_update for d in declared.values()):
             raise ConfigError(
                 f"{self.codec!r} encodes the model that a client ends with, but this algorithm uploads"
@@ -97,9 +107,13 @@ class Uplink:
 
     def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
         """The length of a message, exactly where it does not depend on the values."""
-        one = self.codec.size(layout) or len(self.codec.encode(torch.zeros(layout.size), layout))
-        widths = [d.width for d in declared.values()]
-        lengths = sum(one if w is None else FRAME_BYTES + 4 * w for w in widths)
+        lengths = 0
+        for name, what in declared.items():
+            codec = self.codec_of(name)
+            if what.width is not None:
+                lengths += FRAME_BYTES + 4 * what.width
+            else:
+                lengths += codec.size(layout) or len(codec.encode(torch.zeros(layout.size), layout))
         return lengths + message_overhead(tuple(declared))
 
 
@@ -116,10 +130,11 @@ class PlainUplink(Uplink):
                 if who.frames is not None:
                     who.frames[name] = encode_scalars(v)
                 continue
-            given = self.prepare(name, to_wire(v, what, self.codec, who.x), memory)
-            got, done.sizes[name] = _encode_up(self.codec, given, name, who)
+            codec = self.codec_of(name)
+            given = self.prepare(name, to_wire(v, what, codec, who.x), memory)
+            got, done.sizes[name] = _encode_up(codec, given, name, who)
             done.memory |= self.keep(name, given, got)
-            done.received[name] = from_wire(got, what, self.codec, who.x)
+            done.received[name] = from_wire(got, what, codec, who.x)
         add_overhead(done.sizes)
         return done
 
@@ -132,13 +147,14 @@ class PlainUplink(Uplink):
         return {}
 
     def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
-        codec, received = self.codec.for_client(int(who.clients[0])), {}
+        received: Vectors = {}
         for name, what in who.declared.items():
             if what.width is not None:
                 received[name] = decode_scalars(frames[name], what.width)[None].to(who.x.device)
             else:
-                got = codec.decode(frames[name], who.layout)[None].to(who.x.device)
-                received[name] = from_wire(got, what, self.codec, who.x)
+                codec = self.codec_of(name)
+                sent = codec.for_client(int(who.clients[0])).decode(frames[name], who.layout)
+                received[name] = from_wire(sent[None].to(who.x.device), what, codec, who.x)
         return received
 
 

@@ -169,6 +169,14 @@ class Adam(Optimizer):
 
 
 @dataclass(frozen=True)
+class FlowerAdam(Adam):
+    """The direction is m/(√v + ε)·√(1 − β₂ᵀ⁺¹)/(1 − β₁ᵀ⁺¹): Flower's FedAdam, which corrects a step ahead and not ε."""
+
+    def _corrections(self, T: int) -> tuple[float, float]:
+        return 1.0, math.sqrt(1 - self.beta2 ** (T + 1)) / (1 - self.beta1 ** (T + 1))
+
+
+@dataclass(frozen=True)
 class AdaBelief(Adam):
     """As Adam, with the second moment of g − m."""
 

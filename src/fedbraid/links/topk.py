@@ -25,7 +25,8 @@ from fedbraid.links import _elias_fano as positions
 class Topk(Framed):
     """The ⌈fraction·d⌉ numbers of the whole vector that are largest in magnitude; the rest decode to 0.
 
-    values: "float32" or "float16". Of equal magnitudes, the first in the vector travel.
+    values: "float32" or "float16". rounding: "up", or "down" to ⌊fraction·d⌋ and at least one, as QAFeL's authors
+    count. Of equal magnitudes, the first in the vector travel.
 
     >>> Topk(0.01, values="float16")
     topk(fraction=0.01, values='float16')
@@ -33,6 +34,7 @@ class Topk(Framed):
 
     fraction: float
     values: str = "float32"
+    rounding: str = "up"
 
     kind: ClassVar[int] = 7
 
@@ -40,9 +42,13 @@ class Topk(Framed):
         number("fraction", self.fraction, "(0, 1]", "keeps nothing or more than all")
         if self.values not in ("float32", "float16"):
             raise ConfigError(f"topk(values={self.values!r}) is not known; use 'float32' or 'float16'")
+        if self.rounding not in ("up", "down"):
+            raise ConfigError(f"topk(rounding=) must be 'up' or 'down', got {self.rounding!r}")
 
     def kept(self, layout: Layout) -> int:
-        """⌈fraction·d⌉, as a person would count it: 0.07 of 100 is 7."""
+        """⌈fraction·d⌉ or ⌊fraction·d⌋, as a person would count it: 0.07 of 100 is 7 both ways."""
+        if self.rounding == "down":
+            return min(max(1, math.floor(self.fraction * layout.size * (1 + 1e-12))), layout.size)
         return min(math.ceil(self.fraction * layout.size * (1 - 1e-12)), layout.size)
 
     @property

@@ -162,7 +162,12 @@ def _list(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
             ]
         )
     rows = [
-        [c.name, c.algorithm, _came(done.get(c.name)), hours.total([left[c.name]]) if c.name in left else ""]
+        [
+            c.name,
+            str(c.settings()["algorithm"]),
+            _came(done.get(c.name)),
+            hours.total([left[c.name]]) if c.name in left else "",
+        ]
         for c in cells
     ]
     table(

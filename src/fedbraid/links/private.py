@@ -29,8 +29,8 @@ class WrappedUplink(Uplink):
     clip: float = 1.0
     scales: Scales = ()
 
-    def over(self, codec: Codec) -> Uplink:
-        return replace(self, codec=codec, link=self.link.over(codec))
+    def over(self, codec: Codec, only: tuple[str, ...] | None = None) -> Uplink:
+        return replace(self, codec=codec, link=self.link.over(codec, only))
 
     def fits(self, declared: Mapping[str, Upload]) -> None:
         self.link.fits(declared)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbraid.core.work import Work
 from fedbraid.schedule import Buffered, Rounds, Schedule
-from fedbraid.study.reproduce import ENGINE, Cell, Line, make_task, version
+from fedbraid.study.reproduce import ENGINE, Cell, Line, make_algorithm, make_task, version
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -97,9 +97,9 @@ def attempt(cell: Cell) -> Line:
 
 def _train(cell: Cell, task: Task, work: Work, schedule: Schedule) -> None:
     """Train, at a rate at which nothing diverges."""
-    from fedbraid.run.simulate import algorithm_from, simulate
+    from fedbraid.run.simulate import simulate
 
-    algorithm, work = algorithm_from(cell.algorithm), replace(work, lr=1e-6)
+    algorithm, work = make_algorithm(cell.algorithm), replace(work, lr=1e-6)
     simulate(task, algorithm, work, schedule, seed=cell.seed, engine=ENGINE, evaluate_every=None)
 
 
@@ -130,13 +130,12 @@ def _judged(cell: Cell, task: Task) -> float:
     from fedbraid.engines import choose
     from fedbraid.engines.engine import Setup
     from fedbraid.run.evaluate import evaluate_model
-    from fedbraid.run.simulate import algorithm_from
 
     if task.test is None:
         return 0.0
     few = replace(task, test=(task.test[0][:JUDGED], task.test[1][:JUDGED]), test_offsets=None)
     engine = choose(ENGINE, few, cell.work, 1, 1)
-    engine.open(Setup(algorithm_from(cell.algorithm), few, cell.work, cell.seed))
+    engine.open(Setup(make_algorithm(cell.algorithm), few, cell.work, cell.seed))
     x = few.initial(cell.seed)
     evaluate_model(engine, few, x)
     seconds = _timed(lambda: evaluate_model(engine, few, x))

@@ -311,15 +311,20 @@ def make_task(make: str | Callable[[], Task]) -> Task:
     return tasks.reload(make) if isinstance(make, str) else make()
 
 
+def make_algorithm(make: str | Callable[[], Algorithm]) -> Algorithm:
+    from fedbraid.run.simulate import algorithm_from
+
+    return algorithm_from(make) if isinstance(make, str) else make()
+
+
 def run(cell: Cell, out: Path, parent: int | None = None) -> Line:
     """Run a cell in its folder, or continue it, and give its line."""
     from fedbraid.run.checkpoint import Folder
-    from fedbraid.run.simulate import algorithm_from, simulate
+    from fedbraid.run.simulate import simulate
     from fedbraid.study.flops import by_step, of_clients
 
     begun, stopped, curve = time.process_time(), None, Curve(cell, parent)
-    task = make_task(cell.task)
-    algorithm = algorithm_from(cell.algorithm) if isinstance(cell.algorithm, str) else cell.algorithm()
+    task, algorithm = make_task(cell.task), make_algorithm(cell.algorithm)
     try:
         simulate(
             task, algorithm, cell.work, cell.schedule, seed=cell.seed, engine=ENGINE, out=out,

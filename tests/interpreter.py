@@ -406,7 +406,7 @@ AGE: dict[str, Callable[[float], float]] = {
 class Cohort:
     """The visits of one server step, in order of arrival."""
 
-    participations: list[Visit]
+    visits: list[Visit]
     t: int  # the version that the step starts from
     N: int
     x: Vec  # the server's model, today

@@ -433,7 +433,7 @@ def test_who_holds_what_is_drawn_to_the_width(
 
 def test_data(call: Call) -> None:
     code, out, err = call(
-        "data", "digits", "--clients", "30", "--partition", "label_chunks(1)", "--png", "a.png", "--json"
+        "data", "digits", "--clients", "30", "--partition", "label_chunks(1)", "--figure", "a.png", "--json"
     )
     assert (code, err) == (0, "")
     said = json.loads(out)
@@ -491,7 +491,7 @@ def test_data(call: Call) -> None:
         (["run", "digits", "fedavg", "--durations", "halfnorm(1)"], "did you mean 'halfnormal'"),
         (["run", "absent.toml"], "absent.toml cannot be read"),
         (["resume", "absent"], "absent is no run folder"),
-        (["data", "digits", "--png", "absent/a.png"], "cannot be written"),
+        (["data", "digits", "--figure", "absent/a.png"], "cannot be written"),
         (["data", "digits", "--partition", "dirichlet(-1)"], "use alpha > 0"),
         (["data", "digits", "--partition", "pachinko()"], "needs coarse labels"),
         (["list", "algos"], "did you mean 'algorithms'"),

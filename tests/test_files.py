@@ -194,5 +194,5 @@ def test_sizes_are_shown_where_no_label_can_be(file, capsys, name, why):
     assert why in capsys.readouterr().out
     said = call(capsys, "data", f"numbers.py:{name}")
     assert (said["clients"], said["samples"], said["largest"], said["counts"]) == (3, 12, 4, None)
-    assert main(["data", f"numbers.py:{name}", "--png", "a.png"]) == 2
+    assert main(["data", f"numbers.py:{name}", "--figure", "a.png"]) == 2
     assert why in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -493,3 +494,113 @@ def test_the_first_seconds_of_a_command_are_not_silent(monkeypatch, capsys):
     with waiting("loading digits", hidden=True):
         pass
     assert capsys.readouterr().err == ""
+
+
+# Reports and figures ------------------------------------------------------------------------------
+
+
+def report(*words, capsys):
+    from fedbraid.cli import main
+
+    code = main(["report", *map(str, words)])
+    return code, capsys.readouterr().err
+
+
+@pytest.fixture
+def clocked(tmp_path):
+    task = fb.tasks.load("digits", clients=10)
+    return fb.simulate(
+        task, fb.fedbuff(), WORK, fb.buffered(6, buffer=2, concurrency=4), out=tmp_path / "run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"), [("five.pdf", b"%PDF"), ("five.svg", b"<?xml"), ("five.PNG", b"\x89PNG"), ("timeline.svg", b"<?xml")]
+)  # fmt: skip
+def test_a_figure_is_what_its_name_says(name, starts, clocked, tmp_path, capsys):
+    where = tmp_path / name
+    assert report(clocked.out, "--figure", where, capsys=capsys)[0] == 0
+    first = where.read_bytes()
+    assert first.startswith(starts)
+    report(clocked.out, "--figure", where, capsys=capsys)
+    assert where.read_bytes() == first  # no date in it
+    assert (b"staleness" in first or b"<!-- staleness -->" in first) == (name == "timeline.svg")
+
+
+def test_a_figure_of_another_kind_is_refused(clocked, tmp_path, capsys):
+    code, said = report(clocked.out, "--figure", tmp_path / "five.jpg", capsys=capsys)
+    assert code == 2
+    assert "must end in .pdf, .svg or .png" in said
+
+
+def test_a_timeline_has_a_bar_a_job_and_needs_a_clock(clocked):
+    pane = clocked.timeline().axes[0]
+    jobs = sum(len(r["clients"]) for r in clocked.history)
+    legend = len(pane.get_legend().get_texts())
+    assert len(pane.patches) == jobs + legend
+    without = fb.simulate(clocked.task, fb.fedavg(), WORK, fb.rounds(2, clients=3))
+    with pytest.raises(FedbraidError, match=r"no clock.*durations="):
+        without.timeline()
+
+
+def test_latex_is_bold_only_where_intervals_lie_apart():
+    from fedbraid.report.tables import as_latex
+
+    def table(*finals):
+        rows = [
+            {"name": f"a{i}", "metric": "accuracy", "final": {"mean": m, "half": h, "count": 3}, "failed": 0,
+             "bytes_up": 1e6, "bytes_down": 1e6} for i, (m, h) in enumerate(finals)
+        ]  # fmt: skip
+        return as_latex({"metric": "accuracy", "target": None, "task": "t", "rows": rows})
+
+    clear = table((0.9, 0.01), (0.8, 0.01))
+    assert clear.count("mathbf") == 1
+    assert "dagger" not in clear
+    level = table((0.8982, 0.0251), (0.8982, 0.0191), (0.5, 0.01))
+    assert "mathbf" not in level
+    assert level.count(r"^\dagger$") == 2 + 1  # two rows and the note
+    assert "intervals overlap" in level
+    single = table((0.9, None), (0.8, None))
+    assert "mathbf" not in single
+    assert "dagger" not in single
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(fb.Rule):
+    def step(self, g, y, s, ctx):
+        return g / 2, s
+
+
+@pytest.mark.parametrize("name", ["mine", "My FedAvg (ours)", "fedavg", "fedavg()", ""])
+def test_any_name_works_and_commands_reproduce_the_run(name, tmp_path):
+    from fedbraid.report import collect, page
+
+    task = fb.tasks.load("digits", clients=10)
+    custom = fb.Algorithm(rule=Halved(), name=name)
+    for made, place in ((custom, "a"), (fb.fedprox(0.1), "b")):
+        fb.simulate(task, made, WORK, ROUNDS, out=tmp_path / place)
+    for path, known in ((tmp_path / "a", False), (tmp_path / "b", True)):
+        found = collect.collect([path])
+        (group,) = page.describe(found)["groups"]
+        assert (group["command"] is not None) == known
+        assert ("made in Python" in group["why"]) != known
+        assert (found.statistics()[0].flops[0] is not None) == known
+        assert page.render(page.describe(found))
+
+
+def test_reports_say_delta_what_is_personal_and_who_diverged(tmp_path):
+    pytest.importorskip("dp_accounting", reason="the extra privacy is not installed")
+    from fedbraid.report import collect, page
+
+    task = fb.tasks.load("digits", clients=10, personal=("3.*",))
+    entries = {"private": fb.private(fb.fedavg(), noise=1.0), "dead": (fb.fedavg(), fb.Work(lr=1e6))}
+    fb.compare(task, entries, WORK, ROUNDS, seeds=2, out=tmp_path / "grid", jobs=1)
+    data = page.describe(collect.collect([tmp_path / "grid"]))
+    assert "personal: 3.*" in data["task"]
+    assert [row["name"] for row in data["rows"]] == ["private", "dead"]
+    assert data["rows"][0]["delta"] == 1e-5
+    assert data["rows"][1]["final"] is None
+    assert data["rows"][1]["failed"] == 2
+    assert "private and dead" in data["title"]
+    assert data["groups"][0]["settings"]["personal"] == "3.*"
+    page.render(data)

@@ -111,7 +111,8 @@ def test_the_partition_is_drawn(single, task):
 
 def test_papers_and_other_programs(grid, tmp_path, capsys):
     names = {kind: tmp_path / f"out.{kind}" for kind in ("png", "pdf", "csv", "latex")}
-    options = [word for kind, path in names.items() for word in (f"--{kind}", path)]
+    flags = {"png": "--figure", "pdf": "--figure", "csv": "--csv", "latex": "--latex"}
+    options = [word for kind, path in names.items() for word in (flags[kind], path)]
     code, out, _ = call(
         capsys, "report", grid, "-o", tmp_path / "r.html", *options, "--axis", "bytes", "--json"
     )
@@ -276,13 +277,13 @@ def test_nothing_is_overwritten_on_bad_input(single, tmp_path, capsys):
 
 
 def test_a_run_is_no_comparison(single, capsys):
-    refused(call(capsys, "compare", single, "fedavg"), "continue it with: fedbraid resume")
+    refused(call(capsys, "compare", single, "fedavg"), "resume it with: fedbraid resume")
 
 
 def test_a_missing_extra(single, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refused(
-        call(capsys, "report", single, "-o", tmp_path / "r.html", "--png", tmp_path / "x.png"),
+        call(capsys, "report", single, "-o", tmp_path / "r.html", "--figure", tmp_path / "x.png"),
         "needs the extra 'plot'; install it with: pip install 'matplotlib>=3.8'",
     )
     assert not (tmp_path / "r.html").exists()
@@ -598,7 +599,7 @@ def test_the_timeline(browser, report):
     at = looked.evaluate(
         """() => { const place = document.getElementById('timeline-plot'), u = place.chart;
         const job = JSON.parse(document.getElementById('data').textContent).groups[2].timeline.jobs;
-        const middle = (job.began[5] + job.ended[5]) / 2;
+        const middle = (job.start_times[5] + job.end_times[5]) / 2;
         return [u.valToPos(middle, 'x'), u.valToPos(job.client[5], 'y'), job.client[5], job.version[5]]; }"""
     )
     looked.hover("#timeline-plot .u-over", position={"x": at[0], "y": at[1]})
@@ -756,7 +757,7 @@ def test_every_part_is_there(browser, report):
         ("#goal", "20 %"),
         ("#bytes", "dc"),
         ("#extras", "Staleness"),
-        ("#extras", "update_norm"),
+        ("#extras", "Norm of updates"),
         ("#commands", "fedbraid run"),
         ("#settings", "Work(lr=0.05"),
     ):

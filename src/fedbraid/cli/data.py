@@ -1,4 +1,4 @@
-"""`fedbraid data`: who holds what."""
+"""`fedbraid data`: how data is split across clients."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def data(
     ],
     clients: o.Clients = None,
     partition: o.Partition = None,
-    seed: Annotated[int | None, typer.Option(help="Seed that draws the partition (0).")] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Also draw it into this PNG file (needs the extra plot).")
+    seed: Annotated[int | None, typer.Option(help="Seed of the partition [default: 0].")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw it into this .pdf, .svg or .png file (extra plot).")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Draw how many samples of each label every client holds, with sizes and the partition's hash.
+    """Plot the number of samples per label and client, with sizes and the partition's hash.
 
     \b
     Examples:
       fedbraid data digits --partition 'label_chunks(1)'
-      fedbraid data mnist --clients 500 --partition 'dirichlet(0.5)' --png who-holds-what.png
+      fedbraid data mnist --clients 500 --partition 'dirichlet(0.5)' --figure partition.svg
       fedbraid data cifar10 --partition 'iid_mix(0.5)' --json
     """
     from fedbraid.data.counts import label_counts
@@ -46,20 +46,20 @@ def data(
     try:
         counts = label_counts(loaded)
     except DataError as error:  # then sizes are all there is to say
-        if png is not None:
+        if figure is not None:
             raise
         if json:
             return give(_summary(loaded) | {"counts": None})
         return None if quiet else facts(_summary(loaded) | {"not drawn": error})
-    if png is not None:
-        picture.save_png(counts, loaded.spec or loaded.name, png)
+    if figure is not None:
+        picture.save(counts, loaded.spec or loaded.name, figure)
     if json:
         return give(_summary(loaded, counts) | {"counts": counts.tolist()})
     if not quiet:
         screen = console()
         screen.print(picture.as_text(counts, screen.width))
         told = {"task": task_name(loaded.spec or loaded.name)}
-        facts(_summary(loaded, counts) | told | ({} if png is None else {"picture": png}))
+        facts(_summary(loaded, counts) | told | ({} if figure is None else {"figure": figure}))
     return None
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedbraid.cli.show import Json, Quiet, entry, facts, give
 from fedbraid.errors import ConfigError, reading, unknown
-from fedbraid.run.formatting import format_bytes
+from fedbraid.run.formatting import Record, format_bytes
+
+if TYPE_CHECKING:
+    from fedbraid.report.collect import Collection
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or those of comparisons.")]
 Goal = Annotated[
@@ -25,10 +28,16 @@ def report(
     ] = None,
     target: Goal = None,
     axis: Annotated[
-        str, typer.Option(help="For --png and --pdf: 'step', 'bytes', 'time' or 'flops'.")
+        str, typer.Option(help="Horizontal axis of --figure: step, bytes, time or flops.")
     ] = "step",
-    png: Annotated[Path | None, typer.Option(help="Also draw the curves into this PNG file.")] = None,
-    pdf: Annotated[Path | None, typer.Option(help="Also draw the curves into this PDF file.")] = None,
+    figures: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--figure",
+            help="Also draw the curves into this .pdf, .svg or .png file; a name that begins with 'timeline' draws who"
+            " trained when. May be given several times.",
+        ),
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option(help="Also write every step of every run into this file.")
     ] = None,
@@ -47,9 +56,10 @@ def report(
     Examples:
       fedbraid report runs/digits-fedavg-1
       fedbraid report runs/digits-compare-1 --target 0.9 -o report.html
-      fedbraid report runs/a runs/b --png curves.png --pdf curves.pdf --axis bytes --csv steps.csv --latex table.tex
+      fedbraid report runs/a runs/b --figure curves.pdf --figure curves.svg --axis bytes --csv steps.csv --latex table.tex
+      fedbraid report runs/digits-fedbuff-1 --figure timeline.svg
     """
-    from fedbraid.report import figure, page, tables
+    from fedbraid.report import figure, page, tables, timeline
     from fedbraid.report.collect import collect
     from fedbraid.study.stats import AXES
 
@@ -60,9 +70,12 @@ def report(
         data = page.describe(found)
     place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     made: dict[Path, bytes] = {place: page.render(data).encode(errors="replace")}
-    for path, kind in ((png, "png"), (pdf, "pdf")):
-        if path is not None:
-            made[path] = drawn(figure.of_groups(data, axis), kind)
+    for path, kind in [(path, figure.kind_of(path)) for path in figures or []]:
+        if path.name.startswith("timeline"):
+            drawn = timeline.figure(_clocked(found))
+        else:
+            drawn = figure.of_groups(data, axis)
+        made[path] = figure.as_bytes(drawn, kind)
     if csv is not None:
         made[csv] = tables.as_csv(found).encode(errors="replace")
     if latex is not None:
@@ -82,13 +95,10 @@ def report(
             entry("", data["verdict"])
 
 
-def drawn(figure: Any, kind: str) -> bytes:
-    """A figure as a file's bytes, the same for the same figure."""
-    import io
-
-    out = io.BytesIO()
-    figure.savefig(out, format=kind, dpi=160, metadata={"CreationDate": None} if kind == "pdf" else None)
-    return out.getvalue()
+def _clocked(found: Collection) -> list[Record]:
+    """The records of the first run that has a clock, or of the first."""
+    runs = [run.records for group in found.groups for run in group.runs]
+    return next((r for r in runs if any("start_times" in record for record in r)), runs[0])
 
 
 def write(made: dict[Path, bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import fedbraid.user_files as files
@@ -14,6 +15,7 @@ from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.study import stats
 from fedbraid.study.campaign import FAILED
 from fedbraid.study.compare import FILE as COMPARE
+from fedbraid.study.recipe import is_built_by_name
 
 if TYPE_CHECKING:
     from fedbraid.run.task_summary import TaskSummary
@@ -91,7 +93,7 @@ class Collection:
 
         visit = None
         name = group.config["algorithm"]
-        if self.known is not None and name is not None and not files.names_file(name):
+        if self.known is not None and not files.names_file(name or "") and is_built_by_name(group.config):
             algorithm = algorithm_from(name)
             visit = flops.of_known(self.known, algorithm, evaluate(group.config["work"], WORK, "work"))
         return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
@@ -157,7 +159,7 @@ def read(path: Path, unfinished: bool = False, name: str | None = None) -> Store
     if not run.finished and not unfinished:
         at = f"step {records[-1]['step'] if records else 0} of {run.steps}"
         raise RunError(
-            f"{path} is not finished ({at}); see it with `fedbraid watch {path}`, end it with `fedbraid resume {path}`,"
+            f"{path} is not finished ({at}); see it with `fedbraid watch {quote(str(path))}`, end it with `fedbraid resume {quote(str(path))}`,"
             " or report what there is with --unfinished"
         )
     return run
@@ -175,8 +177,8 @@ def _cells(path: Path, known: Record, unfinished: bool, failed: dict[str, int]) 
                     runs.append(read(place, True, entry["name"]))
                 if not unfinished and not any((place / f).exists() for f in (FAILED, "model.safetensors")):
                     raise RunError(
-                        f"{path} is not finished; see it with `fedbraid watch {path}`, end it with"
-                        f" `fedbraid compare {path}`, or report what there is with --unfinished"
+                        f"{path} is not finished; see it with `fedbraid watch {quote(str(path))}`, end it with"
+                        f" `fedbraid compare {quote(str(path))}`, or report what there is with --unfinished"
                     )
     except (KeyError, TypeError) as error:
         raise RunError(f"{path / COMPARE} lacks or garbles {error}; restore it or compare anew") from error

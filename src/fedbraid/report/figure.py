@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from fedbraid.errors import MissingExtra
+from fedbraid.errors import ConfigError, MissingExtra
 from fedbraid.run.checkpoint import Record
 from fedbraid.study.stats import METRICS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+RANGE_BELOW = 5  # seeds: intervals of fewer fill the picture, so their range is drawn, as on the page
+KINDS = ("pdf", "svg", "png")
 DASHES = ("-", "--", ":", "-.")
 AXES = {
     "step": "server steps",
@@ -20,7 +23,7 @@ AXES = {
     "energy": "energy of clients",
 }
 UNITS = {"bytes": "B", "flops": "", "energy": "J"}
-TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "update_norm", "staleness")))
+TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "norm of updates", "staleness")))
 
 
 def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target: float | None = None) -> Any:
@@ -37,8 +40,10 @@ def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target
         style: dict[str, Any] = {"color": COLOURS[i % 7], "linestyle": DASHES[i // 7 % 4]}
         pane.plot(curve["x"][axis], curve["mean"], label=name, **style)
         if curve["half"] is not None:
-            low, high = ([m + s * h for m, h in zip(curve["mean"], curve["half"])] for s in (-1, 1))
-            if metric == "accuracy":  # with few seeds an interval may reach beyond what there is
+            low, high = curve["low"], curve["high"]
+            if curve["seeds"] >= RANGE_BELOW:
+                low, high = ([m + s * h for m, h in zip(curve["mean"], curve["half"])] for s in (-1, 1))
+            if metric == "accuracy":  # an interval may reach beyond what there is
                 low, high = ([min(1.0, max(0.0, v)) for v in ends] for ends in (low, high))
             pane.fill_between(curve["x"][axis], low, high, color=style["color"], alpha=0.16, linewidth=0)
     pane.set(xlabel=AXES[axis], ylabel=TITLES.get(metric, metric))
@@ -61,6 +66,29 @@ def png(drawn: Any) -> bytes:
     """A figure as a small PNG."""
     out = io.BytesIO()
     drawn.savefig(out, format="png", dpi=90)
+    return out.getvalue()
+
+
+def kind_of(path: Path) -> str:
+    """What a figure's file is, by its suffix.
+
+    >>> kind_of(Path("five.svg"))
+    'svg'
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in KINDS:
+        raise ConfigError(f"a figure's name must end in .pdf, .svg or .png, got {str(path)!r}")
+    return kind
+
+
+def as_bytes(drawn: Any, kind: str) -> bytes:
+    """A figure as a file's bytes, the same for the same figure."""
+    from matplotlib import rc_context
+
+    out = io.BytesIO()
+    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    with rc_context({"svg.hashsalt": "fedbraid"}):
+        drawn.savefig(out, format=kind, dpi=160, metadata=undated.get(kind))
     return out.getvalue()
 
 

@@ -1,8 +1,10 @@
 "use strict";
 (() => {
-  const AXES = { step: "Rounds", bytes: "Bytes", time: "Time", flops: "FLOPs", energy: "Energy" };
+  const AXES = { step: "Steps", bytes: "Bytes", time: "Time", flops: "FLOPs", energy: "Energy" };
   const AXIS_TITLES = { step: "server steps", bytes: "bytes up and down", time: "simulated time", flops: "FLOPs on clients", energy: "energy of clients, joules" };
-  const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", update_norm: "Drift", staleness: "Staleness", epsilon: "Privacy spent, ε" };
+  const METRICS = { accuracy: "Test accuracy", loss: "Test loss", train_loss: "Training loss", update_norm: "Norm of updates", staleness: "Staleness", epsilon: "Privacy spent, ε", accuracy_personal: "Accuracy, personalized", loss_personal: "Loss, personalized", accuracy_clients: "Accuracy, mean client", accuracy_worst_tenth: "Accuracy, worst tenth", loss_clients: "Loss, mean client", loss_worst_tenth: "Loss, worst tenth" };
+  const LAST = { contraction: "Contraction: the error that a lossy broadcast leaves, as a fraction of what it sent; below 1 it shrinks" };
+  const inPercent = (metric) => metric.startsWith("accuracy");
   const BANDS = { interval: "95 % interval", range: "Min to max", none: "No bands" };
   const $ = (id) => document.getElementById(id);
   let data = JSON.parse($("data").textContent);
@@ -48,14 +50,14 @@
   const count = (v) => scaled(v, ["", "k", "M", "G", "T", "P"]);
   const plain = (v) => (v === 0 ? "0" : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(1) : String(+v.toPrecision(4)));
   const along = (axis, v) => (axis === "bytes" ? bytes(v) : axis === "flops" ? count(v) : plain(v));
-  const upward = (metric, v) => (metric === "accuracy" ? `${(100 * v).toFixed(2)} %` : plain(v));
+  const upward = (metric, v) => (inPercent(metric) ? `${(100 * v).toFixed(2)} %` : plain(v));
   const lasting = (s) => (s < 120 ? `${Math.floor(s)} s` : s < 7200 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 3600)} h`);
   const dash = "–";
   const maybe = (v, format) => (v === null || v === undefined ? dash : format(v));
 
   function within(interval, metric) {
     if (!interval) return dash;
-    const percent = metric === "accuracy";
+    const percent = inPercent(metric);
     const one = (v) => (percent ? (100 * v).toFixed(2) : v.toFixed(4));
     return one(interval.mean) + (interval.half === null ? "" : ` ± ${one(interval.half)}`) + (percent ? " %" : "");
   }
@@ -85,7 +87,7 @@
       shown, axis, metric, height: options.height, band: view.band,
       log: Boolean(options.log) && shown.every((s) => s.curve.mean.every((v) => v > 0)),
       target: metric === "accuracy" ? data.target : null,
-      formats: { along: (v) => along(axis, v), up: (v) => (metric === "accuracy" ? `${+(100 * v).toPrecision(4)} %` : plain(v)) },
+      formats: { along: (v) => along(axis, v), up: (v) => (inPercent(metric) ? `${+(100 * v).toPrecision(4)} %` : plain(v)) },
       label: { along: AXIS_TITLES[axis] },
       tell: (value, u) => (value === null ? hush() : tell(u, metric, axis, shown, value)),
     });
@@ -100,7 +102,7 @@
       while (j < xs.length - 1 && Math.abs(xs[j + 1] - value) <= Math.abs(xs[j] - value)) j += 1;
       lines.push([s, s.curve.mean[j], around(s.curve, j, metric)]);
     }
-    lines.sort((a, b) => (metric === "accuracy" ? b[1] - a[1] : a[1] - b[1]));
+    lines.sort((a, b) => (inPercent(metric) ? b[1] - a[1] : a[1] - b[1]));
     tip(u,
       html("div", { class: "soft" }, `${along(axis, axis === "step" ? Math.round(value) : value)} ${axis === "bytes" ? "" : AXIS_TITLES[axis]}`.trim()),
       ...lines.map(([s, v, band]) => html("div", null,
@@ -109,7 +111,7 @@
   }
 
   function around(curve, j, metric) {
-    const one = (v) => (metric === "accuracy" ? (100 * v).toFixed(2) : plain(v));
+    const one = (v) => (inPercent(metric) ? (100 * v).toFixed(2) : plain(v));
     if (!curve.half || view.band === "none") return "";
     return view.band === "range" ? ` (${one(curve.low[j])} to ${one(curve.high[j])})` : ` ± ${one(curve.half[j])}`;
   }
@@ -128,14 +130,14 @@
   // Parts of the page --------------------------------------------------------------------------------
 
   function controls() {
-    const own = new Set(data.groups.flatMap((g) => Object.keys(g.curves)).filter((m) => !METRICS[m]));
-    const metrics = ["accuracy", ...own, "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
+    const custom = new Set(data.groups.flatMap((g) => Object.keys(g.curves)).filter((m) => !EXTRAS[m] && !["accuracy", "loss", "train_loss"].includes(m)));
+    const metrics = ["accuracy", ...custom, "loss", "train_loss"].filter((m) => data.groups.some((g) => g.curves[m]));
     if (!metrics.includes(view.metric) && metrics.length) view.metric = metrics[0];
     const axes = Object.keys(AXES).filter((a) => data.groups.some((g) => Object.values(g.curves).some((c) => c && c.x[a])));
     if (!axes.includes(view.axis) && axes.length) view.axis = axes[0];
     choose("metric", metrics.map((m) => [m, METRICS[m] || m]), view.metric, (m) => { view.metric = m; render(); });
     choose("axis", axes.map((a) => [a, AXES[a]]), view.axis, (a) => { view.axis = a; render(); });
-    choose("scale", view.metric === "accuracy" ? [] : [["linear", "Linear"], ["log", "Log"]], view.scale, (s) => { view.scale = s; render(); });
+    choose("scale", inPercent(view.metric) ? [] : [["linear", "Linear"], ["log", "Log"]], view.scale, (s) => { view.scale = s; render(); });
     const seeds = Math.max(...data.groups.map((g) => g.seeds.length));
     if (view.band === null) view.band = seeds < 2 ? "none" : seeds < 5 ? "range" : "interval"; // few seeds make wide intervals
     choose("band", seeds < 2 ? [] : Object.entries(BANDS), view.band, (b) => { view.band = b; render(); });
@@ -163,13 +165,14 @@
   function results() {
     const accuracy = data.metric === "accuracy";
     const columns = [
-      [accuracy ? "Accuracy" : METRICS[data.metric] || data.metric, (r) => within(r.final, data.metric), true],
+      [accuracy ? "Accuracy" : METRICS[data.metric] || data.metric, (r) => (r.seeds.length ? within(r.final, data.metric) : "diverged"), true],
       ["Best", (r) => maybe(r.best, (v) => upward("accuracy", v)), accuracy],
       ["Loss", (r) => maybe(r.loss, (v) => v.toFixed(4)), accuracy],
       ["Rank", (r) => maybe(r.rank, (v) => v.toFixed(1)), data.rows.length > 1],
       ["ε", (r) => maybe(r.epsilon, plain), data.rows.some((r) => r.epsilon)],
-      ["Seeds", (r) => String(r.seeds.length) + (r.failed ? ` (${r.failed} diverged)` : ""), true],
-      ["Steps", (r) => String(r.steps), true],
+      ["δ", (r) => maybe(r.delta, plain), data.rows.some((r) => r.delta)],
+      ["Seeds", (r) => (r.failed ? `${r.seeds.length + r.failed} (${r.failed} diverged)` : String(r.seeds.length)), true],
+      ["Steps", (r) => (r.seeds.length ? String(r.steps) : dash), true],
       ["Up", (r) => maybe(r.bytes_up, bytes), true],
       ["Down", (r) => maybe(r.bytes_down, bytes), true],
       ["FLOPs", (r) => maybe(r.flops, count), data.rows.some((r) => r.flops)],
@@ -193,7 +196,7 @@
     };
     $("goal-table").replaceChildren(
       html("tr", null, ...["", "Steps", "Bytes", "FLOPs", "Time", "Reached by"].map((t) => html("th", null, t))),
-      ...data.rows.map((r, i) => line(r, i, [spent(r, "step", (v) => v.toFixed(1)), spent(r, "bytes", bytes), spent(r, "flops", count), spent(r, "time", (v) => plain(+v.toPrecision(3))), `${r.reached || 0} of ${r.seeds.length} seeds`])));
+      ...data.rows.map((r, i) => line(r, i, [spent(r, "step", (v) => v.toFixed(1)), spent(r, "bytes", bytes), spent(r, "flops", count), spent(r, "time", (v) => plain(+v.toPrecision(3))), `${r.reached || 0} of ${r.seeds.length + (r.failed || 0)} seeds`])));
   }
 
   function traffic() {
@@ -210,7 +213,7 @@
     );
   }
 
-  const EXTRAS = { update_norm: "How far clients update_norm: the mean norm of their updates", staleness: "Staleness: server steps between fetching and handing in", epsilon: "Privacy: ε spent so far" };
+  const EXTRAS = { update_norm: "Norm of updates: how far clients move from the model that they download", staleness: "Staleness: server steps between download and upload", epsilon: "Privacy: ε spent so far", ...LAST };
 
   function extras() {
     const present = Object.keys(EXTRAS).filter((m) => data.groups.some((g) => g.curves[m]));
@@ -245,7 +248,7 @@
     const say = (name, text) => html("div", null, html("span", { class: "soft" }, name), html("span", { class: "num" }, text));
     tip(u, html("div", null, `client ${job.client}`), ...(job.version === null
       ? [say("at", plain(job.time)), say("doing", "nothing"), say("server at version", String(job.step))]
-      : [say("from version", String(job.version)), say("handed in at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.start_times)), say("took", plain(job.end_times - job.start_times))]));
+      : [say("from version", String(job.version)), say("uploaded at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.start_times)), say("took", plain(job.end_times - job.start_times))]));
   }
 
   function clients() {
@@ -253,7 +256,7 @@
     $("clients").hidden = !tables.length;
     $("clients-tables").replaceChildren(...tables.map((t) => {
       const keys = Object.keys(t.rows[0] || {});
-      const say = (k, v) => (v === null || v === undefined ? dash : typeof v === "string" ? v : Number.isInteger(v) ? String(v) : k === "accuracy" ? `${(100 * v).toFixed(1)} %` : v.toFixed(4));
+      const say = (k, v) => (v === null || v === undefined ? dash : typeof v === "string" ? v : Number.isInteger(v) ? String(v) : inPercent(k) ? `${(100 * v).toFixed(1)} %` : v.toFixed(4));
       return html("div", null, html("h3", null, t.name),
         html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0", style: "max-height:24em" }, html("table", null,
           html("tr", null, ...keys.map((k) => html("th", null, k))),
@@ -280,7 +283,7 @@
   function commands() {
     $("commands").replaceChildren(...data.groups.map((g) => html("div", { class: "command" },
       html("div", { class: "head" }, html("span", null, ...named(g.name)), g.command ? html("button", { type: "button", onclick: (event) => copy(event.currentTarget, g.command) }, "Copy") : null),
-      g.command ? html("pre", null, ...typed(g.command)) : html("p", { class: "soft" }, "Its task, cohorts or algorithm were made in Python; no command says them."))));
+      g.command ? html("pre", null, ...typed(g.command)) : html("p", { class: "soft" }, g.why))));
   }
 
   function copy(button, text) {
@@ -299,11 +302,15 @@
   }
 
   function settings() {
-    const keys = [...new Set(data.groups.flatMap((g) => Object.keys(g.settings)))];
+    const found = [...new Set(data.groups.flatMap((g) => Object.keys(g.settings)))];
+    const same = (k) => data.groups.length > 1 && new Set(data.groups.map((g) => String(g.settings[k]))).size === 1;
+    const keys = [...found.filter((k) => !same(k)), ...found.filter(same)];
     $("settings").className = data.groups.length > 1 ? "" : "alone";
     $("settings").replaceChildren(
       html("tr", null, html("th", null, ""), ...data.groups.map((g) => html("th", null, ...named(g.name)))),
-      ...keys.map((k) => html("tr", null, html("td", null, k), ...data.groups.map((g) => html("td", null, g.settings[k] === undefined ? dash : String(g.settings[k]))))),
+      ...keys.map((k) => html("tr", null, html("td", null, k), ...(same(k)
+        ? [html("td", { colspan: data.groups.length }, `all: ${data.groups[0].settings[k]}`)]
+        : data.groups.map((g) => html("td", null, g.settings[k] === undefined ? dash : String(g.settings[k])))))),
     );
   }
 

@@ -18,7 +18,7 @@ import numpy as np
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import evaluate
-from fedbraid.report import fleet
+from fedbraid.report import fleet, timeline
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.noise_outlook import promise
@@ -44,9 +44,10 @@ def describe(found: Collection, live: bool = False) -> Record:
         raise RunError(f"{where} has no evaluations to report; run it with --evaluate-every 1 and a test set")
     key = key or "train_loss"
     ranks = stats.ranks(groups, key)
+    delta = {g.name: (g.config.get("privacy") or {}).get("delta") for g in found.groups}
     rows = [
         stats.summary(g, key, found.target)
-        | {"rank": ranks.get(g.name), "failed": found.failed.get(g.name, 0)}
+        | {"rank": ranks.get(g.name), "failed": found.failed.get(g.name, 0), "delta": delta.get(g.name)}
         for g in [*groups, *_diverged(found)]
     ]
     config = found.config
@@ -54,7 +55,7 @@ def describe(found: Collection, live: bool = False) -> Record:
     silent, again = _silent(found) if live and not fleets else (None, "")
     return {
         "title": _title(found),
-        "task": f"{_task(config)} · {config['clients']} clients · {config.get('parameters', 0):,} parameters",
+        "task": _about(found),
         "metric": key,
         "target": found.target,
         "points": stats.POINTS,
@@ -113,8 +114,27 @@ def _diverged(found: Collection) -> list[stats.Runs]:
     return [stats.Runs(name, [], [], []) for name in found.failed if name not in names]
 
 
+def _about(found: Collection) -> str:
+    """The task in a line, what stays with the clients, and the privacy that a single algorithm spent."""
+    config = found.config
+    said = [_task(config), f"{config['clients']} clients", f"{config.get('parameters', 0):,} parameters"]
+    if personal := config.get("personal"):
+        said.append(f"personal: {', '.join(personal)}")
+    if len(found.groups) == 1 and (private := _privacy(found.groups[0])) is not None:
+        said.append(private)
+    return " · ".join(said)
+
+
+def _privacy(group: Group) -> str | None:
+    """(ε, δ) and whom they protect, over the seeds of a private algorithm."""
+    spent = [r.records[-1]["epsilon"] for r in group.runs if r.records and "epsilon" in r.records[-1]]
+    if not spent:
+        return None
+    return promise(max(spent), group.config.get("privacy")) or f"ε = {max(spent):.4g}"
+
+
 def _title(found: Collection) -> str:
-    names = [g.name for g in found.groups]
+    names = [g.name for g in found.groups] + [g.name for g in _diverged(found)]
     task = found.config.get("task_name") or "a task"
     listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     return f"{listed if len(listed) < 70 else f'{len(names)} entries'} on {task}"
@@ -163,17 +183,17 @@ def _group(group: Group, runs: stats.Runs) -> Record:
     }
     settings |= config["parts"] | {"seeds": ", ".join(map(str, runs.seeds)), "engine": config.get("engine")}
     settings |= {"LoRA": config["lora"]} if "lora" in config else {}
-    spent = [h[-1]["epsilon"] for h in runs.histories if h and "epsilon" in h[-1]]
-    settings |= (
-        {"privacy": promise(max(spent), config.get("privacy")) or f"ε = {max(spent):.4g}"} if spent else {}
-    )
+    command = _command(group, runs.seeds)
+    settings |= {"personal": ", ".join(config["personal"])} if config.get("personal") else {}
+    settings |= {} if (private := _privacy(group)) is None else {"privacy": private}
     return {
         "name": group.name,
         "seeds": list(runs.seeds),
         "curves": {m: _plain_curve(stats.curve(runs, m)) for m in stats.measured([runs])},
         "up": _by_name(runs, "up"),
         "down": _by_name(runs, "down"),
-        "command": _command(group, runs.seeds),
+        "command": command,
+        "why": _no_command(config) if command is None else "",
         "settings": settings,
     }
 
@@ -201,17 +221,9 @@ def _clients(group: Group, key: str) -> Record | None:
 def _timeline(group: Group, most: int) -> Record | None:
     """Every job of the first run: who trained from which version, when; None without a clock."""
     run = group.runs[0]
-    clocked = [r for r in run.records if "start_times" in r]
-    if not clocked:
+    jobs = timeline.jobs(run.records)
+    if jobs is None:
         return None
-    keys = {
-        "client": "clients",
-        "version": "versions",
-        "start_times": "start_times",
-        "end_times": "end_times",
-    }
-    jobs = {name: [v for r in clocked for v in r[key]] for name, key in keys.items()}
-    jobs["step"] = [r["step"] - 1 for r in clocked for _ in r["start_times"]]
     count = len(jobs["step"])
     every = -(-count // most)
     return {
@@ -269,6 +281,15 @@ def _command(group: Group, seeds: Sequence[int]) -> str | None:
             f"{group.runs[0].path / 'run.json'} is garbled ({error}); restore it or start a new run"
         ) from error
     return None if said is None else recipe.command(said, seeds)
+
+
+def _no_command(config: Record) -> str:
+    """Which setting a command cannot say, for the page to tell where there is none."""
+    if config["task"] is None:
+        return "The task was made in Python, so no command runs it."
+    if not recipe.is_built_by_name(config):
+        return "The algorithm was made in Python, so no command runs it."
+    return "The schedule was made in Python, so no command runs it."
 
 
 def _target(group: Group) -> float | None:

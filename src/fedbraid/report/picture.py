@@ -1,4 +1,4 @@
-"""Who holds what: the label counts of a task's clients, as text for the terminal and as a PNG."""
+"""Who holds what: the label counts of a task's clients, as text for the terminal and as a file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from fedbraid.data.counts import Counts
 from fedbraid.errors import ConfigError, MissingExtra
+from fedbraid.report.figure import as_bytes, kind_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,18 +55,17 @@ def _spread(count: int, room: int) -> Counts:
     return np.linspace(0, count - 1, min(count, room)).round().astype(np.int64)
 
 
-def save_png(counts: Counts, title: str, path: Path) -> None:
-    """The same picture as a file: label shares below, sizes above."""
+def save(counts: Counts, title: str, path: Path) -> None:
+    """The same picture as a file, by its suffix: labels below, sizes above."""
+    kind = kind_of(path)
     try:
-        import matplotlib
+        content = as_bytes(_figure(counts, title), kind)
     except ImportError as error:
-        raise MissingExtra("drawing a PNG", "plot") from error
-    matplotlib.use("Agg")
-    figure = _figure(counts, title)
+        raise MissingExtra("drawing a figure", "plot") from error
     try:
-        figure.savefig(path, format="png", dpi=120)
+        path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another --png") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; give another --figure") from error
 
 
 def _figure(counts: Counts, title: str) -> Any:
@@ -78,9 +78,11 @@ def _figure(counts: Counts, title: str) -> Any:
     top.set(ylabel="samples", title=title)
     top.spines[["top", "right"]].set_visible(False)
     image = below.imshow(
-        counts.T, aspect="auto", interpolation="nearest", cmap="viridis", origin="lower",
+        counts.T, aspect="auto", interpolation="nearest", cmap="Blues", origin="lower",
         extent=(-0.5, clients - 0.5, -0.5, labels - 0.5),
     )  # fmt: skip
     below.set(xlabel="client", ylabel="label")
+    if labels <= 20:
+        below.set_yticks(range(labels))
     figure.colorbar(image, ax=below, label="samples of this label")
     return figure

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 
-from fedbraid.core.metric_names import falls
 from fedbraid.report.collect import Collection
 from fedbraid.run.checkpoint import Record
 from fedbraid.study import stats
@@ -42,8 +42,10 @@ def as_latex(data: Record) -> str:
     target = data["target"]
     head = ["", r"Accuracy (\%)" if percent else escape(data["metric"].capitalize()), "Up (MB)", "Down (MB)"]
     head += [] if target is None else [rf"Steps to {100 * target:g}\,\%"]
-    pick = min if falls(data["metric"]) else max
-    best = pick((r["final"]["mean"] for r in data["rows"] if r["final"]), default=None)
+    finals = [
+        r | {"final": r["final"] and stats.Interval(**r["final"])} for r in data["rows"] if not r["failed"]
+    ]
+    best = stats.best_of(finals)
     lines = [
         r"\begin{tabular}{l" + "r" * (len(head) - 1) + "}",
         r"\toprule",
@@ -51,20 +53,26 @@ def as_latex(data: Record) -> str:
         r"\midrule",
         *(" & ".join(_row(r, percent, target, best)) + r" \\" for r in data["rows"]),
         r"\bottomrule",
+        *([_TIED.format(columns=len(head))] if len(best) > 1 else []),
         r"\end{tabular}",
     ]
     return "\n".join([f"% {data['task']}", *lines, ""])
 
 
-def _row(r: Record, percent: bool, target: float | None, best: float | None) -> list[str]:
+# the best is bold only where its 95 % interval lies apart from all others
+_TIED = r"\multicolumn{{{columns}}}{{l}}{{\footnotesize $^\dagger$ tied for the best: 95\,\% intervals overlap}} \\"
+
+
+def _row(r: Record, percent: bool, target: float | None, best: Sequence[str]) -> list[str]:
     value, scale, digits = r["final"], 100 if percent else 1, 2 if percent else 4
     if value is None:
         shown = "--"
     else:
         mean = f"{scale * value['mean']:.{digits}f}"
         half = "" if value["half"] is None else rf" \pm {scale * value['half']:.{digits}f}"
-        mean = rf"\mathbf{{{mean}}}" if value["mean"] == best else mean
-        shown = f"${mean}{half}$"
+        mean = rf"\mathbf{{{mean}}}" if best == [r["name"]] else mean
+        tied = r"\dagger" if len(best) > 1 and r["name"] in best else ""
+        shown = f"${mean}{half}{tied and '^' + tied}$"
     cells: list[str] = [escape(r["name"]), shown, *(_megabytes(r[w]) for w in ("bytes_up", "bytes_down"))]
     if target is not None:
         found = r["to_target"].get("step")

@@ -172,6 +172,12 @@ class Result:
 
         return notebook.plot(self, metric, axis)
 
+    def timeline(self) -> Any:
+        """A matplotlib figure of who trained when, from which version, in a run on a clock (extra `plot`)."""
+        from fedbraid.report import timeline
+
+        return timeline.figure(self.history, self.task.client_names or ())
+
     def to_pandas(self) -> Any:
         """The history as a pandas frame, a row a step (extra `frames`)."""
         from fedbraid.report import notebook
@@ -595,6 +601,7 @@ def describe(
         "parts": parts(algorithm),
         **({} if (adapters := lora(task.layout, algorithm)) is None else {"lora": adapters}),
         **({} if (private := privacy_of(algorithm)) is None else {"privacy": private}),
+        **({"personal": list(task.personal)} if task.personal else {}),
         "work": repr(setup.work),
         "schedule": repr(schedule),
         "seed": setup.seed,

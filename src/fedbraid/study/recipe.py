@@ -11,9 +11,10 @@ import tomli_w
 
 import fedbraid.user_files as files
 from fedbraid.core.work import WORK, Work
+from fedbraid.errors import FedbraidError
 from fedbraid.parse import evaluate, literal, written
 from fedbraid.run.formatting import Record
-from fedbraid.run.simulate import SCHEDULES
+from fedbraid.run.simulate import SCHEDULES, algorithm_from, parts
 from fedbraid.schedule import Buffered, Rounds, Schedule
 from fedbraid.schedule.clock import constant, halfnormal
 from fedbraid.schedule.selection import Own
@@ -23,7 +24,7 @@ Sections = dict[str, dict[str, Any]]
 
 def sections(config: Record, target: float | None = None) -> Sections | None:
     """The sections that `fedbraid run` takes for what a run.json says; None where only Python can."""
-    task, algorithm = config["task"], config["algorithm"]
+    task, algorithm = config["task"], config["algorithm"] if is_built_by_name(config) else None
     schedule = _schedule(evaluate(config["schedule"], SCHEDULES, "schedule"), config["clients"])
     if task is None or algorithm is None or schedule is None:
         return None
@@ -37,6 +38,17 @@ def sections(config: Record, target: float | None = None) -> Sections | None:
         "run": {k: v for k, v in run.items() if v not in (None, "cpu")}
         | {k: v for k, v in options.items() if k in ("evaluate_every",) and v not in (None, 1)},
     }
+
+
+def is_built_by_name(config: Record) -> bool:
+    """Whether the algorithm's name builds the parts that ran: a custom algorithm may have any name."""
+    name = config["algorithm"]
+    if name is None or files.names_file(name):
+        return name is not None
+    try:
+        return bool(parts(algorithm_from(name)) == config["parts"])
+    except FedbraidError:
+        return False
 
 
 def task_name(spec: str) -> str:

@@ -227,12 +227,25 @@ def verdict(rows: Sequence[Record]) -> str:
     first, *rest = sorted(known, key=lambda r: r["final"].mean if falling else -r["final"].mean)
     if any(r["final"].half is None for r in known):
         return f"{first['name']} came first, but one seed has no interval: no verdict. Run more seeds."
-    beaten = [r["name"] for r in rest if r["final"].apart(first["final"])]
-    level = [r["name"] for r in rest if r["name"] not in beaten]
+    level = [r["name"] for r in rest if not r["final"].apart(first["final"])]
+    beaten = [r["name"] for r in rest if r["name"] not in level]
     if not level:
         return f"{first['name']} is best: its 95 % interval lies apart from all others."
     ahead = f" {first['name']} lies apart from {_listed(beaten)}." if beaten else ""
     return f"No verdict between {_listed([first['name'], *level])}: their 95 % intervals overlap.{ahead}"
+
+
+def best_of(rows: Sequence[Record]) -> list[str]:
+    """Who may be called best: one whose 95 % interval lies apart from all others, or several that tie with the best mean.
+
+    Nobody where one has no interval, for then nothing can be told.
+    """
+    known = [r for r in rows if r["final"] is not None]
+    if len(known) < 2 or any(r["final"].half is None for r in known):
+        return []
+    falling = falls(known[0]["metric"])
+    first = min(known, key=lambda r: r["final"].mean if falling else -r["final"].mean)
+    return [r["name"] for r in known if r is first or not r["final"].apart(first["final"])]
 
 
 def _listed(names: Sequence[str]) -> str:

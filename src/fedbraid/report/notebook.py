@@ -10,6 +10,7 @@ from fedbraid.data import summary
 from fedbraid.data.counts import label_counts
 from fedbraid.errors import FedbraidError, MissingExtra, RunError
 from fedbraid.report import sketch
+from fedbraid.report import timeline as clocked
 from fedbraid.report.figure import figure
 from fedbraid.run.formatting import Record, format_bytes, format_share
 from fedbraid.study import stats
@@ -66,6 +67,11 @@ def plot(result: Result, metric: str | None = None, axis: str = "step") -> Any:
     if curve is None or axis not in curve["x"]:
         raise RunError(f"the run has no {key} over {axis} to plot; give another metric, such as 'train_loss'")
     return figure({name: curve}, key, axis)
+
+
+def timeline(result: Result) -> Any:
+    """A matplotlib figure of who trained when."""
+    return clocked.figure(result.history, result.task.client_names or ())
 
 
 def as_html(result: Result) -> str:

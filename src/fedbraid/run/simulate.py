@@ -174,9 +174,9 @@ class Result:
 
     def timeline(self) -> Any:
         """A matplotlib figure of who trained when, from which version, in a run on a clock (extra `plot`)."""
-        from fedbraid.report import timeline
+        from fedbraid.report import notebook
 
-        return timeline.figure(self.history, self.task.client_names or ())
+        return notebook.timeline(self)
 
     def to_pandas(self) -> Any:
         """The history as a pandas frame, a row a step (extra `frames`)."""

@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core.gather import Uploads
+from fedbraid.core.context import Uploads
 from fedbraid.deploy.roster import Member, Roster
 
 NODES, CLIENTS = 10_000, 10_000_000

@@ -24,7 +24,7 @@ from speed import LR, WORKLOADS, Bare, Stamps, TwoProcesses, Workload, bare_roun
 from torch import Tensor
 
 import fedbraid as fb
-from fedbraid.core.gather import ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads
 from fedbraid.engines.native.swap import hang_in
 from fedbraid.run.checkpoint import Checkpoint, Folder
 from fedbraid.run.state import State
@@ -87,7 +87,7 @@ def server_step(known: int, steps: int = 200) -> float:
         )  # fmt: skip
         acc = algorithm.gather.add(algorithm.gather.zero(x), up, gather, x)
         ctx = ServerContext(t, 5, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, LAYOUT, sizes)
-        u, gather = algorithm.gather.close(acc, gather, ctx)
+        u, gather, _ = algorithm.gather.close(acc, gather, ctx)
         u, server = algorithm.server.update(u, server, x, ctx)
         x = x - u["delta"]
         times.append(time.perf_counter() - start)

@@ -26,7 +26,7 @@ import torch
 from speed import LR, WORKLOADS, Bare, Stamps, trained
 
 import fedbraid as fb
-from fedbraid.core.gather import ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads
 
 WORK = WORKLOADS["W1"]
 SMALL = {"clip": 1e-3, "noise": 1.0}  # so that models live as long as they are timed
@@ -155,7 +155,7 @@ def resident(name: str, known: int, steps: int = 20, cohort: int = 100) -> int:
         ctx = ServerContext(
             t, cohort, known, 120.0 * known, 0.01, 6.0, 6.0, 0.0, layout, sizes, sent={"x": x[None]}
         )
-        u, gather = algorithm.gather.close(acc, gather, ctx)
+        u, gather, _ = algorithm.gather.close(acc, gather, ctx)
         u, server = algorithm.server.update(u, server, x, ctx)
         x = x - u["delta"]
     if sys.platform.startswith("linux"):

@@ -292,7 +292,8 @@ def _statistics(p: Part) -> Any:
 def _gather(spec: Spec) -> Any:
     from fedbraid.algorithms import asynchronous as late
     from fedbraid.algorithms import fedadavr, memory, qafel
-    from fedbraid.core.gather import Mean, Staleness
+    from fedbraid.core.context import Staleness
+    from fedbraid.core.gather import Mean
 
     g, how = spec.gather, (spec.weights, Staleness(spec.staleness))
     match g.name:

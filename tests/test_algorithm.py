@@ -86,8 +86,8 @@ class Shrink(fb.Rule):
     def finish(self, y, s, ctx):
         return {"visits": ctx.client_state["visits"] + 1, "taken": s["taken"]}
 
-    def remember(self, got, s, ctx):
-        return {"visits": got["visits"]}
+    def remember(self, received, s, ctx):
+        return {"visits": received["visits"]}
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Median(fb.Gather):
         }
 
     def close(self, acc, s, ctx):
-        rest, _ = fb.Mean("uniform").close(acc["rest"], {}, ctx)
-        return {**rest, "delta": torch.cat(acc["all"]).median(0).values}, s
+        rest, _, metrics = fb.Mean("uniform").close(acc["rest"], {}, ctx)
+        return {**rest, "delta": torch.cat(acc["all"]).median(0).values}, s, metrics
 
 
 @dataclass(frozen=True)

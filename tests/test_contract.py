@@ -436,7 +436,7 @@ def test_clients_are_counted_anew_when_one_joins_or_leaves_and_only_then():
 
 def test_clusters_shares_follow_the_number_of_clients():
     from fedbraid.algorithms.memory import ClusterVarp
-    from fedbraid.core.gather import ServerContext
+    from fedbraid.core.context import ServerContext
 
     def shares(sizes, weights="samples"):
         sizes = np.array(sizes)

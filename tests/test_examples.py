@@ -12,7 +12,7 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.core import rng
-from fedbraid.core.rule import ExamplePrivacy
+from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data.batches import DrawnBatches
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
 from fedbraid.engines.native import Native

@@ -224,8 +224,8 @@ def test_what_reads_gradients_off_a_visit_takes_plain_steps_alone(blobs, make, t
 def test_a_rule_among_others_is_asked_too(blobs):
     from fedbraid.algorithms.averaging import EffectiveSteps, Proximal
 
-    assert fb.chain(Proximal(0.1), EffectiveSteps()).plain_steps()
-    assert not fb.chain(Proximal(0.1), Proximal(0.2)).plain_steps()
+    assert fb.chain(Proximal(0.1), EffectiveSteps()).traits().requires_sgd
+    assert not fb.chain(Proximal(0.1), Proximal(0.2)).traits().requires_sgd
 
 
 @pytest.mark.parametrize(

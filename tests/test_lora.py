@@ -194,7 +194,7 @@ def test_refusals():
             fb.exact_lora(other)
     with pytest.raises(ConfigError, match="needs one that averages"):
         fb.exact_lora(fb.fedvarp())
-    with pytest.raises(ConfigError, match="sensitivity is not known"):
+    with pytest.raises(ConfigError, match="reads single clients' updates"):
         fb.private(exact, noise=1.0)
     with pytest.raises(ConfigError, match="use its inner codec"):
         fb.exact_lora(fb.fedpaq(fb.codecs.of_weights(fb.codecs.int8())))

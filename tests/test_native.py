@@ -24,7 +24,8 @@ import fedbraid as fb
 from fedbraid.core import accelerators as passes
 from fedbraid.core import rng
 from fedbraid.core.client_table import RowArena
-from fedbraid.core.gather import WIDE_ROW, ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads
+from fedbraid.core.gather import WIDE_ROW
 from fedbraid.core.vector_spec import DELTA
 from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
@@ -1769,7 +1770,7 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
                     {"delta": DELTA},
                 )
                 acc = algorithm.gather.add(acc, up, states[i], x)
-            update, states[i] = algorithm.gather.close(acc, states[i], ctx)
+            update, states[i], _ = algorithm.gather.close(acc, states[i], ctx)
             updates.append(update["delta"])
         assert torch.equal(*updates)
     assert torch.equal(states[0].total, states[1].total)

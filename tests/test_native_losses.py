@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fedbraid as fb
-from fedbraid.core.rule import ExamplePrivacy
+from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data.augment import Flip
 from fedbraid.data.batches import Batch, DrawnBatches
 from fedbraid.data.task import Task

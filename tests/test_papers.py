@@ -13,7 +13,7 @@ from test_properties import DivergenceGuard, watch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core.gather import ServerContext
+from fedbraid.core.context import ServerContext
 from fedbraid.run.simulate import algorithm_from
 from fedbraid.run.step import two_strokes
 from fedbraid.study import hours

@@ -13,7 +13,7 @@ import torch
 
 import fedbraid as fb
 from fedbraid.algorithms.private import Noised
-from fedbraid.core.gather import ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads
 from fedbraid.links.private import clipped as cut
 
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
@@ -292,7 +292,7 @@ def test_an_adaptive_clip_finds_the_median_norm():
         up = uploads({"delta": cut({"delta": raw}, s["clip"], a.uploads)["delta"]}, a.uploads)
         up.sent = {"clip": s["clip"][None]}
         ctx = ServerContext(t, 20, 20, 20.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(20, np.int64))
-        u, s = g.close(g.add(g.zero(x), up, s, x), s, ctx)
+        u, s, _ = g.close(g.add(g.zero(x), up, s, x), s, ctx)
         clips.append(float(u["clip"]))
     assert clips[0] > 0.1
     assert np.mean(clips[60:]) == pytest.approx(10.5, rel=0.15)
@@ -445,7 +445,7 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
     assert caplog.text.count("all clients count alike") == 1
     assert isinstance(a.gather, Noised)
     assert a.rule.weights == "uniform"
-    assert a.server.links[0].weights == "uniform"
+    assert a.server.transforms[0].weights == "uniform"
 
 
 # Refusals -------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
     [
         (lambda: fb.private(fb.scaffold(), noise=1.0), "scaffold uploads 'dc', whose scale nobody declared"),
         (lambda: fb.private(fb.mfl("adam"), noise=1.0), "mfl uploads 'v', which is never negative"),
-        (lambda: fb.private(fb.fedvarp(), noise=1.0), r"remembers single clients' updates.*held='client'"),
+        (lambda: fb.private(fb.fedvarp(), noise=1.0), r"reads single clients' updates.*held='client'"),
         (
             lambda: fb.private(fb.adabest(weights="progressive"), noise=1.0),
             "accounts for every single client's samples",

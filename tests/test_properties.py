@@ -297,7 +297,7 @@ def facts(N, samples, sizes):
 
 def fold(gather, s, clients, delta, n, ctx):
     x = torch.zeros(27)
-    return gather.close(gather.add(gather.zero(x), uploads(clients, delta, n), s, x), s, ctx)
+    return gather.close(gather.add(gather.zero(x), uploads(clients, delta, n), s, x), s, ctx)[:2]
 
 
 @pytest.mark.parametrize("memory", [None, "int8", "int4"])
@@ -313,7 +313,7 @@ def test_clients_that_leave_or_change_their_weight_are_exact(memory):
         np.testing.assert_allclose(s.total, total, atol=1e-5)
         assert s.seen == pytest.approx(seen)
     for gone, left in ((3, [0, 1, 2, 4]), (0, [1, 2, 4])):
-        s = gather.leave(s, gone)
+        s = gather.remove_client(s, gone)
         total, seen = recomputed(s, left)
         np.testing.assert_allclose(s.total, total, atol=1e-5)
         assert s.seen == pytest.approx(seen)
@@ -333,7 +333,7 @@ def test_a_client_that_leaves_without_ever_coming_takes_nothing():
     s = gather.init(torch.zeros(27), Trial().p.layout)
     _, s = fold(gather, s, [0, 1], torch.ones(2, 27), [2.0, 3.0], facts(3, 9.0, [3] * 3))
     before = s.total.clone()
-    s = gather.leave(s, 2)
+    s = gather.remove_client(s, 2)
     assert torch.equal(s.total, before)
     assert s.seen == 5.0
 

@@ -62,8 +62,8 @@ class WrappedUplink(Gather):
         return self.inner.add(acc, up, pair.both[0], x)
 
     def close(self, acc, s, ctx):
-        u, inner = self.inner.close(acc, s["deep"][0].both[0], ctx)
-        return u, {"deep": [replace(s["deep"][0], both=(inner,))], 7: (ctx.t, 0.5, None, "x")}
+        u, inner, metrics = self.inner.close(acc, s["deep"][0].both[0], ctx)
+        return u, {"deep": [replace(s["deep"][0], both=(inner,))], 7: (ctx.t, 0.5, None, "x")}, metrics
 
 
 class Stop(Exception):

@@ -270,11 +270,17 @@ def test_a_transform_of_ones_own_sees_the_test_set():
 
     @dataclass(frozen=True)
     class Judge(fb.Transform):
+        def traits(self):
+            return fb.TransformTraits(needs_server_data=True)
+
         def update(self, u, s, x, ctx):
-            if ctx.data is not None:
-                inputs, targets = ctx.data.test
+            if ctx.server_data is not None:
+                inputs, targets = ctx.server_data.test
                 seen.append(
-                    (ctx.data.module(x - u["delta"])(inputs).argmax(1) == targets).double().mean().item()
+                    (ctx.server_data.module(x - u["delta"])(inputs).argmax(1) == targets)
+                    .double()
+                    .mean()
+                    .item()
                 )
             return u, s
 

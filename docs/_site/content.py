@@ -7,6 +7,7 @@ A page holds them between two comments, the first of which says what is made:
     <!-- table: fedadavr, mnist headline, FedAvg|FedYogi -->   of an experiment's page; the third keeps some rows
     <!-- picture: fedgbo/curves.png, what it shows -->     of an experiment, once it has been drawn
     <!-- hooks -->                                        the signatures of a rule's, a gather's and a transform's hooks
+    <!-- traits -->                                       the traits that a rule, a gather and a transform may have
     <!-- cli -->                                          every command and its options
     …
     <!-- end -->
@@ -20,6 +21,7 @@ import inspect
 import os
 import re
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,12 @@ import maths
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = re.compile(
-    r"^(?P<indent> *)(?P<mark><!-- (?P<kind>cost|costs|table|picture|hooks|cli)(?:: (?P<rest>.*?))? -->)\n"
+    r"^(?P<indent> *)(?P<mark><!-- (?P<kind>cost|costs|table|picture|hooks|traits|cli)(?:: (?P<rest>.*?))? -->)\n"
     r".*?^ *<!-- end -->$",
     re.M | re.S,
 )
 COMMENT = re.compile(
-    r"^ *<!-- (?:cost|costs|table|picture|hooks|cli)(?:: .*?)? -->\n|^ *<!-- end -->\n?", re.M
+    r"^ *<!-- (?:cost|costs|table|picture|hooks|traits|cli)(?:: .*?)? -->\n|^ *<!-- end -->\n?", re.M
 )
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -76,6 +78,8 @@ def _made(kind: str, rest: str, uri: str) -> str:
             return picture(path.strip(), alt.strip(), uri)
         case "hooks":
             return hooks()
+        case "traits":
+            return traits()
     return commands.reference()
 
 
@@ -191,6 +195,22 @@ def hooks() -> str:
         for i, (name, f) in enumerate(own):
             said = " ".join((inspect.getdoc(f) or PLAIN[name]).split()).replace("|", "\\|")
             lines.append(f"| {f'`{part.__name__}`' if i == 0 else ''} | `{name}{_signature(f)}` | {said} |")
+    return "\n".join(lines)
+
+
+def traits() -> str:
+    """The traits of parts as they are defined: name, default, and what each says."""
+    import fedbraid as fb
+    from fedbraid.core import traits as module
+
+    field = re.compile(r"^    (\w+): (?:(?!\n    \w+: )[^#])*?  # (.*)$", re.M)
+    said = dict(field.findall(Path(str(module.__file__)).read_text()))
+    lines = ["| record | trait | default | what it says |", "| :-- | :-- | :-- | :-- |"]
+    for kind in (fb.RuleTraits, fb.PersonalTraining, fb.GatherTraits, fb.TransformTraits):
+        for i, f in enumerate(fields(kind)):
+            what = said[f.name].replace("|", "\\|")
+            default = "" if callable(f.default) else f"`{f.default!r}`"
+            lines.append(f"| {f'`{kind.__name__}`' if i == 0 else ''} | `{f.name}` | {default} | {what} |")
     return "\n".join(lines)
 
 

@@ -40,9 +40,12 @@ if TYPE_CHECKING:
     from fedbraid.core import lr_schedules
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec
-    from fedbraid.core.gather import Gather, Mean, ServerContext, Staleness, Uploads
+    from fedbraid.core.context import ClientContext, ServerContext, Staleness, Uploads
+    from fedbraid.core.custom_loop import custom_local_loop
+    from fedbraid.core.gather import Gather, Mean
     from fedbraid.core.layout import Layout
-    from fedbraid.core.rule import Chain, ClientContext, Rule, chain, custom_local_loop
+    from fedbraid.core.rule import Chain, Rule, chain
+    from fedbraid.core.traits import GatherTraits, PersonalTraining, RuleTraits, TransformTraits
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.vector_spec import Download, Upload
     from fedbraid.core.work import Work
@@ -69,9 +72,12 @@ _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they
 _HOMES = {
     "core.algorithm": "Algorithm",
     "core.vector_spec": "Download Upload",
-    "core.gather": "Gather Mean ServerContext Staleness Uploads",
+    "core.context": "ClientContext ServerContext Staleness Uploads",
+    "core.custom_loop": "custom_local_loop",
+    "core.gather": "Gather Mean",
     "core.layout": "Layout",
-    "core.rule": "Chain ClientContext Rule chain custom_local_loop",
+    "core.rule": "Chain Rule chain",
+    "core.traits": "GatherTraits PersonalTraining RuleTraits TransformTraits",
     "core.transform": "Pipeline Scale Transform pipeline",
     "core.work": "Work",
     "data.arrays": "pad",

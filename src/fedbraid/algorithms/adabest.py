@@ -10,9 +10,10 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.gather import Mean, ServerContext, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import log, uniform
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.core.vector_spec import Download, Upload
@@ -40,11 +41,11 @@ class AdaptiveBias(Rule):
         mu_i = self.mu * ctx.download["n_mean"] / ctx.n if self.progressive else 1.0
         return g - mu_i * h_i, s  # Algorithm 1, gradients (AdaBest)
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         last = ctx.client_state["last"]
         since = (ctx.t - last).clamp_min(1)  # a fast asynchronous client may return within one version
         mu = 1.0 if self.progressive else self.mu
-        h_i = ctx.client_state["h_i"] / since + mu * got["delta"]  # Algorithm 1, h_i (AdaBest)
+        h_i = ctx.client_state["h_i"] / since + mu * received["delta"]  # Algorithm 1, h_i (AdaBest)
         return {"h_i": h_i, "last": torch.full_like(last, ctx.t)}
 
 
@@ -67,7 +68,7 @@ class AdaptiveServer(Transform):
     def init(self, x: Tensor, layout: Layout) -> Estimate:
         return Estimate(torch.zeros_like(x))
 
-    def settle(self, move: Tensor, s: Estimate, ctx: ServerContext) -> tuple[Tensor, Estimate]:
+    def compute_offset(self, move: Tensor, s: Estimate, ctx: ServerContext) -> tuple[Tensor, Estimate]:
         h = self.beta * (s.h + move)  # Algorithm 1, h (AdaBest), by Remark 2 β(x̄_prev − x̄)
         return h, Estimate(h)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from fedbraid.algorithms._build import ADAPTIVE_RATE, BUFFER, PLAIN, SERVER_RATE
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
-from fedbraid.core.gather import DeltaGather, Mean, ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads, Vectors
+from fedbraid.core.gather import DeltaGather, Mean, Metrics
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import Adam, Optimize
-from fedbraid.core.rule import Vectors
+from fedbraid.core.traits import GatherTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 
@@ -49,24 +50,27 @@ class RecentMifa(DeltaGather):
         super().__post_init__()
         integer("limit", self.limit)
 
+    def traits(self) -> GatherTraits:
+        return GatherTraits(weights=self.weights, defined_for_async=True)
+
     def init(self, x: Tensor, layout: Layout) -> DatedUpdates:
         none = torch.zeros(0, dtype=torch.int64)
         return DatedUpdates(UpdateTable.open(x, None, layout), none, none)
 
-    def begin(self, s: DatedUpdates, x: Tensor) -> tuple[UpdateTableStep, dict[int, int]]:
+    def zero_delta(self, s: DatedUpdates, x: Tensor) -> tuple[UpdateTableStep, dict[int, int]]:
         """The step's swaps, and the age of what each client handed in."""
         return s.table.begin_step(), {}
 
-    def fold(
+    def add_delta(
         self, mine: tuple[UpdateTableStep, dict[int, int]], up: Uploads, s: DatedUpdates, x: Tensor
     ) -> tuple[UpdateTableStep, dict[int, int]]:
         step, ages = mine
         step.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
         return step, ages | {int(c): int(a) for c, a in zip(up.clients, up.staleness[:, 0])}
 
-    def end(
+    def close_delta(
         self, mine: tuple[UpdateTableStep, dict[int, int]], s: DatedUpdates, ctx: ServerContext
-    ) -> tuple[Tensor, DatedUpdates]:
+    ) -> tuple[Tensor, DatedUpdates, Metrics]:
         step, ages = mine
         dates = dict(zip(s.clients.tolist(), s.versions.tolist())) | {
             c: ctx.t - age for c, age in ages.items()
@@ -76,9 +80,9 @@ class RecentMifa(DeltaGather):
             after = after.without(client)
             del dates[client]
         delta = after.total / after.seen if dates else torch.zeros_like(after.total)
-        return delta.float(), _with_dates(after, dates)
+        return delta.float(), _with_dates(after, dates), {}
 
-    def leave(self, s: DatedUpdates, client: int) -> DatedUpdates:
+    def remove_client(self, s: DatedUpdates, client: int) -> DatedUpdates:
         dates = dict(zip(s.clients.tolist(), s.versions.tolist()))
         return _with_dates(s.table.without(client), {c: v for c, v in dates.items() if c != client})
 
@@ -106,6 +110,8 @@ class AMSGrad(Adam):
     """As Adam without bias correction, with v̂ ← max(v̂, v) under the root."""
 
     corrected: bool = False
+
+    defined_for_async: ClassVar[bool] = True
 
     def init(self, x: Tensor) -> Vectors:
         return {**super().init(x), "top": torch.full_like(x, self.v0)}

@@ -9,10 +9,12 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.gather import Mean, ServerContext, Tree, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Tree, Uploads, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.optim import Momentum, Optimize
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import log, uniform
+from fedbraid.core.traits import RuleTraits, TransformTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Upload
 
@@ -60,8 +62,8 @@ class EffectiveSteps(Rule):
     def uploads(self) -> tuple[Upload, ...]:
         return DELTA, Upload("a", width=1, signed=False)
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> RuleTraits:
+        return RuleTraits(requires_sgd=True)
 
     def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"a": ctx.a}
@@ -71,8 +73,8 @@ class EffectiveSteps(Rule):
 class Normalised(Transform):
     """FedNova's server half: d_i = Δ_i/(η a_i) is gathered in Δ_i's place, x ← x − η (Σ p_i a_i) Σ p_i d_i."""
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> TransformTraits:
+        return TransformTraits(requires_sgd=True)
 
     def accounts(self) -> tuple[Upload, ...]:
         return (replace(DELTA, is_model_update=False),)

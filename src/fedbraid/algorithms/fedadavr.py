@@ -14,7 +14,8 @@ from fedbraid.algorithms._build import ADAPTIVE_RATE, builder, searched
 from fedbraid.algorithms.memory import ClientMemorySum, MemorySum, population_weight, with_memory
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import DeltaGather, ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads
+from fedbraid.core.gather import DeltaGather, Metrics
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import SERVER, Optimize, Optimizer, TrustRatio, named
 from fedbraid.core.search_space import Categorical
@@ -41,21 +42,23 @@ class VarianceReduced(DeltaGather):
     def init(self, x: Tensor, layout: Layout) -> UpdateTable:
         return UpdateTable.open(x, self.codec, layout)  # every y_i is 0 at first
 
-    def begin(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
+    def zero_delta(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         return s.begin_step()
 
-    def fold(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
+    def add_delta(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         p, age = up.p(self.weights), self.staleness(up.staleness)
         mine.put(up.clients, up.vectors["delta"], p, age, rate=up.lr)  # eq. 4, 5 and 7
         return mine
 
-    def end(self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext) -> tuple[Tensor, UpdateTable]:
+    def close_delta(
+        self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
+    ) -> tuple[Tensor, UpdateTable, Metrics]:
         P_N = population_weight(self.weights, ctx)
         P_S = mine.weight if self.normalise == "cohort" else P_N
         r = mine.received_change / P_S + mine.sum_before / P_N  # eq. 6
-        return ctx.lr * r, mine.close()  # eq. 8
+        return ctx.lr * r, mine.close(), {}  # eq. 8
 
-    def leave(self, s: UpdateTable, client: int) -> UpdateTable:
+    def remove_client(self, s: UpdateTable, client: int) -> UpdateTable:
         return s.without(client)
 
 

@@ -12,9 +12,10 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
-from fedbraid.core.gather import Gather, Mean, ServerContext, Tree, Uploads
+from fedbraid.core.context import ServerContext, Tree, Uploads, Vectors
+from fedbraid.core.gather import Gather, Mean, Metrics
 from fedbraid.core.lr_schedules import downhill
-from fedbraid.core.rule import Vectors
+from fedbraid.core.traits import GatherTraits, TransformTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 
 
@@ -22,7 +23,10 @@ from fedbraid.core.transform import Scale, Transform, pipeline
 class Ensemble(Gather):
     """The mean of updates, and the cohort's models themselves, `[m, d]`, for the server to ask."""
 
-    weights: str = "samples"  # type: ignore[misc]
+    weights: str = "samples"
+
+    def traits(self) -> GatherTraits:
+        return GatherTraits(weights=self.weights, requires_updates=True)
 
     @property
     def _mean(self) -> Mean:
@@ -35,10 +39,10 @@ class Ensemble(Gather):
         mean, models = acc
         return self._mean.add(mean, up, s, x), (*models, up.sent["x"] - up.vectors["delta"])
 
-    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
+    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         mean, models = acc
-        u, s = self._mean.close(mean, s, ctx)
-        return {**u, "models": torch.cat(models)}, s
+        u, s, metrics = self._mean.close(mean, s, ctx)
+        return {**u, "models": torch.cat(models)}, s, metrics
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,25 @@ class Distil(Transform):
         integer("batch", self.batch)
         downhill("rate", self.rate)
 
+    def traits(self) -> TransformTraits:
+        return TransformTraits(needs_server_data=True)
+
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
-        if ctx.data is None:  # a rehearsal
+        if ctx.server_data is None:  # a dry run
             return u, s
-        student = ctx.data.module(x - u["delta"]).train()
-        teachers = [ctx.data.module(m).eval() for m in u["models"]]
+        student = ctx.server_data.module(x - u["delta"]).train()
+        teachers = [ctx.server_data.module(m).eval() for m in u["models"]]
         optimizer = torch.optim.Adam(student.parameters(), self.rate)
-        draw = rng.generator(ctx.data.seed, "distil", ctx.t)
-        count = len(next(iter(_leaves(ctx.data.public[0]))))
+        draw = rng.generator(ctx.server_data.seed, "distil", ctx.t)
+        count = len(next(iter(_leaves(ctx.server_data.public[0]))))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rng.key(ctx.data.seed, "distil", ctx.t))
+            torch.manual_seed(rng.key(ctx.server_data.seed, "distil", ctx.t))
             for _ in range(self.steps):
                 rows = torch.from_numpy(draw.choice(count, min(self.batch, count), replace=False))
                 with torch.no_grad():
-                    said = torch.stack([ctx.data.outputs(t, rows) for t in teachers]).mean(0)
+                    said = torch.stack([ctx.server_data.outputs(t, rows) for t in teachers]).mean(0)
                 optimizer.zero_grad()
-                own = log_softmax(ctx.data.outputs(student, rows), 1)
+                own = log_softmax(ctx.server_data.outputs(student, rows), 1)
                 kl_div(own, softmax(said, 1), reduction="batchmean").backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return {**u, "delta": x - ctx.layout.flatten(student)}, s

@@ -11,9 +11,10 @@ from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.algorithms.scaffold import Total
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.gather import Mean, ServerContext, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import log
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.core.vector_spec import Upload
@@ -34,11 +35,11 @@ class DynamicRegulariser(Rule):
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g - ctx.client_state["h_i"] - self.mu * (ctx.x - y), s  # Algorithm 1, gradients (FedDyn)
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {"h_i": ctx.client_state["h_i"] + self.mu * got["delta"]}  # Algorithm 1, h_i (FedDyn)
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"h_i": ctx.client_state["h_i"] + self.mu * received["delta"]}  # Algorithm 1, h_i (FedDyn)
 
-    def leave(self, memory: Vectors) -> Vectors:
-        return {"moved": -memory["h_i"] / self.mu if self.mu else torch.zeros_like(memory["h_i"])}
+    def withdraw(self, client_state: Vectors) -> Vectors:
+        return {"moved": -client_state["h_i"] / self.mu if self.mu else torch.zeros_like(client_state["h_i"])}
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class DynamicServer(Transform):
     def update(self, u: Vectors, s: Total, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Total]:
         return u, Total(s.total + ctx.cohort * u["moved"])  # Algorithm 1, h (FedDyn)
 
-    def settle(self, move: Tensor, s: Total, ctx: ServerContext) -> tuple[Tensor, Total]:
+    def compute_offset(self, move: Tensor, s: Total, ctx: ServerContext) -> tuple[Tensor, Total]:
         return s.total / ctx.N, s
 
-    def leave(self, s: Total, share: Vectors) -> Total:
-        return Total(s.total + share.get("moved", 0))
+    def absorb(self, s: Total, contribution: Vectors) -> Total:
+        return Total(s.total + contribution.get("moved", 0))
 
 
 @builder

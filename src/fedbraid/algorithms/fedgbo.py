@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Mean, ServerContext, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import Adam, Optimizer, RMSProp, SGDm
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import Categorical
+from fedbraid.core.traits import TransformTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Download, Upload
 from fedbraid.errors import ConfigError, unknown
@@ -88,8 +90,8 @@ class Inverted(Statistics):
     I is affine in the move, so the sums of I(Δ_i/η) and of I(0) are all that the cohort's mean a need be known for.
     """
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> TransformTraits:
+        return TransformTraits(requires_sgd=True)
 
     def accounts(self) -> tuple[Upload, ...]:
         return Upload("inverse"), Upload("inverse_of_0")

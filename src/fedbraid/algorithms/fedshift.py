@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import ServerContext, Tree
+from fedbraid.core.context import ServerContext, Tree
 from fedbraid.core.transform import Transform, pipeline
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
-from fedbraid.core.gather import Mean, ServerContext
+from fedbraid.core.context import ClientContext, ServerContext, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import IntRange, uniform
+from fedbraid.core.traits import RuleTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import Download
 
@@ -27,8 +29,8 @@ class HeavyBall(Rule):
     def __post_init__(self) -> None:
         number("beta", self.beta, "[0, 1)", "never forgets")
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> RuleTraits:
+        return RuleTraits(requires_sgd=True)
 
     def start(self, ctx: ClientContext) -> Vectors:
         return {"push": self.beta / (ctx.a * ctx.lr) * ctx.download["M"]}
@@ -65,9 +67,9 @@ class Trail(Transform):
         return {"M": (oldest - x) / self.tau if s.count >= self.tau else torch.zeros_like(x)}
 
     def update(self, u: Vectors, s: Past, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Past]:
-        return u, self.idle(s, x)
+        return u, self.skip(s, x)
 
-    def idle(self, s: Past, x: Tensor) -> Past:
+    def skip(self, s: Past, x: Tensor) -> Past:
         here = torch.arange(self.tau, device=x.device)[:, None] == s.count % self.tau
         return Past(torch.where(here, x, s.models), s.count + 1)
 

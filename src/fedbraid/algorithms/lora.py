@@ -19,9 +19,10 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import Gather, Mean, ServerContext, Sums, Tree, Uploads
+from fedbraid.core.context import ServerContext, Tree, Uploads, Vectors
+from fedbraid.core.gather import Gather, Mean, Metrics, Sums
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Vectors
+from fedbraid.core.traits import GatherTraits
 from fedbraid.core.transform import Pipeline, Scale, Transform
 from fedbraid.errors import ConfigError
 from fedbraid.links.wrappers import Wrapper
@@ -87,11 +88,12 @@ class Products(Gather):
 
     mean: Mean = field(default_factory=Mean)
 
-    @property
-    def weights(self) -> str:  # type: ignore[override]
-        return self.mean.weights
+    def traits(self) -> GatherTraits:
+        return GatherTraits(weights=self.mean.weights, requires_updates=True, check_layout=self.check_layout)
 
-    def fits(self, layout: Layout) -> None:
+    @staticmethod
+    def check_layout(layout: Layout) -> None:
+        """Refuse a model whose base weights do not move."""
         if not adapters(layout):
             raise ConfigError(
                 "exact_lora moves the weights below adapters, and the model has none that may move; prepare it with"
@@ -111,14 +113,14 @@ class Products(Gather):
             delta[:, one.below] = one.product(before) - one.product(before - delta)  # −s (B_i A_i − BA)
         return self.mean.add(acc[0], up.having({**up.vectors, "delta": delta}), {}, x), x
 
-    def close(self, acc: tuple[Sums, Tensor], s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
+    def close(self, acc: tuple[Sums, Tensor], s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         sums, x = acc
-        u, _ = self.mean.close(sums, {}, ctx)
+        u, _, metrics = self.mean.close(sums, {}, ctx)
         delta = u["delta"].clone()
         for one in (Adapter(*each) for each in s):
             apart = one.product((x - delta)[None]) - one.product(x[None])  # s (B̄Ā − BA)
             delta[one.below] += apart[0]
-        return {**u, "delta": delta}, s
+        return {**u, "delta": delta}, s, metrics
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,7 +176,7 @@ def exact_lora(a: Algorithm) -> Algorithm:
     weights below the adapters, which a client that was away could not rebuild from any one change.
     """
     who = a.name.split("(")[0] or "this algorithm"
-    if type(a.gather) is not Mean:
+    if not isinstance(a.gather, Mean) or not a.gather.traits().is_weighted_mean:
         raise ConfigError(
             f"{who} gathers by {type(a.gather).__name__}; exact_lora needs one that averages, such as fedavg"
         )
@@ -190,5 +192,5 @@ def exact_lora(a: Algorithm) -> Algorithm:
 
 def _neutral(server: Transform) -> bool:
     """Whether the server's next model is the mean."""
-    links = server.links if isinstance(server, Pipeline) else (server,)
-    return all(type(link) is Transform or link == Scale(1.0) for link in links)
+    parts = server.transforms if isinstance(server, Pipeline) else (server,)
+    return all(type(part) is Transform or part == Scale(1.0) for part in parts)

@@ -15,9 +15,11 @@ from torch import Tensor
 from fedbraid.algorithms._build import SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
-from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Uploads, check_weights, fold
+from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
+from fedbraid.core.gather import DeltaGather, Gather, Mean, Metrics, add_weighted_, check_weights
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
+from fedbraid.core.traits import GatherTraits, RuleTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 from fedbraid.core.vector_spec import Upload
@@ -32,34 +34,40 @@ class LastUpdateGather(DeltaGather):
     def init(self, x: Tensor, layout: Layout) -> UpdateTable:
         return UpdateTable.open(x, None, layout)
 
-    def begin(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
+    def zero_delta(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         return s.begin_step()
 
-    def fold(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
+    def add_delta(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         mine.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
         return mine
 
-    def leave(self, s: UpdateTable, client: int) -> UpdateTable:
+    def remove_client(self, s: UpdateTable, client: int) -> UpdateTable:
         return s.without(client)
+
+    def traits(self) -> GatherTraits:  # with uniform weights CA²FL and ACE define them for stale updates
+        return GatherTraits(weights=self.weights, defined_for_async=self.weights == "uniform")
 
 
 @dataclass(frozen=True)
 class Varp(LastUpdateGather):
     """FedVARP (SAGA): Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i for i ∈ S."""
 
-    def end(self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext) -> tuple[Tensor, UpdateTable]:
-        return mine.received_change / mine.weight + mine.sum_before / population_weight(
-            self.weights, ctx
-        ), mine.close()
+    def close_delta(
+        self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
+    ) -> tuple[Tensor, UpdateTable, Metrics]:
+        P_N = population_weight(self.weights, ctx)
+        return mine.received_change / mine.weight + mine.sum_before / P_N, mine.close(), {}
 
 
 @dataclass(frozen=True)
 class Mifa(LastUpdateGather):
     """MIFA: y_i ← Δ_i for i ∈ S, then Σ p_j y_j over every client seen so far."""
 
-    def end(self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext) -> tuple[Tensor, UpdateTable]:
+    def close_delta(
+        self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
+    ) -> tuple[Tensor, UpdateTable, Metrics]:
         after = mine.close()
-        return (after.total / after.seen).float(), after
+        return (after.total / after.seen).float(), after, {}
 
 
 def population_weight(weights: str, ctx: ServerContext) -> float:
@@ -97,8 +105,8 @@ class ClientHeldMemory(Rule):
         zero = torch.zeros(1, device=x.device)
         return {"y_i": torch.zeros_like(x), "w_i": zero} | ({"t_i": zero} if self.fade else {})
 
-    def fades(self) -> bool:
-        return self.fade > 0
+    def traits(self) -> RuleTraits:
+        return RuleTraits(decays_client_state=self.fade > 0)
 
     def _held(self, ctx: ClientContext) -> Tensor:
         """y_i as it is today."""
@@ -110,16 +118,17 @@ class ClientHeldMemory(Rule):
         change = {"change": moved - self._held(ctx)}
         return change | ({"first": self._p(ctx) - ctx.client_state["w_i"]} if self.counted else {})
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        w = ctx.client_state["w_i"] + got["first"] if self.counted else self._p(ctx)
-        new = {"y_i": self._held(ctx) + got["change"], "w_i": w}
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        w = ctx.client_state["w_i"] + received["first"] if self.counted else self._p(ctx)
+        new = {"y_i": self._held(ctx) + received["change"], "w_i": w}
         return new | ({"t_i": torch.full_like(w, ctx.t)} if self.fade else {})
 
-    def leave(self, memory: Vectors) -> Vectors:
-        w = memory["w_i"]
+    def withdraw(self, client_state: Vectors) -> Vectors:
+        w = client_state["w_i"]
         if self.fade:  # nobody says here how far it has faded: the share stays, and goes on fading
             return {}
-        change = -w * memory["y_i"] if self.weights == "samples" else -memory["y_i"]
+        y_i = client_state["y_i"]
+        change = -w * y_i if self.weights == "samples" else -y_i
         return {"change": change} | ({"first": -w} if self.counted else {})
 
     def _p(self, ctx: ClientContext) -> Tensor:
@@ -162,18 +171,18 @@ class ClientMemorySum(Transform):
         seen = ctx.cohort * float(u["first"]) if "first" in u else 0.0
         new = MemorySum(torch.add(s.total, u["change"].double(), alpha=P_S), s.seen + seen)
         delta = self.made(u["change"], P_S, s, new, ctx)
-        return {**u, "delta": delta, "gathered": delta}, self.idle(new, x)
+        return {**u, "delta": delta, "gathered": delta}, self.skip(new, x)
 
-    def idle(self, s: MemorySum, x: Tensor) -> MemorySum:
+    def skip(self, s: MemorySum, x: Tensor) -> MemorySum:
         return replace(s, total=(1 - self.fade) * s.total) if self.fade else s
 
     def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
         """The update, of the cohort's mean change and its weight."""
         raise NotImplementedError
 
-    def leave(self, s: MemorySum, share: Vectors) -> MemorySum:
-        seen = float(share["first"]) if "first" in share else 0.0
-        return MemorySum(s.total + share.get("change", 0), s.seen + seen)
+    def absorb(self, s: MemorySum, contribution: Vectors) -> MemorySum:
+        seen = float(contribution["first"]) if "first" in contribution else 0.0
+        return MemorySum(s.total + contribution.get("change", 0), s.seen + seen)
 
 
 @dataclass(frozen=True)
@@ -255,11 +264,11 @@ class ClusterVarp(DeltaGather):
     def init(self, x: Tensor, layout: Layout) -> Clusters:
         return Clusters(torch.zeros(self.count, len(x), device=x.device))
 
-    def begin(self, s: Clusters, x: Tensor) -> tuple[Tensor, float, Tensor, Tensor]:
+    def zero_delta(self, s: Clusters, x: Tensor) -> tuple[Tensor, float, Tensor, Tensor]:
         """Σ s(τ) p (Δ − y), Σ p, and by cluster Σ Δ and how many."""
         return torch.zeros_like(x), 0.0, torch.zeros_like(s.y), torch.zeros(self.count, 1, device=x.device)
 
-    def fold(
+    def add_delta(
         self, mine: tuple[Tensor, float, Tensor, Tensor], up: Uploads, s: Clusters, x: Tensor
     ) -> tuple[Tensor, float, Tensor, Tensor]:
         fresh, weight, new, count = mine
@@ -268,16 +277,16 @@ class ClusterVarp(DeltaGather):
             up.vectors["delta"],
             torch.from_numpy(self.of(up.clients)).to(x.device),
         )
-        fresh = fold(fresh, (p * self.staleness(up.staleness), delta - s.y[at]))
+        fresh = add_weighted_(fresh, (p * self.staleness(up.staleness), delta - s.y[at]))
         new, count = new.index_add(0, at, delta), count.index_add(0, at, torch.ones_like(p))
         return fresh, weight + float(p.sum()), new, count
 
-    def end(
+    def close_delta(
         self, mine: tuple[Tensor, float, Tensor, Tensor], s: Clusters, ctx: ServerContext
-    ) -> tuple[Tensor, Clusters]:
+    ) -> tuple[Tensor, Clusters, Metrics]:
         fresh, weight, new, count = mine
         delta = fresh / weight + self.shares(ctx).to(fresh) @ s.y
-        return delta, Clusters(torch.where(count > 0, new / count.clamp_min(1), s.y))
+        return delta, Clusters(torch.where(count > 0, new / count.clamp_min(1), s.y)), {}
 
     def shares(self, ctx: ServerContext) -> Tensor:
         """Each cluster's share of all clients' weight."""

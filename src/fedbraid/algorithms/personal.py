@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch import Tensor
 from fedbraid.algorithms._build import builder
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
-from fedbraid.core.gather import Mean, ServerContext, Tree
+from fedbraid.core.context import ClientContext, ServerContext, Tree, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import (
     Broadcast,
@@ -26,7 +28,8 @@ from fedbraid.core.link import (
     UploadContext,
     UploadResult,
 )
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
+from fedbraid.core.traits import PersonalTraining, RuleTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError
@@ -36,7 +39,8 @@ from fedbraid.errors import ConfigError
 class PersonalLayers(Rule):
     """Local steps on all layers, of which the task's personal ones stay with their client (Algorithm 1)."""
 
-    needs_personal: ClassVar[bool] = True
+    def traits(self) -> RuleTraits:
+        return RuleTraits(personal=PersonalTraining(requires_personal_parameters=True))
 
 
 @builder
@@ -49,14 +53,18 @@ def fedper(lr: float = 1.0, weights: str = "samples") -> Algorithm:
 class HeadFirst(Rule):
     """The first share of a visit's steps moves the personal parts only, the rest the shared ones only (Algorithm 1)."""
 
-    needs_personal: ClassVar[bool] = True
-
     head: float
 
     def __post_init__(self) -> None:
         number("head", self.head, "(0, 1)", "leaves one of the two phases out")
 
-    def alone(self, K: Tensor) -> Tensor:
+    def traits(self) -> RuleTraits:
+        return RuleTraits(
+            personal=PersonalTraining(head_steps=self.head_steps, requires_personal_parameters=True)
+        )
+
+    def head_steps(self, K: Tensor) -> Tensor:
+        """How many of its K steps each client gives to its personal parameters."""
         if float(K.min()) < 2:
             raise ConfigError(
                 "a client takes one step a visit, and two phases need two; use more steps or epochs"
@@ -89,11 +97,11 @@ class DittoModel(Rule):
         v = s["v"]
         return g, {**s, "v": v - ctx.lr * (ctx.grad(v) + self.lam * (v - ctx.x))}  # Algorithm 1, line 6
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"v_i": s["v"]}
 
-    def own(self, memory: Vectors) -> Tensor:
-        return memory["v_i"]
+    def traits(self) -> RuleTraits:
+        return RuleTraits(personal=PersonalTraining(personal_model=itemgetter("v_i")))
 
 
 @builder
@@ -127,11 +135,11 @@ class MoreauEnvelope(Rule):
             theta = theta - self.rate * (ctx.grad(theta) + self.lam * (theta - y))  # line 7
         return self.lam * (y - theta), {**s, "theta": theta}  # line 8
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"theta_i": s["theta"]}
 
-    def own(self, memory: Vectors) -> Tensor:
-        return memory["theta_i"]
+    def traits(self) -> RuleTraits:
+        return RuleTraits(personal=PersonalTraining(personal_model=itemgetter("theta_i")))
 
 
 @builder
@@ -146,19 +154,20 @@ def pfedme(
 class LocalOnly(Rule):
     """Every client goes on from where its own last visit ended."""
 
-    apart: ClassVar[bool] = True
-
     def init(self, x: Tensor) -> Vectors:
         return {"y_i": x.clone()}
 
-    def begin(self, ctx: ClientContext) -> Tensor:
-        return ctx.client_state["y_i"]
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"y_i": ctx.x - received["delta"]}
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {"y_i": ctx.x - got["delta"]}
-
-    def own(self, memory: Vectors) -> Tensor:
-        return memory["y_i"]
+    def traits(self) -> RuleTraits:
+        return RuleTraits(
+            personal=PersonalTraining(
+                initial_model=lambda ctx: ctx.client_state["y_i"],
+                personal_model=itemgetter("y_i"),
+                has_no_global_model=True,
+            )
+        )
 
 
 @dataclass(frozen=True)

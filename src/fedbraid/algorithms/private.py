@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,11 @@ from fedbraid.algorithms._build import builder
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.gather import DeltaGather, Gather, Mean, ServerContext, Staleness, Sums, Tree, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Staleness, Tree, Uploads, Vectors
+from fedbraid.core.gather import Gather, Mean, Metrics, Sums
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Chain, ClientContext, ExamplePrivacy, Rule, Vectors, chain
+from fedbraid.core.rule import Chain, Rule, chain
+from fedbraid.core.traits import ExamplePrivacy, GatherTraits, RuleTraits
 from fedbraid.core.transform import Transform, pipeline
 from fedbraid.core.vector_spec import Download, Upload
 from fedbraid.errors import ConfigError, unknown
@@ -81,16 +83,16 @@ class Noised(Gather):
     uploads: Mapping[str, Upload] = field(default_factory=dict, repr=False, compare=False)
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
 
-    alone: ClassVar[bool] = True
+    def traits(self) -> GatherTraits:
+        return GatherTraits(
+            steps_when_empty=True,
+            planned_cohort=self.planned,
+            quantized_fraction=self.share,
+            defined_for_async=True,
+        )
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
         return {"clip": torch.full((1,), self.clip, device=x.device)} if self.adaptive else {}
-
-    def cohort(self, came: int) -> float:
-        return self.planned
-
-    def coded(self, came: float) -> float:
-        return self.share
 
     def zero(self, x: Tensor) -> Cohort:
         sums = {name: torch.zeros_like(x[:1].expand(w)) for name, w in self._widths(len(x)).items()}
@@ -113,7 +115,7 @@ class Noised(Gather):
         sums = Mean("uniform", self.staleness).add(acc.sums, up.having(own), s, x)
         return Cohort(sums, acc.seen | {int(c) for c in up.clients}, below)
 
-    def close(self, acc: Cohort, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
+    def close(self, acc: Cohort, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         clip = s["clip"] if self.adaptive else self.clip
         mean = {
             name: (total + self.z_sum * clip * scale_of(self.uploads[name]) * self._draw(name, total, ctx.t))
@@ -122,11 +124,11 @@ class Noised(Gather):
         }
         u = mean if self.later else {**mean, **accounted(self.server, mean, self.uploads, ctx)}
         if not self.adaptive:
-            return u, s
+            return u, s, {}
         noise = self.z_below * float(self._draw("below", torch.zeros(1), ctx.t))
         share = 0.5 + (acc.below + noise) / self.planned
         new = s["clip"] * math.exp(-PACE * (share - MEDIAN))
-        return {**u, "clip": new}, {"clip": new}
+        return {**u, "clip": new}, {"clip": new}, {"clip": float(new)}
 
     @property
     def z_below(self) -> float:
@@ -139,9 +141,6 @@ class Noised(Gather):
         if not self.adaptive or not self.z > 0:
             return self.z
         return 1 / math.sqrt(self.z**-2 - (2 * self.z_below) ** -2)
-
-    def notes(self, s: Tree) -> dict[str, float]:
-        return {"clip": float(s["clip"])} if self.adaptive else {}
 
     def _draw(self, name: str, like: Tensor, t: int) -> Tensor:
         if self.seed is None:
@@ -195,20 +194,20 @@ class HiddenExamples(Rule):
     delta: float = 1e-5
     z: float = field(default=math.nan, repr=False, compare=False)
 
-    def examples(self) -> ExamplePrivacy:
-        return ExamplePrivacy(self.clip, self.z)
+    def traits(self) -> RuleTraits:
+        return RuleTraits(example_privacy=ExamplePrivacy(self.clip, self.z), defined_for_async=True)
 
 
 def hiding(rule: Rule) -> HiddenExamples | None:
-    """The link that hides single examples, where there is one."""
-    links = rule.links if isinstance(rule, Chain) else (rule,)
-    return next((link for link in links if isinstance(link, HiddenExamples)), None)
+    """The rule that hides single examples, where there is one."""
+    rules = rule.rules if isinstance(rule, Chain) else (rule,)
+    return next((r for r in rules if isinstance(r, HiddenExamples)), None)
 
 
 def with_noise(rule: Rule, z: float) -> Rule:
     """A rule that hides single examples with this noise."""
-    links = rule.links if isinstance(rule, Chain) else (rule,)
-    return chain(*(replace(link, z=z) if isinstance(link, HiddenExamples) else link for link in links))
+    rules = rule.rules if isinstance(rule, Chain) else (rule,)
+    return chain(*(replace(r, z=z) if isinstance(r, HiddenExamples) else r for r in rules))
 
 
 @builder
@@ -243,7 +242,7 @@ def private(
         return replace(a, rule=chain(HiddenExamples(bound, noise, epsilon, delta), a.rule), name="")
     uploads = scaled(a.uploads, own)
     _check_uploads(who, uploads)
-    if getattr(a.gather, "weights", "uniform") != "uniform":
+    if a.gather.traits().weights != "uniform":
         _say_once(
             "private: all clients count alike, because a weight by samples would tell of a client's data"
         )
@@ -335,7 +334,7 @@ def _check_examples(who: str, rule: Rule, clip: Clip, where: str, scales: Mappin
         raise ConfigError(
             "unit='example' noises gradients inside every client, whatever it uploads; leave out where= and scales="
         )
-    if rule.loop() is not None:
+    if rule.traits().local_loop is not None:
         raise ConfigError(
             f"{who} trains by a local loop of the user's own, whose gradients nobody clips; use a rule with unit='example'"
         )
@@ -378,15 +377,11 @@ def _check_own(who: str, clip: Clip, rescales: bool) -> None:
 
 
 def _check_gather(who: str, gather: Gather) -> None:
-    if isinstance(gather, DeltaGather):
+    if not gather.traits().is_weighted_mean:
         raise ConfigError(
-            f"{who}'s server remembers single clients' updates, which noise on a sum does not hide; use one whose clients"
-            " remember, such as fedadavr(held='client'), or where='client'"
-        )
-    if type(gather) is not Mean:
-        raise ConfigError(
-            f"{who} gathers by {type(gather).__name__}, whose sensitivity is not known; use an algorithm that averages,"
-            " or where='client'"
+            f"{who} gathers by {type(gather).__name__}, which reads single clients' updates, and noise on a sum does not hide"
+            " those; use an algorithm that averages, one whose clients remember, such as fedadavr(held='client'), or"
+            " where='client'"
         )
 
 
@@ -420,8 +415,8 @@ def _uniform(part: T) -> T:
     """A part, and those inside it, that counts every client alike."""
     new: Any = part
     names = {f.name for f in fields(new)}
-    if "links" in names:
-        new = replace(new, links=tuple(_uniform(link) for link in new.links))
+    for several in names & {"rules", "transforms"}:
+        new = replace(new, **{several: tuple(_uniform(one) for one in getattr(new, several))})
     made: T = replace(new, weights="uniform") if getattr(new, "weights", None) == "samples" else new
     return made
 

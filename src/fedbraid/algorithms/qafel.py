@@ -14,7 +14,8 @@ from torch import Tensor
 from fedbraid.algorithms._build import BUFFER, PLAIN, SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import Mean, Staleness, Sums, Tree, Uploads
+from fedbraid.core.context import Staleness, Tree, Uploads, Vectors
+from fedbraid.core.gather import Mean, Sums
 from fedbraid.core.identity import Identity
 from fedbraid.core.link import (
     Broadcast,
@@ -32,8 +33,8 @@ from fedbraid.core.link import (
     to_wire,
 )
 from fedbraid.core.optim import Momentum, Optimize
-from fedbraid.core.rule import Vectors
 from fedbraid.core.search_space import FloatRange
+from fedbraid.core.traits import GatherTraits
 from fedbraid.core.transform import Pipeline, Scale, pipeline
 from fedbraid.core.wire import FRAME_BYTES, pack_message, unpack_message
 from fedbraid.errors import ConfigError, Diverged, WireError
@@ -169,11 +170,10 @@ def _missed_messages(message: bytes, missed: list[str]) -> list[bytes]:
 class Mixing(Mean):
     """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
 
+    def traits(self) -> GatherTraits:
+        return replace(super().traits(), is_weighted_mean=False, requires_updates=True)
+
     def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
-        if not up.declared["delta"].is_model_update:
-            raise ConfigError(
-                "form='mixing' averages clients' models, and what this algorithm gathers is no update x − y; use form='delta'"
-            )
         apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
         return super().add(acc, up.having({**up.vectors, "delta": apart}), s, x)
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import PLAIN, SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import Mean, ServerContext, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
+from fedbraid.core.gather import Mean
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.rule import Rule
+from fedbraid.core.traits import RuleTraits, TransformTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Download, Upload
 
@@ -39,14 +41,14 @@ class ControlVariates(Rule):
     def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"dc": (ctx.x - y) / (ctx.a * ctx.lr) - ctx.download["c"]}  # eq. 4, option II, less c_i
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {"c_i": ctx.client_state["c_i"] + got["dc"]}
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"c_i": ctx.client_state["c_i"] + received["dc"]}
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> RuleTraits:
+        return RuleTraits(requires_sgd=True)
 
-    def leave(self, memory: Vectors) -> Vectors:
-        return {"dc": -memory["c_i"]}
+    def withdraw(self, client_state: Vectors) -> Vectors:
+        return {"dc": -client_state["c_i"]}
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class ControlVariate(Transform):
     def update(self, u: Vectors, s: Total, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Total]:
         return u, Total(s.total + ctx.cohort * u["dc"])  # eq. 5
 
-    def leave(self, s: Total, share: Vectors) -> Total:
-        return Total(s.total + share.get("dc", 0))
+    def absorb(self, s: Total, contribution: Vectors) -> Total:
+        return Total(s.total + contribution.get("dc", 0))
 
 
 @builder
@@ -96,14 +98,16 @@ class LocalEstimate(Rule):
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g + s["correction"], s  # Algorithm 1, gradients (SCAFFOLD/m)
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {"h_i": got["delta"] / (ctx.a * ctx.lr) - s["correction"]}  # Algorithm 1, h_i (SCAFFOLD/m)
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {
+            "h_i": received["delta"] / (ctx.a * ctx.lr) - s["correction"]
+        }  # Algorithm 1, h_i (SCAFFOLD/m)
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> RuleTraits:
+        return RuleTraits(requires_sgd=True)
 
-    def leave(self, memory: Vectors) -> Vectors:
-        return {"h": -memory["h_i"]}
+    def withdraw(self, client_state: Vectors) -> Vectors:
+        return {"h": -client_state["h_i"]}
 
 
 @dataclass(frozen=True)
@@ -132,11 +136,11 @@ class GlobalEstimate(Transform):
         fresh = u["h_moved"] / ctx.a - u["h_sent"]  # Algorithm 1, h, with (N − |S|)/N for its (N − 1)/N
         return u, Total(s.total + ctx.cohort * fresh)
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> TransformTraits:
+        return TransformTraits(requires_sgd=True)
 
-    def leave(self, s: Total, share: Vectors) -> Total:
-        return Total(s.total + share.get("h", 0))
+    def absorb(self, s: Total, contribution: Vectors) -> Total:
+        return Total(s.total + contribution.get("h", 0))
 
 
 @builder

@@ -11,9 +11,11 @@ from fedbraid.algorithms._build import PLAIN, builder, searched
 from fedbraid.algorithms.scaffold import ControlVariate
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import number
-from fedbraid.core.gather import Mean, Uploads
-from fedbraid.core.rule import ClientContext, Rule, Vectors
+from fedbraid.core.context import ClientContext, Uploads, Vectors
+from fedbraid.core.gather import Mean
+from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import log
+from fedbraid.core.traits import RuleTraits, TransformTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.vector_spec import DELTA, Upload
 
@@ -42,22 +44,22 @@ class ScaledVariates(Rule):
     def finish(self, y: Tensor, s: Vectors, ctx: ClientContext) -> Vectors:
         return {"dc": self.alpha * ((ctx.x - y) / (ctx.a * ctx.lr) - ctx.download["c"])}
 
-    def remember(self, got: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {"c_i": ctx.client_state["c_i"] + got["dc"]}
+    def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
+        return {"c_i": ctx.client_state["c_i"] + received["dc"]}
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> RuleTraits:
+        return RuleTraits(requires_sgd=True)
 
-    def leave(self, memory: Vectors) -> Vectors:
-        return {"dc": -memory["c_i"]}
+    def withdraw(self, client_state: Vectors) -> Vectors:
+        return {"dc": -client_state["c_i"]}
 
 
 @dataclass(frozen=True)
 class AddBack(Transform):
     """The update behind an upload: a η (c + δ_i), c as its sender was sent it."""
 
-    def plain_steps(self) -> bool:
-        return True
+    def traits(self) -> TransformTraits:
+        return TransformTraits(requires_sgd=True)
 
     def accounts(self) -> tuple[Upload, ...]:
         return (DELTA,)

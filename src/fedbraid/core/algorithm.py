@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import Gather, Mean, ServerContext, Uploads
+from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
+from fedbraid.core.gather import Gather, Mean
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Downlink, PlainDownlink, PlainUplink, Uplink
-from fedbraid.core.rule import Chain, ClientContext, Rule, Vectors, finished
+from fedbraid.core.rule import Rule, finished
+from fedbraid.core.traits import PersonalTraining
 from fedbraid.core.transform import Transform
 from fedbraid.core.vector_spec import MODEL, Download, Upload, VectorSpec, by_name
 from fedbraid.core.work import Work
@@ -47,26 +49,43 @@ class Algorithm:
                 wanted = "Codec" if name in ("up", "down") else kind.__name__
                 raise ConfigError(f"{name}={part!r} is a {type(part).__name__}; give a {wanted} there")
         self.up.fits(self.uploads)
-        self.rule.loop()
+        self.rule.traits()  # refuses rules that contradict each other
+        self.server.traits()
+        self._check_updates()
         rehearse(self)
 
+    def _check_updates(self) -> None:
+        """Refuse a gather of updates x − y where something else is gathered in their place."""
+        delta = self.gathered.get("delta")
+        if self.gather.traits().requires_updates and delta is not None and not delta.is_model_update:
+            raise ConfigError(
+                f"{type(self.gather).__name__} reads each client's update x − y, and 'delta' is something else here; use a"
+                " rule and server parts that keep delta = x − y"
+            )
+
+    @property
+    def defined_for_async(self) -> bool:
+        """Whether papers define its rule, gather and server parts for stale updates."""
+        return all(part.traits().defined_for_async for part in (self.rule, self.gather, self.server))
+
     def fits(self, work: Work, personal: bool = True) -> None:
-        """Refuse work whose visits its parts would misread, and a task without the personal parts that it trains."""
-        rules = self.rule.links if isinstance(self.rule, Chain) else (self.rule,)
-        if any(rule.needs_personal for rule in rules) and not personal:
+        """Refuse settings that its parts would misread, and a task without the personal parameters that it trains."""
+        traits = self.rule.traits()
+        own = traits.personal or PersonalTraining()
+        if own.requires_personal_parameters and not personal:
             raise ConfigError(
                 f"{self.name or 'this algorithm'} trains personal parameters, and the task has none; name them when the task"
                 " is made, such as personal=('head.*',), or with --personal 'head.*'"
             )
-        if self.rule.alone(torch.full((1, 1), 2.0)) is not None and work.optimizer != "sgd":
+        if own.head_steps is not None and work.optimizer != "sgd":
             raise ConfigError(
-                f"{self.name or 'this algorithm'} trains in two phases, of which optimizer={work.optimizer!r} would make"
-                " one; use optimizer='sgd'"
+                f"{self.name or 'this algorithm'} resets between two training phases, which optimizer={work.optimizer!r} does"
+                " not support; use optimizer='sgd'"
             )
-        if work.optimizer != "sgd" and (self.rule.plain_steps() or self.server.plain_steps()):
+        if work.optimizer != "sgd" and (traits.requires_sgd or self.server.traits().requires_sgd):
             raise ConfigError(
-                f"{self.name or 'this algorithm'} reads gradients off the length of a client's visit, which only plain"
-                f" steps tell and optimizer={work.optimizer!r} does not; use optimizer='sgd' or another algorithm"
+                f"{self.name or 'this algorithm'} estimates gradients from x − y, which requires local SGD, and"
+                f" optimizer={work.optimizer!r} was given; use optimizer='sgd' or another algorithm"
             )
 
     @cached_property
@@ -137,11 +156,17 @@ def rehearse(a: Algorithm) -> None:
         uploads = uploads.having({**up, **made})
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
         server_ctx = ServerContext(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64), sent=sent)
-        u, gather = a.gather.close(acc, gather, server_ctx)
+        closed = a.gather.close(acc, gather, server_ctx)
+        if not isinstance(closed, tuple) or len(closed) != 3:
+            raise ConfigError(
+                f"{type(a.gather).__name__}.close returns {_kind(closed)}; return (update, state, metrics), metrics being a"
+                " dict of numbers for the record of the step"
+            )
+        u, gather, _ = closed
         u, server = a.server.update(u, server, x, server_ctx)
         if not isinstance(u.get("delta"), Tensor) or u["delta"].shape != x.shape:
             raise ConfigError("the server's parts end without a delta as wide as the model; let one make it")
-        a.server.settle(u["delta"], server, server_ctx)
+        a.server.compute_offset(u["delta"], server, server_ctx)
         a.server.adjust(x - u["delta"], server, server_ctx)
     except FedbraidError:
         raise

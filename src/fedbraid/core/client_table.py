@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.rule import Vectors
+from fedbraid.core.context import Vectors
 from fedbraid.errors import RunError
 
 if TYPE_CHECKING:

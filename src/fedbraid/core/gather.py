@@ -2,129 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.context import ServerContext, Staleness, Tree, Uploads, Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Vectors
-from fedbraid.core.vector_spec import Upload
-from fedbraid.errors import ConfigError, unknown
+from fedbraid.core.traits import GatherTraits
+from fedbraid.errors import ConfigError
 
-Tree = Any  # state: records, dicts and tuples of tensors, numbers and Rows
-
-
-@dataclass
-class Uploads:
-    """What a block of clients sent, as it was received, and what the server knows of the senders."""
-
-    clients: NDArray[np.int64]
-    vectors: Vectors  # [m, ·]
-    n: Tensor  # [m, 1] samples
-    K: Tensor  # [m, 1] local steps
-    a: Tensor  # [m, 1] effective steps
-    staleness: Tensor  # [m, 1] server steps since the version they trained from
-    lr: Tensor  # [m, 1] the rates they trained with, float64
-    sent: Mapping[str, Tensor]  # [m, ·] or [1, ·]: the model each trained from and what else it was sent
-    declared: dict[str, Upload]  # what each name is
-
-    def p(self, kind: str) -> Tensor:
-        """What each sender counts for, `[m, 1]`."""
-        return self.n if kind == "samples" else torch.ones_like(self.n)
-
-    def having(self, vectors: Vectors, declared: dict[str, Upload] | None = None) -> Uploads:
-        """The same senders with other vectors."""
-        return replace(self, vectors=vectors, declared=declared or self.declared)
-
-
-class ServerData(Protocol):
-    """What the server itself holds: its data, and the model to try on them."""
-
-    @property
-    def seed(self) -> int:
-        """Of the run."""
-
-    @property
-    def public(self) -> Any:
-        """(inputs, targets) of the task's public share."""
-
-    @property
-    def test(self) -> Any:
-        """(inputs, targets) of its test set."""
-
-    def module(self, x: Tensor) -> Any:
-        """A module with these weights; the next call may give the same one."""
-
-    def outputs(self, module: Any, rows: Any) -> Any:
-        """What a module gives for these rows of the public share."""
-
-
-@dataclass(frozen=True)
-class ServerContext:
-    """The facts of a server step."""
-
-    t: int
-    cohort: float  # |S|: how many uploads, or as many as were planned where that is what counts
-    N: int  # how many clients are known
-    samples: float  # Σ n_j over all of them
-    lr: float  # weighted mean of the senders' rates
-    K: float  # weighted mean of the senders' steps
-    a: float  # weighted mean of the senders' effective steps
-    quantized_fraction: float  # the share of quantised senders
-    layout: Layout
-    sizes: NDArray[np.int64]  # n_j by client number, 0 for numbers that nobody has
-    max_staleness: int = 0  # the age of the oldest upload
-    sent: Vectors = field(
-        default_factory=dict
-    )  # [1, ·] each: this version's model and what else is sent with it
-    data: ServerData | None = None  # what the server itself holds, in a run
-
-
-# Staleness ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Staleness:
-    """s(τ), by what an update that is τ versions late is scaled."""
-
-    kind: str = "constant"
-    a: float = 0.5
-    b: float = 4.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in _STALENESS:
-            raise unknown("staleness", self.kind, _STALENESS)
-
-    def __call__(self, tau: Tensor) -> Tensor:
-        scale: Tensor = _STALENESS[self.kind](self, tau)
-        return scale
-
-
-_STALENESS: dict[str, Any] = {
-    "constant": lambda s, tau: torch.ones_like(tau),
-    "sqrt": lambda s, tau: (1 + tau).rsqrt(),
-    "polynomial": lambda s, tau: (1 + tau) ** -s.a,
-    "hinge": lambda s, tau: 1 / (1 + s.a * (tau - s.b).clamp_min(0)),
-}
-
-
-# Gather ---------------------------------------------------------------------------------------------
+Metrics = dict[str, float]  # what a part adds to the record of a step
 
 
 @dataclass(frozen=True)
 class Gather:
     """Fold uploads into one update; the schedule says when it closes."""
-
-    weights: ClassVar[str] = "uniform"  # how it weighs clients, "samples" or "uniform"
-    alone: ClassVar[bool] = False  # whether a step that nobody came to makes an update all the same
-
-    def fits(self, layout: Layout) -> None:
-        """Refuse a model that it cannot gather updates of."""
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
         """State that lives from step to step."""
@@ -138,25 +31,17 @@ class Gather:
         """Fold a block of uploads in; no client is in it twice."""
         raise NotImplementedError
 
-    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
-        """(the update, the new state)."""
+    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
+        """(the update, the new state, numbers for the record of the step)."""
         raise NotImplementedError
 
-    def cohort(self, came: int) -> float:
-        """For how many uploads its update stands."""
-        return came
-
-    def coded(self, came: float) -> float:
-        """Which share of them is quantised."""
-        return came
-
-    def notes(self, s: Tree) -> dict[str, float]:
-        """What the record of a step says of its state."""
-        return {}
-
-    def leave(self, s: Tree, client: int) -> Tree:
-        """The state without this client, who goes for good."""
+    def remove_client(self, s: Tree, client: int) -> Tree:
+        """The state without a client that leaves for good."""
         return s
+
+    def traits(self) -> GatherTraits:
+        """What it is, as data."""
+        return GatherTraits()
 
 
 @dataclass(frozen=True)
@@ -176,11 +61,14 @@ class Mean(Gather):
     What is declared uniform counts once for each client; what is not declared to age is taken as it is.
     """
 
-    weights: str = "samples"  # type: ignore[misc]
+    weights: str = "samples"
     staleness: Staleness = field(default_factory=Staleness)
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
+
+    def traits(self) -> GatherTraits:
+        return GatherTraits(weights=self.weights, is_weighted_mean=True, defined_for_async=True)
 
     def zero(self, x: Tensor) -> Sums:
         return Sums({}, 0.0, 0)
@@ -191,36 +79,40 @@ class Mean(Gather):
             what = up.declared[name]
             weight = torch.ones_like(p) if what.uniform else p
             total = sums[name] if name in sums else torch.zeros_like(v[0])
-            sums[name] = fold(total, (weight * age if what.discounts_staleness else weight, v))
+            sums[name] = add_weighted_(total, (weight * age if what.discounts_staleness else weight, v))
         uniform = frozenset(name for name in sums if up.declared[name].uniform)
         return Sums(sums, acc.weight + float(p.sum()), acc.count + len(p), uniform)
 
-    def close(self, acc: Sums, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
-        return {
+    def close(self, acc: Sums, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
+        mean = {
             name: v / (acc.count if name in acc.uniform else acc.weight) for name, v in acc.vectors.items()
-        }, s
+        }
+        return mean, s, {}
 
 
 @dataclass(frozen=True)
 class DeltaGather(Gather):
     """A gather that treats `delta` in its own way and hands the rest to a mean. A subclass says how."""
 
-    weights: str = "samples"  # type: ignore[misc]
+    weights: str = "samples"
     staleness: Staleness = field(default_factory=Staleness)
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
 
-    def begin(self, s: Tree, x: Tensor) -> Tree:
-        """What a step's deltas are folded into."""
+    def traits(self) -> GatherTraits:
+        return GatherTraits(weights=self.weights)
+
+    def zero_delta(self, s: Tree, x: Tensor) -> Tree:
+        """An empty accumulator of deltas."""
         raise NotImplementedError
 
-    def fold(self, mine: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
+    def add_delta(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         """Fold a block's deltas in."""
         raise NotImplementedError
 
-    def end(self, mine: Tree, s: Tree, ctx: ServerContext) -> tuple[Tensor, Tree]:
-        """(delta, the new state)."""
+    def close_delta(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Tensor, Tree, Metrics]:
+        """(delta, the new state, numbers for the record of the step)."""
         raise NotImplementedError
 
     @property
@@ -233,22 +125,22 @@ class DeltaGather(Gather):
     def add(self, acc: Tree, up: Uploads, s: Tree, x: Tensor) -> Tree:
         mine, rest = acc
         if mine is None:  # the first block; the others may still be training
-            mine = self.begin(s, x)
-        mine = self.fold(mine, up.having({"delta": up.vectors["delta"]}), s, x)
+            mine = self.zero_delta(s, x)
+        mine = self.add_delta(mine, up.having({"delta": up.vectors["delta"]}), s, x)
         others = {name: v for name, v in up.vectors.items() if name != "delta"}
         return mine, self._mean.add(rest, up.having(others), {}, x)
 
-    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree]:
+    def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         mine, rest = acc
-        others, _ = self._mean.close(rest, {}, ctx)
-        delta, s = self.end(mine, s, ctx)
-        return {**others, "delta": delta}, s
+        others, _, _ = self._mean.close(rest, {}, ctx)
+        delta, s, metrics = self.close_delta(mine, s, ctx)
+        return {**others, "delta": delta}, s, metrics
 
 
 WIDE_ROW = 2**14  # numbers from which a row is worth an operation of its own
 
 
-def fold(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
+def add_weighted_(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
     """total + Σ_i Σ p_i rows_i over terms of (p, rows), in total's precision and place.
 
     Wide rows are added client by client, so that no bit depends on how a cohort was cut into blocks.

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.codec import Codec
+from fedbraid.core.context import Vectors
 from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Vectors
 from fedbraid.core.vector_spec import Download, Upload, VectorSpec
 from fedbraid.core.wire import FRAME_BYTES, decode_scalars, encode_scalars, pack_message, unpack_message
 from fedbraid.errors import ConfigError, WireError

@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedbraid.core.check import number
-from fedbraid.core.gather import ServerContext, Tree
+from fedbraid.core.context import ServerContext, Tree, Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Vectors
+from fedbraid.core.traits import TransformTraits
 from fedbraid.core.transform import Transform
 from fedbraid.errors import unknown
 
@@ -27,6 +27,8 @@ from fedbraid.errors import unknown
 @dataclass(frozen=True)
 class Optimizer:
     """Plain SGD, and the base of the others."""
+
+    defined_for_async: ClassVar[bool] = False  # a paper steps with it on stale updates
 
     def __post_init__(self) -> None:
         for name in ("beta", "beta1", "beta2"):
@@ -68,6 +70,8 @@ class Optimizer:
 @dataclass(frozen=True)
 class Momentum(Optimizer):
     """b ← βb + G; the direction is b."""
+
+    defined_for_async: ClassVar[bool] = True  # FedBuff
 
     beta: float = 0.9
 
@@ -241,6 +245,9 @@ class Optimize(Transform):
 
     def __post_init__(self) -> None:
         number("weight_decay", self.weight_decay, "[0, inf)", "makes weights grow")
+
+    def traits(self) -> TransformTraits:
+        return TransformTraits(defined_for_async=self.optimizer.defined_for_async)
 
     def init(self, x: Tensor, layout: Layout) -> Tracked:
         return Tracked(0, self.optimizer.init(x))

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedbraid.core.check import number
-from fedbraid.core.gather import ServerContext, Tree, Uploads
+from fedbraid.core.context import ServerContext, Tree, Uploads, Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.rule import Vectors
+from fedbraid.core.traits import TransformTraits, merge
 from fedbraid.core.vector_spec import Download, Upload
 
 
 @dataclass(frozen=True)
 class Transform:
-    """One link of the server's pipeline; every hook defaults to doing nothing.
+    """One element of the server's pipeline; every hook defaults to doing nothing.
 
     First stroke: `account` reads each upload, `update` goes from update to update; x̄ = x − update['delta'].
-    Second stroke: `adjust` moves x̄, which is what is evaluated; `settle` says what x̄ is sent out without.
+    Second stroke: `adjust` moves x̄, which is evaluated; `compute_offset` makes h: x̄ − h is sent out.
     """
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
@@ -27,7 +27,7 @@ class Transform:
         return {}
 
     def sends(self) -> tuple[Download, ...]:
-        """What goes down to clients beside the model."""
+        """Declares what goes down to clients beside the model."""
         return ()
 
     def send(self, s: Tree, x: Tensor, N: int) -> Vectors:
@@ -35,7 +35,7 @@ class Transform:
         return {}
 
     def accounts(self) -> tuple[Upload, ...]:
-        """What it makes of each upload before it is gathered; `delta` among them takes delta's place."""
+        """Declares what it makes of each upload before it is gathered; `delta` among them replaces delta."""
         return ()
 
     def account(self, up: Uploads) -> Vectors:
@@ -46,25 +46,25 @@ class Transform:
         """From update to update."""
         return u, s
 
-    def idle(self, s: Tree, x: Tensor) -> Tree:
-        """The state after a step that nobody came to, which leaves the model where it is."""
+    def skip(self, s: Tree, x: Tensor) -> Tree:
+        """The state after a step with an empty cohort, which does not move the model."""
         return s
 
     def adjust(self, average: Tensor, s: Tree, ctx: ServerContext) -> Tensor:
-        """Move x̄; nobody's state sees this as a gradient."""
+        """Move x̄; no state sees this as a gradient."""
         return average
 
-    def settle(self, move: Tensor, s: Tree, ctx: ServerContext) -> tuple[Tensor | None, Tree]:
-        """(what x̄ is sent out without, the new state); `move` is x − x̄ before any adjustment."""
+    def compute_offset(self, move: Tensor, s: Tree, ctx: ServerContext) -> tuple[Tensor | None, Tree]:
+        """(h, which is subtracted from x̄ for the next round, the new state); `move` is x − x̄ before any adjustment."""
         return None, s
 
-    def plain_steps(self) -> bool:
-        """Whether it takes a visit for a steps of length η along the gradient, which only optimizer="sgd" makes."""
-        return False
-
-    def leave(self, s: Tree, share: Vectors) -> Tree:
-        """The state after a client has gone for good, whose rule sent this share."""
+    def absorb(self, s: Tree, contribution: Vectors) -> Tree:
+        """The state after a client has left for good, whose rule withdrew this contribution."""
         return s
+
+    def traits(self) -> TransformTraits:
+        """What it is, as data."""
+        return TransformTraits(defined_for_async=type(self) is Transform)
 
 
 @dataclass(frozen=True)
@@ -74,54 +74,54 @@ class Pipeline(Transform):
     The order: reduce → algorithm state (c, h, statistics) → precondition → trust ratio → scale → shift.
     """
 
-    links: tuple[Transform, ...] = ()
+    transforms: tuple[Transform, ...] = ()
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
-        return tuple(link.init(x, layout) for link in self.links)
+        return tuple(t.init(x, layout) for t in self.transforms)
 
     def sends(self) -> tuple[Download, ...]:
-        return tuple(d for link in self.links for d in link.sends())
+        return tuple(d for t in self.transforms for d in t.sends())
 
     def send(self, s: Tree, x: Tensor, N: int) -> Vectors:
-        return {name: v for link, mine in zip(self.links, s) for name, v in link.send(mine, x, N).items()}
+        return {name: v for t, mine in zip(self.transforms, s) for name, v in t.send(mine, x, N).items()}
 
     def accounts(self) -> tuple[Upload, ...]:
-        return tuple(d for link in self.links for d in link.accounts())
+        return tuple(d for t in self.transforms for d in t.accounts())
 
     def account(self, up: Uploads) -> Vectors:
-        return {name: v for link in self.links for name, v in link.account(up).items()}
+        return {name: v for t in self.transforms for name, v in t.account(up).items()}
 
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         new = []
-        for link, mine in zip(self.links, s):
-            u, state = link.update(u, mine, x, ctx)
+        for t, mine in zip(self.transforms, s):
+            u, state = t.update(u, mine, x, ctx)
             new.append(state)
         return u, tuple(new)
 
-    def idle(self, s: Tree, x: Tensor) -> Tree:
-        return tuple(link.idle(mine, x) for link, mine in zip(self.links, s))
+    def skip(self, s: Tree, x: Tensor) -> Tree:
+        return tuple(t.skip(mine, x) for t, mine in zip(self.transforms, s))
 
     def adjust(self, average: Tensor, s: Tree, ctx: ServerContext) -> Tensor:
-        for link, mine in zip(self.links, s):
-            average = link.adjust(average, mine, ctx)
+        for t, mine in zip(self.transforms, s):
+            average = t.adjust(average, mine, ctx)
         return average
 
-    def settle(self, move: Tensor, s: Tree, ctx: ServerContext) -> tuple[Tensor | None, Tree]:
-        done = [link.settle(move, mine, ctx) for link, mine in zip(self.links, s)]
-        without = [h for h, _ in done if h is not None]
-        return (sum(without[1:], without[0]) if without else None), tuple(state for _, state in done)
+    def compute_offset(self, move: Tensor, s: Tree, ctx: ServerContext) -> tuple[Tensor | None, Tree]:
+        done = [t.compute_offset(move, mine, ctx) for t, mine in zip(self.transforms, s)]
+        offsets = [h for h, _ in done if h is not None]
+        return (sum(offsets[1:], offsets[0]) if offsets else None), tuple(state for _, state in done)
 
-    def plain_steps(self) -> bool:
-        return any(link.plain_steps() for link in self.links)
+    def absorb(self, s: Tree, contribution: Vectors) -> Tree:
+        return tuple(t.absorb(mine, contribution) for t, mine in zip(self.transforms, s))
 
-    def leave(self, s: Tree, share: Vectors) -> Tree:
-        return tuple(link.leave(mine, share) for link, mine in zip(self.links, s))
+    def traits(self) -> TransformTraits:
+        return merge(TransformTraits, [t.traits() for t in self.transforms], self.transforms)
 
 
 def pipeline(*transforms: Transform) -> Pipeline:
     """Transforms as one pipeline."""
-    links = tuple(t for part in transforms for t in (part.links if isinstance(part, Pipeline) else (part,)))
-    return Pipeline(tuple(t for t in links if type(t) is not Transform))
+    flat = (t for part in transforms for t in (part.transforms if isinstance(part, Pipeline) else (part,)))
+    return Pipeline(tuple(t for t in flat if type(t) is not Transform))
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,9 @@ class Scale(Transform):
 
     def __post_init__(self) -> None:
         number("server lr", self.lr, "(0, inf)", "does not step downhill")
+
+    def traits(self) -> TransformTraits:
+        return TransformTraits(defined_for_async=True)
 
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         return (u, s) if self.lr == 1 else ({**u, "delta": self.lr * u["delta"]}, s)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedbraid.core import accelerators as passes
 from fedbraid.core.client_table import ClientTable
 from fedbraid.core.codec import Codec
-from fedbraid.core.gather import WIDE_ROW, fold
+from fedbraid.core.gather import WIDE_ROW, add_weighted_
 from fedbraid.core.layout import Layout
 
 
@@ -88,12 +88,12 @@ class UpdateTableStep:
         y, w = old["y"], old["weight"]
         rows.put(clients, {"weight": p, "y": g})
         stored = g if rows.codec is None else rows.get(clients)["y"].to(g.device)
-        fold(self._stored_change, (p, stored), (-w, y))
+        add_weighted_(self._stored_change, (p, stored), (-w, y))
         # What of Σ s(τ_i) p_i (g_i − y_i) did not move it: nothing, where weights, ages and g_i are as stored.
         if self._apart is None:
             self._apart = torch.zeros_like(self._stored_change)
         terms = [(aged - p, g), ((w - aged).where(w > 0, 0.0), y)]
-        fold(self._apart, *terms, *([] if stored is g else [(p, g - stored)]))
+        add_weighted_(self._apart, *terms, *([] if stored is g else [(p, g - stored)]))
 
     @property
     def received_change(self) -> Tensor:

@@ -17,7 +17,7 @@ from fedbraid.data.tree import Tree
 from fedbraid.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedbraid.core.rule import ExamplePrivacy
+    from fedbraid.core.traits import ExamplePrivacy
     from fedbraid.core.work import Work
     from fedbraid.data.task import Task
 

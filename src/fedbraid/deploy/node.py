@@ -23,8 +23,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.context import Vectors
 from fedbraid.core.link import BroadcastContext, as_message, bundle
-from fedbraid.core.rule import Gradient, Vectors
+from fedbraid.core.local_training import Gradient
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
@@ -151,7 +152,7 @@ def obey(
 
 def _of_its_own(algorithm: Algorithm) -> bool:
     """Whether clients add noise themselves."""
-    return isinstance(algorithm.up, LocalNoise) or algorithm.rule.examples() is not None
+    return isinstance(algorithm.up, LocalNoise) or algorithm.rule.traits().example_privacy is not None
 
 
 def _within_budget(
@@ -181,7 +182,7 @@ def part(project: Project, order: Mapping[str, Any], settings: Settings, place: 
         return {"lost": True, "blob": b""}
     fresh = algorithm.rule.init(torch.zeros(layout.size))
     rows = memory.after.get(taken) or {name: v.reshape(1, -1) for name, v in fresh.items()}
-    return {"lost": False, "blob": as_message(algorithm.rule.leave(rows), layout)}
+    return {"lost": False, "blob": as_message(algorithm.rule.withdraw(rows), layout)}
 
 
 @dataclass

@@ -26,8 +26,8 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
+from fedbraid.core.context import Vectors
 from fedbraid.core.link import BroadcastContext, UploadContext, add_overhead, from_message, unbundle
-from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
 from fedbraid.deploy import leaving
 from fedbraid.deploy.backoff import Resting
@@ -80,8 +80,8 @@ def serve(project: Project, settings: Settings, grid: Grid, patience: float = 30
     """
     (algorithm, work), schedule, task = settings.what(), settings.when(), project.parts.served()
     algorithm.fits(work, task.full_layout.size > task.layout.size)
-    algorithm.gather.fits(task.layout)
-    if algorithm.rule.examples() is not None and settings.samples == "free":
+    algorithm.gather.traits().check_layout(task.layout)
+    if algorithm.rule.traits().example_privacy is not None and settings.samples == "free":
         raise ConfigError(
             "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
         )
@@ -563,7 +563,7 @@ class Fleet:
     def _shares(self) -> dict[str, int]:
         """What a client that goes for good sends back, by name and width: nothing where the server holds it all."""
         fresh = {name: v.reshape(1, -1) for name, v in self.algorithm.rule.init(self.state.x).items()}
-        return {name: v.numel() for name, v in self.algorithm.rule.leave(fresh).items()}
+        return {name: v.numel() for name, v in self.algorithm.rule.withdraw(fresh).items()}
 
     def _let_go(self, member: Member, content: ConfigRecord) -> None:
         answer = _fields(content, lost=bool, blob=bytes)

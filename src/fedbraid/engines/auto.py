@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbraid.core.device import finish
-from fedbraid.core.rule import Gradient
+from fedbraid.core.local_training import Gradient
 from fedbraid.data import tree
 from fedbraid.data.batches import DrawnBatches, batch_sizes, step_counts
 from fedbraid.data.tree import Padded

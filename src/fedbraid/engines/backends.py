@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbraid.core.rule import ExamplePrivacy, Gradient
+from fedbraid.core.local_training import Gradient
+from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands, note_compiled
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
 from fedbraid.engines.engine import Setup
@@ -30,22 +31,22 @@ PRECISIONS: dict[str, torch.dtype | None] = {
 
 def gradient(setup: Setup, backend: str, threads: int = 0, precision: torch.dtype | None = None) -> Gradient:
     """The gradient function of this name; "auto" compiles a native one where there is enough to do."""
-    task = setup.task
+    task, traits = setup.task, setup.algorithm.rule.traits()
     if precision is not None and backend == "native":
         raise ConfigError("native gradients are float32; use backend='loop' or 'vmap' for another precision")
     if backend not in ("auto", "native", "vmap", "loop"):
         raise unknown("backend", backend, ["auto", "native", "vmap", "loop"])
-    if setup.algorithm.rule.examples() is not None and task.compares:
+    if traits.example_privacy is not None and task.compares:
         raise ConfigError(
             "the loss looks at other models, whose outputs tell of other examples; use a loss of the outputs alone with"
             " unit='example'"
         )
-    if setup.algorithm.rule.loop() is not None or task.compares:
+    if traits.local_loop is not None or task.compares:
         if backend in ("native", "vmap"):
             what = "the loss looks at other models" if task.compares else "the local loop is the user's own"
             raise ConfigError(f"{what}, which needs plain autograd; use backend='loop'")
         return LoopGradient(task, precision)
-    own = setup.algorithm.rule.examples()
+    own = traits.example_privacy
     if own is not None:
         return _private(setup, own, backend, threads, precision)
     if backend == "auto":

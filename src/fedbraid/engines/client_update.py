@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from fedbraid.core import rng
+from fedbraid.core.context import ClientContext, Vectors
 from fedbraid.core.device import placed
 from fedbraid.core.link import UploadContext
+from fedbraid.core.local_training import Gradient, initial_model, train
 from fedbraid.core.metric_names import PERSONAL, PREVIOUS
-from fedbraid.core.rule import ClientContext, Gradient, LocalLoop, Vectors, finished, train
+from fedbraid.core.rule import finished
+from fedbraid.core.traits import LocalLoop
 from fedbraid.data.batches import Batch, DrawnBatches, augmenting, batch_sizes
 from fedbraid.data.tree import Tree
 from fedbraid.engines.autograd import LoopGradient
@@ -37,7 +40,8 @@ def client_update(
     if task is not setup.task:
         setup = replace(setup, task=task)
     a, work = setup.algorithm, setup.work
-    hide = None if a.rule.examples() is None else "simulated" if frames is None else "real"
+    traits = a.rule.traits()
+    hide = None if traits.example_privacy is None else "simulated" if frames is None else "real"
     batches = DrawnBatches(task, work, request.clients, request.version, setup.seed, hide)
     x = request.down["x"][None]
     K = placed(batches.K, x.device).to(x.dtype)[:, None]
@@ -54,7 +58,7 @@ def client_update(
         full_grad=full_gradient(setup, grad, request),
         full_layout=task.full_layout,
     )
-    loop, own = a.rule.loop(), dict[str, Tensor]()
+    loop, own = traits.local_loop, dict[str, Tensor]()
     if task.compares:
         assert isinstance(grad, LoopGradient)
         grad.beside(x, request.memory[PREVIOUS])
@@ -115,8 +119,9 @@ def run_custom_loop(
     assert isinstance(grad, LoopGradient)
     task, rows, losses = setup.task, [], []
     rule, own = setup.algorithm.rule, ctx.client_state.get(PERSONAL)
+    start = initial_model(rule.traits(), ctx).expand(len(batches.clients), -1)
     for i, client in enumerate(batches.clients):
-        begin = rule.begin(ctx).expand(len(batches.clients), -1)[i]
+        begin = start[i]
         y = begin if own is None else torch.cat([begin, own[i]])
         module = task.full_layout.load(grad.spare, y).train()
         module.zero_grad(set_to_none=True)

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.context import Vectors
 from fedbraid.core.link import Sizes
-from fedbraid.core.rule import Vectors
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedbraid.core import rng
-from fedbraid.core.rule import ExamplePrivacy, Gradient
+from fedbraid.core.local_training import Gradient
+from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import ForwardModule

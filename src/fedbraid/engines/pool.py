@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.rule import Gradient, Vectors
+from fedbraid.core.context import Vectors
+from fedbraid.core.local_training import Gradient
 from fedbraid.engines.backends import gradient
 from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import PlainUplink
-from fedbraid.core.rule import Vectors
 from fedbraid.core.vector_spec import Upload
 
 

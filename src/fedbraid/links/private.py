@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.codec import Codec
+from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
-from fedbraid.core.rule import Vectors
 from fedbraid.core.vector_spec import Upload
 
 Scales = tuple[tuple[str, float], ...]  # by name, in place of what was declared

@@ -311,7 +311,7 @@ def attach_privacy(
 ) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
-    if crowd.schedule.asynchronous and algorithm.rule.fades():
+    if crowd.schedule.asynchronous and algorithm.rule.traits().decays_client_state:
         raise ConfigError(
             "memory that fades by steps is of rounds, where all know which step it is; leave out fade= with this schedule"
         )
@@ -413,7 +413,7 @@ def _check(algorithm: Algorithm, crowd: PrivacySetup) -> None:
             "the server accounts for uploads by what each sender was sent, and here they were sent different versions, which"
             " noise on a sum does not tell apart; use rounds(…) with this algorithm"
         )
-    if algorithm.server.plain_steps() and not crowd.even():
+    if algorithm.server.traits().requires_sgd and not crowd.even():
         raise ConfigError(
             "the server reads how many steps its clients take, which differ here with their samples and would tell of them;"
             " use Work(steps=…)"

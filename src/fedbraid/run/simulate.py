@@ -22,14 +22,12 @@ from torch import Tensor, nn
 import fedbraid.user_files as files
 from fedbraid import algorithms
 from fedbraid.algorithms.lora import how as lora
-from fedbraid.algorithms.private import Noised
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
-from fedbraid.core.gather import Mean
+from fedbraid.core.context import Vectors
 from fedbraid.core.metric_names import PERSONAL
-from fedbraid.core.optim import Momentum, Optimize
-from fedbraid.core.rule import Rule, Vectors
-from fedbraid.core.transform import Pipeline, Scale
+from fedbraid.core.rule import Rule
+from fedbraid.core.traits import PersonalTraining
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
 from fedbraid.engines import choose
@@ -223,7 +221,7 @@ class Run:
         """
         self._check_here(client)
         own = self.state.clients.get([client])
-        self.dismiss(client, self.setup.algorithm.rule.leave(own) if reachable else None)
+        self.dismiss(client, self.setup.algorithm.rule.withdraw(own) if reachable else None)
 
     def dismiss(self, client: int, share: Vectors | None) -> None:
         """The same with the negative share that the client sent, None where it could not be asked."""
@@ -310,10 +308,11 @@ class Run:
             if PERSONAL not in kept:  # real clients keep them for themselves
                 return {}
             shared = partial(models_of, Rule(), state)
-        if rule.apart and kept:
+        personal = rule.traits().personal or PersonalTraining()
+        if personal.has_no_global_model and kept:
             return evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
         record = evaluate_model(self.engine, task, shared, on, state.t)
-        if kept and rule.own(kept) is not None:
+        if kept and personal.personal_model is not None:
             own = evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
             record |= {OWN.format(name): value for name, value in own.items()}
         return record
@@ -379,8 +378,9 @@ OWN = "{}_personal"  # what is said of clients' own models, by the name of what 
 def models_of(rule: Rule, state: State, clients: NDArray[np.int64]) -> Tensor:
     """The whole models `[m, D]` that clients use: the server's or their own, with their personal parts."""
     memory = {name: v.to(state.x.device) for name, v in state.clients.get(clients).items()}
-    own = rule.own(memory)
-    shared = state.average.expand(len(clients), -1) if own is None else own
+    personal = rule.traits().personal
+    own = None if personal is None else personal.personal_model
+    shared = state.average.expand(len(clients), -1) if own is None else own(memory)
     return torch.cat([shared, memory[PERSONAL]], 1) if PERSONAL in memory else shared
 
 
@@ -428,7 +428,7 @@ def simulate(
     assert work is not None
     assert schedule is not None
     algorithm.fits(work, task.full_layout.size > task.layout.size)
-    algorithm.gather.fits(task.layout)
+    algorithm.gather.traits().check_layout(task.layout)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
@@ -457,9 +457,11 @@ def simulate(
     known = folder.config() if folder is not None and folder.exists else None
     if known is not None and engine == "auto":
         engine = known.get("engine", "auto")
-    if engine == "auto" and (algorithm.rule.loop() is not None or task.compares):
+    if engine == "auto" and (algorithm.rule.traits().local_loop is not None or task.compares):
         engine = "in_process(backend='loop')"
-    if engine == "auto" and algorithm.rule.examples() is not None:  # what was measured is of plain gradients
+    if (
+        engine == "auto" and algorithm.rule.traits().example_privacy is not None
+    ):  # what was measured is of plain gradients
         engine = "in_process"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
@@ -680,14 +682,7 @@ def algorithm_of(text: str) -> Algorithm:
 
 def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
     """A caution where no paper defines an algorithm under asynchrony, else None."""
-    if (algorithm.name.split("(")[0]) in ("ca2fl", "ace", "fadas"):
-        return None
-    steps = algorithm.server.links if isinstance(algorithm.server, Pipeline) else (algorithm.server,)
-    plain = isinstance(algorithm.gather, Mean | Noised) and type(algorithm.rule) is Rule
-    known = all(
-        isinstance(s, Scale) or (isinstance(s, Optimize) and isinstance(s.optimizer, Momentum)) for s in steps
-    )
-    if not schedule.asynchronous or (plain and known):
+    if not schedule.asynchronous or algorithm.defined_for_async:
         return None
     return (
         f"no paper defines {algorithm.name or 'this algorithm'} for stale updates; read its results with care"

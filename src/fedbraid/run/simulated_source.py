@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core.rule import Vectors
+from fedbraid.core.context import Vectors
 from fedbraid.engines.engine import Orders
 from fedbraid.errors import FedbraidError
 from fedbraid.run.state import State

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.client_table import ClientTable
+from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, ModelVersion
-from fedbraid.core.rule import Vectors
 from fedbraid.errors import Diverged
 
 GROWTH = 1e4  # a norm or a loss so many times what it began with is beyond reason
@@ -86,16 +86,16 @@ class State:
         """(the state after a client has left for good, whether its share stays).
 
         What the server holds of it goes. What the client holds goes by the negative share that it sends, such as
-        `rule.leave` makes of its memory; None where it cannot be asked.
+        `rule.withdraw` makes of its memory; None where it cannot be asked.
         """
         fresh = {name: v.reshape(1, -1) for name, v in algorithm.rule.init(self.x).items()}
-        mirrored = algorithm.rule.leave(fresh)
+        mirrored = algorithm.rule.withdraw(fresh)
         server = self.server
         if share is not None:
-            server = algorithm.server.leave(
+            server = algorithm.server.absorb(
                 server, {name: v.reshape(-1).to(self.x.device) for name, v in share.items()}
             )
         self.clients.drop(client)
-        gather = algorithm.gather.leave(self.gather, client)
+        gather = algorithm.gather.remove_client(self.gather, client)
         gone = tuple(sorted({*self.gone, client}))
         return replace(self, gather=gather, server=server, gone=gone), share is None and bool(mirrored)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.gather import ServerContext, Uploads
+from fedbraid.core.context import ServerContext, Uploads, Vectors
 from fedbraid.core.link import BroadcastContext
-from fedbraid.core.rule import Vectors
 from fedbraid.data.batches import step_counts
 from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import Diverged, WireError
@@ -63,7 +62,7 @@ def advance(
     """One server step: gather what the tick's clients upload, step, broadcast."""
     algorithm, task, population = setup.algorithm, setup.task, population or Population.of(source, state)
     layout, x, sizes, N = task.layout, state.x, population.sizes, population.N
-    metrics = StepMetrics(algorithm.gather.weights, state.t + 1)
+    metrics = StepMetrics(algorithm.gather.traits().weights, state.t + 1)
     acc = None  # made while the first clients train
     state.clients.expect()
     for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
@@ -74,23 +73,25 @@ def advance(
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.memory, **synced})
         del reply, up  # before the next block comes
-    if metrics.count or algorithm.gather.alone:
+    traits = algorithm.gather.traits()
+    if metrics.count or traits.steps_when_empty:
         lr, K, a = (
             (metrics.mean(name) for name in ("lr", "K", "a"))
             if metrics.count
             else _on_average(setup, sizes, state.t)
         )
         ctx = ServerContext(
-            state.t, algorithm.gather.cohort(metrics.count), N, population.samples, lr, K, a,
-            algorithm.gather.coded(metrics.quantized / max(metrics.count, 1)), layout, sizes, metrics.max_staleness,
-            {name: v[None] for name, v in state.sent[state.t].vectors.items()}, Held(task, setup.seed),
+            state.t, metrics.count if traits.planned_cohort is None else traits.planned_cohort, N, population.samples,
+            lr, K, a, metrics.quantized_fraction if traits.quantized_fraction is None else traits.quantized_fraction,
+            layout, sizes, metrics.max_staleness, {name: v[None] for name, v in state.sent[state.t].vectors.items()},
+            Held(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
-        u, gather = algorithm.gather.close(acc, state.gather, ctx)
+        u, gather, notes = algorithm.gather.close(acc, state.gather, ctx)
         new, average, server = two_strokes(algorithm, u, state.server, x, ctx)
     else:  # nobody came: the version counts on, and nothing moves
-        new, average, gather = x, state.average, state.gather
-        server = algorithm.server.idle(state.server, x)
+        new, average, gather, notes = x, state.average, state.gather, {}
+        server = algorithm.server.skip(state.server, x)
     norm = _finite_norm(average, new, state.t + 1)
     watch = (
         state.guard.see(state.t + 1, norm, metrics.train_loss, ignore_divergence)
@@ -108,7 +109,7 @@ def advance(
         **metrics.record(tick, len(state.sent)),
         "norm": norm,
         **cast.notes,
-        **algorithm.gather.notes(gather),
+        **notes,
     }
     if new is not average:
         record["offset_norm"] = float(torch.linalg.vector_norm(average - new))
@@ -139,7 +140,7 @@ def two_strokes(
         move = move.clone()
         move[buffers] = mean[buffers]
     average = algorithm.server.adjust(x - move, server, ctx)
-    without, server = algorithm.server.settle(move, server, ctx)
+    without, server = algorithm.server.compute_offset(move, server, ctx)
     if without is None:
         return average, average, server
     new = average - without

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedbraid.core.gather import Uploads
+from fedbraid.core.context import Uploads
 from fedbraid.engines.engine import Reply
 from fedbraid.errors import Diverged
 from fedbraid.schedule import Tick
@@ -52,6 +52,11 @@ class StepMetrics:
     def mean(self, name: str) -> float:
         """The senders' weighted mean rate, steps or effective steps."""
         return self.sums[name] / self.sums["weight"] if self.sums["weight"] else 0.0
+
+    @property
+    def quantized_fraction(self) -> float:
+        """Of the cohort: how many quantized their uploads."""
+        return self.quantized / max(self.count, 1)
 
     @property
     def train_loss(self) -> float:

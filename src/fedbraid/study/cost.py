@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.context import ClientContext
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, UploadContext
 from fedbraid.core.metric_names import PERSONAL
 from fedbraid.core.optim import Adam, RMSProp, SGDm
-from fedbraid.core.rule import Chain, ClientContext, Rule, finished
+from fedbraid.core.rule import Chain, Rule, finished
 from fedbraid.core.work import Work
 from fedbraid.data.call import Forward, call
 from fedbraid.data.tree import Tree
@@ -251,7 +252,7 @@ def operations(a: Algorithm, work: Work) -> Operations:
 
 
 def _links(rule: Rule) -> Iterator[Rule]:
-    yield from rule.links if isinstance(rule, Chain) else (rule,)
+    yield from rule.rules if isinstance(rule, Chain) else (rule,)
 
 
 def _table9(rule: Rule) -> int | None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid.core.rule import ExamplePrivacy
+from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import by_signature

@@ -1,0 +1,129 @@
+"""What a part is, as data: everything that others ask of a rule, gather or transform besides its mathematics.
+
+Each record is made by a part's `traits()`. `merge` is the only place where the traits of several parts become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fedbraid.core.context import ClientContext, Vectors
+from fedbraid.core.layout import Layout
+from fedbraid.errors import ConfigError
+
+LocalLoop = Callable[[Any, Any, ClientContext], Any]  # (module, batches, ctx) -> the mean loss
+
+# How `merge` reads a field: true if one part says so, true if all parts say so, answered by one part at most.
+ANY, ALL, ONE = {"merge": "any"}, {"merge": "all"}, {"merge": "one"}
+
+
+@dataclass(frozen=True)
+class ExamplePrivacy:
+    """Gradients of single examples are clipped to `clip`, and their sum gets noise of deviation z·clip."""
+
+    clip: float
+    z: float
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the noise on a sum."""
+        return self.z * self.clip
+
+
+@dataclass(frozen=True)
+class PersonalTraining:
+    """How clients train and use models that differ from the server's.
+
+    `initial_model(ctx)` and `personal_model(client_state)` return `[m, d]` (or `[1, d]`). `head_steps(K)` returns how
+    many of its K steps each client gives to its personal parameters, `[m, 1]`; the others train the shared ones.
+    """
+
+    initial_model: Callable[[ClientContext], Tensor] | None = field(
+        default=None, metadata=ONE
+    )  # where clients start
+    personal_model: Callable[[Vectors], Tensor] | None = field(
+        default=None, metadata=ONE
+    )  # which models they use
+    head_steps: Callable[[Tensor], Tensor] | None = field(
+        default=None, metadata=ONE
+    )  # steps for personal parameters
+    has_no_global_model: bool = field(default=False, metadata=ANY)  # the server's model is used by no client
+    requires_personal_parameters: bool = field(default=False, metadata=ANY)  # the task must name some
+
+
+@dataclass(frozen=True)
+class RuleTraits:
+    """What a rule is. A chain has the merged traits of its rules."""
+
+    requires_sgd: bool = field(
+        default=False, metadata=ANY
+    )  # it reads gradients off the length of local training
+    decays_client_state: bool = field(
+        default=False, metadata=ANY
+    )  # client state changes with every server step
+    personal: PersonalTraining | None = field(
+        default=None, metadata=ONE
+    )  # clients' models differ from the server's
+    example_privacy: ExamplePrivacy | None = field(
+        default=None, metadata=ONE
+    )  # it clips and noises gradients
+    local_loop: LocalLoop | None = field(default=None, metadata=ONE)  # it replaces the local steps
+    defined_for_async: bool = field(default=False, metadata=ALL)  # a paper defines it for stale updates
+
+
+def _accept(layout: Layout) -> None:
+    """Every model will do."""
+
+
+@dataclass(frozen=True)
+class GatherTraits:
+    """What a gather is."""
+
+    weights: str = "uniform"  # how it weighs clients, by "samples" or "uniform"
+    is_weighted_mean: bool = False  # it averages every vector by name, and does nothing else
+    requires_updates: bool = False  # `delta` must be each client's x − y
+    steps_when_empty: bool = False  # a step without uploads makes an update all the same
+    planned_cohort: float | None = None  # divide by this, not by the number of uploads
+    quantized_fraction: float | None = None  # of the planned cohort, where that is not counted
+    check_layout: Callable[[Layout], None] = _accept  # refuses models that it cannot gather
+    defined_for_async: bool = False  # a paper defines it for stale updates
+
+
+@dataclass(frozen=True)
+class TransformTraits:
+    """What a transform is. A pipeline has the merged traits of its transforms."""
+
+    requires_sgd: bool = field(
+        default=False, metadata=ANY
+    )  # it reads gradients off the length of local training
+    needs_server_data: bool = field(default=False, metadata=ANY)  # `ctx.server_data` is bound
+    defined_for_async: bool = field(default=False, metadata=ALL)  # a paper defines it for stale updates
+
+
+T = TypeVar("T")
+
+
+def merge(kind: type[T], traits: Sequence[T], parts: Sequence[object]) -> T:
+    """The traits of several parts as one; two parts that answer a question which has one answer are refused."""
+    return kind(**{f.name: _merged(f, [getattr(t, f.name) for t in traits], parts) for f in fields(kind)})  # type: ignore[arg-type]
+
+
+def _merged(f: Any, values: list[Any], parts: Sequence[object]) -> Any:
+    match f.metadata["merge"]:
+        case "any":
+            return any(values)
+        case "all":
+            return all(values)
+    given = [(value, part) for value, part in zip(values, parts, strict=True) if value is not None]
+    if len(given) < 2:
+        return given[0][0] if given else None
+    if isinstance(given[0][0], PersonalTraining):
+        return merge(PersonalTraining, [value for value, _ in given], [part for _, part in given])
+    (_, first), (_, second) = given[:2]
+    raise ConfigError(
+        f"{first!r} and {second!r} both define the {f.name.replace('_', ' ')} of one algorithm; use one of them"
+    )

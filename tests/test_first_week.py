@@ -604,3 +604,173 @@ def test_reports_say_delta_what_is_personal_and_who_diverged(tmp_path):
     assert "private and dead" in data["title"]
     assert data["groups"][0]["settings"]["personal"] == "3.*"
     page.render(data)
+
+
+# Errors, stops and custom algorithms --------------------------------------------------------------
+
+
+def command(*words, capsys):
+    from fedbraid.cli import main
+
+    code = main(list(map(str, words)))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "digits", "fedprox mu=0.8", "fedavg"],
+        ["sweep", "digits", "fedprox", "mu=[0.1, 1]"],
+        ["run", "digits", "fedavg", "-a", "epochs=3"],
+        ["run", "digits", "fedavg", "-a", "work.lr=3"],
+        ["run", "digits", "fedavg", "-a", "lr"],
+    ],
+)
+def test_one_rule_for_the_spellings_of_a_rate_is_in_each_error(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, said = command(*words, capsys=capsys)
+    assert code == 2
+    assert "lr= and --lr are the clients' rate; algorithm.lr= and -a lr= are the algorithm's" in said
+
+
+def test_the_rule_of_rates_holds(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("lr=0.5", "algorithm.lr=0.5"):
+        code, out, _ = command(
+            "run", "digits", "fedavg", "-a", given, "--lr", "0.1", "--rounds", "1", "--json", capsys=capsys
+        )
+        assert code == 0
+        assert json.loads(out)["algorithm"] == "fedavg(lr=0.5)"
+
+
+def test_a_run_stops_at_a_number_of_uploaded_bytes(tmp_path, capsys):
+    place = tmp_path / "run"
+    words = [
+        "run",
+        "digits",
+        "fedavg",
+        "--clients",
+        "10",
+        "--per-round",
+        "2",
+        "--rounds",
+        "9",
+        "--json",
+        "-o",
+        place,
+    ]
+    code, out, _ = command(*words, "--max-bytes-up", "0.1MB", capsys=capsys)
+    stopped = json.loads(out)
+    assert code == 0
+    each = stopped["bytes_up"] // stopped["steps"]
+    assert stopped["steps"] == -(-100_000 // each) < 9
+    code, out, _ = command("resume", place, "--json", capsys=capsys)
+    assert json.loads(out)["steps"] == stopped["steps"]
+    from fedbraid.report import collect, page
+
+    (group,) = page.describe(collect.collect([place]))["groups"]
+    assert "--max-bytes-up 100000" in group["command"]
+    code, out, _ = command("resume", place, "--json", "--max-bytes-up", "none", capsys=capsys)
+    assert json.loads(out)["steps"] == 9
+    assert command(*words[:3], "--max-bytes-up", "much", capsys=capsys)[0] == 2
+
+
+def test_uploads_are_a_mapping_of_vectors():
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Looks(fb.Gather):
+        def zero(self, x):
+            return torch.zeros_like(x)
+
+        def add(self, acc, up, s, x):
+            seen.append(
+                (list(up), len(up), "delta" in up, up.get("absent"), dict(up.items())["delta"] is up["delta"])
+            )
+            return acc + up["delta"].sum(0)
+
+        def close(self, acc, s, ctx):
+            return {"delta": acc / ctx.cohort}, s, {}
+
+    task = fb.Task.from_arrays(model, pairs())
+    result = fb.simulate(task, fb.Algorithm(gather=Looks()), WORK, ROUNDS)
+    assert seen[0] == (["delta"], 1, True, None, True)
+    assert "Looks" in str(result)
+    assert fb.Algorithm(name="mine").label == "mine"
+    assert fb.Algorithm().label == "fedavg()"
+
+
+def test_divergence_advises_in_the_words_of_the_place(tmp_path, capsys):
+    task = fb.tasks.load("digits", clients=10)
+    with pytest.raises(fb.errors.Diverged, match="pass ignore_divergence=True") as failure:
+        fb.simulate(task, fb.fedadam(lr=1e5), WORK, fb.rounds(30, clients=4))
+    shown = failure.value._render_traceback_()
+    assert shown[0].startswith("Diverged: training diverged at step")
+    assert any("fb.simulate(task" in line for line in shown[1:])
+    assert not any("src/fedbraid" in line for line in shown[1:])
+    words = ["run", "digits", "fedadam(lr=1e5)", "--clients", "10", "-o", tmp_path / "run", "-q"]
+    code, _, said = command(*words, capsys=capsys)
+    assert code == 2
+    assert "pass --ignore-divergence" in said
+
+
+def test_a_comparison_needs_no_folder(monkeypatch):
+    from fedbraid.run import progress
+
+    shown = []
+
+    class Screen:
+        every, disabled = 0.0, False
+
+        def add(self, title, total, done):
+            shown.append((title, total, done))
+            return 0
+
+        def show(self, bar, done, facts, finished=False):
+            shown.append((done, facts))
+
+        def stop(self):
+            shown.append("stopped")
+
+    monkeypatch.setattr(progress, "display", lambda console=None: Screen())
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    task = fb.Task.from_arrays(model, pairs(), pairs()[0])
+    found = fb.compare(task, {"a": fb.fedavg(), "b": fb.fedprox(0.1)}, WORK, ROUNDS, seeds=1, jobs=1)
+    assert found.out.exists()
+    assert shown[0] == ("compare", 6, 0)
+    assert shown[-1] == "stopped"
+    shown.clear()
+    fb.compare(task, {"a": fb.fedavg()}, WORK, ROUNDS, seeds=1, jobs=1, on_event=lambda event: None)
+    assert shown == []
+
+
+def test_a_sweep_says_which_trials_tie_with_the_best(tmp_path):
+    from fedbraid.study.sweep import Sweep, Trial
+
+    values = {0: 0.90, 1: 0.88, 2: 0.80, 3: None}
+    trials = [Trial(n, {"lr": n}, "diverged" if v is None else "done", v, 5) for n, v in values.items()]
+    found = Sweep("accuracy", trials, tmp_path, samples=500)
+    assert found.noise == pytest.approx(1.96 * math.sqrt(2 * 0.9 * 0.1 / 500))
+    assert [t.number for t in found.tied] == [1]
+    assert [t.number for t in Sweep("accuracy", trials, tmp_path, samples=500_000).tied] == []
+    assert Sweep("loss", trials, tmp_path, samples=500).tied == []
+
+
+def test_a_sweep_prints_ties(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "sweep",
+        "digits",
+        "fedavg",
+        "lr=[0.1, 0.101]",
+        "--method",
+        "grid",
+        "--rounds",
+        "3",
+        "--clients",
+        "20",
+    ]
+    code, out, _ = command(*words, capsys=capsys)
+    assert code == 0
+    assert re.search(r"1 other trial is within \d+\.\d % of the best", " ".join(out.split()))

@@ -15,12 +15,24 @@ Each message says what happened, the value, and what to do about it.
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
 class FedbraidError(Exception):
     """Everything fedbraid raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, and the lines of the user's code that led to it."""
+        package = os.path.dirname(__file__)
+        frames = traceback.extract_tb(self.__traceback__)
+        custom = [
+            f for f in frames if not f.filename.startswith(package) and "site-packages" not in f.filename
+        ]
+        lines = [f"  line {f.lineno} in {f.name}: {f.line}" for f in custom if f.line]
+        return [f"{type(self).__name__}: {self}", *lines]
 
 
 class ConfigError(FedbraidError, ValueError):

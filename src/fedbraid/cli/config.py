@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import fedbraid.user_files as files
 from fedbraid.core.check import number
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.parse import literal, with_keywords
+from fedbraid.run.formatting import parse_bytes
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -32,7 +34,7 @@ SCHEDULE = (
 )  # fmt: skip
 RUN = (
     "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "client_state_storage", "checkpoint_every", "log_layer_norms",
-    "ignore_divergence",
+    "ignore_divergence", "max_bytes_up",
 )  # fmt: skip
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
 ONLY_ROUNDS = ("per_round", "over_select", "timeout", "select", "sampling")
@@ -54,6 +56,7 @@ class Prepared:
     schedule: Schedule
     options: Section
     target: float | None
+    max_bytes_up: int | None
 
 
 def read(path: str) -> Config:
@@ -116,7 +119,7 @@ def merge(file: Config, options: Config) -> Config:
 def prepare(config: Config) -> Prepared:
     """Everything built and checked, nothing yet run."""
     run = dict(config["run"])
-    target = run.pop("target", None)
+    target, most = run.pop("target", None), run.pop("max_bytes_up", None)
     if target is not None:
         number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
     run.pop("out", None)
@@ -130,7 +133,9 @@ def prepare(config: Config) -> Prepared:
             f"target={target} is a test accuracy, which this task has none of; stop by --patience N --metric"
             f" {task.measures[-1]} instead"
         )
-    return Prepared(task, algorithm, work, schedule, run, target)
+    return Prepared(
+        task, algorithm, work, schedule, run, target, None if most is None else parse_bytes(str(most))
+    )
 
 
 # Sections -----------------------------------------------------------------------------------------
@@ -197,6 +202,10 @@ def algorithm_of(section: Section) -> Algorithm:
             _told(text, {k: literal(v) if isinstance(v, str) else v for k, v in rest.items()})
         )
     makers = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
+    name = text.partition("(")[0].strip()
+    other = [k for k in rest if name in makers and k not in signature(makers[name]).parameters]
+    if {*other} & {*WORK, *SCHEDULE}:
+        raise ConfigError(f"{name} has no keyword {other[0]!r}; use --{other[0].replace('_', '-')}. {RULE}")
     return algorithm_of(with_keywords(text, rest, makers, "algorithm") if rest else text)
 
 
@@ -209,14 +218,23 @@ def _told(text: str, settings: Section) -> str:
     return f"{text}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
+# which of two settings of one name is meant, in every command
+RULE = "lr= and --lr are the clients' rate; algorithm.lr= and -a lr= are the algorithm's own, and so for every keyword"
+
+
 def keywords(pairs: list[str]) -> Section:
     """`-a key=value` pairs as a section."""
     section: Section = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise ConfigError(f"-a {pair!r} is not of the form key=value, such as -a lr=0.01")
-        section[key.strip()] = value.strip()
+        key = key.strip().removeprefix("algorithm.")
+        if key.partition(".")[0] in ("work", "schedule"):
+            raise ConfigError(
+                f"-a {pair!r} is not a keyword of the algorithm; use --{key.partition('.')[2]}. {RULE}"
+            )
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"-a {pair!r} is not of the form key=value, such as -a lr=0.01. {RULE}")
+        section[key] = value.strip()
     return section
 
 

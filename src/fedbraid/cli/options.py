@@ -124,6 +124,10 @@ Metric = Annotated[
     str | None, typer.Option(help="What to go by: 'loss', or a metric of your own task (the accuracy).")
 ]
 Target = Annotated[float | None, typer.Option(help="Run: stop at this test accuracy, e.g. 0.95.")]
+MaxBytesUp = Annotated[
+    str | None,
+    typer.Option(help="Run: stop when clients have uploaded so many bytes in all, e.g. 50MB."),
+]
 OwnWork = Annotated[
     bool,
     typer.Option(

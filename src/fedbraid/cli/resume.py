@@ -13,6 +13,7 @@ from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet, waiting
 from fedbraid.core.check import number
 from fedbraid.errors import unknown
+from fedbraid.run.formatting import parse_bytes
 
 if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Folder
@@ -25,6 +26,9 @@ Patience = Annotated[
     int | None, typer.Option(help="Stop after another number of evaluations without a rise; 0: do not.")
 ]
 Target = Annotated[float | None, typer.Option(help="Stop at another test accuracy, e.g. 0.99.")]
+MaxBytesUp = Annotated[
+    str | None, typer.Option(help="Stop at another number of uploaded bytes, e.g. 50MB, or 'none'.")
+]
 Metric = Annotated[
     str | None, typer.Option(help="Let --patience and --keep-best go by another metric than before.")
 ]
@@ -38,6 +42,7 @@ def resume(
         Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/mnist-fedavg-1.")
     ],
     target: Target = None,
+    max_bytes_up: MaxBytesUp = None,
     track: Track = None,
     patience: Patience = None,
     keep_best: KeepBest = None,
@@ -49,7 +54,7 @@ def resume(
 ) -> None:
     """Continue a run that was stopped or killed, to the very bits of one that was not.
 
-    The run's --target, --track, --patience, --keep-best and --metric are remembered; give them to change them. A run
+    The run's --target, --max-bytes-up, --track, --patience, --keep-best and --metric are remembered; give them to change them. A run
     that had ended early goes on when the target, the patience or its metric changes. Where torch, the processor or the
     compiler are others than before, it says which and asks for --allow-numeric-changes.
 
@@ -66,6 +71,8 @@ def resume(
     Folder(run).config()  # a folder that holds no run is refused first
     before = Asked.of(run)
     asked = _changed(before, target, track, patience, keep_best)
+    if max_bytes_up is not None:
+        asked = replace(asked, max_bytes_up=None if max_bytes_up == "none" else parse_bytes(max_bytes_up))
     if metric is not None:
         asked = replace(asked, metric=_measured(Folder(run), metric))
     over = asked == before and (run / "model.safetensors").exists()

@@ -76,6 +76,7 @@ def run(
     out: o.Out = None,
     evaluate_every: o.EvaluateEvery = None,
     target: o.Target = None,
+    max_bytes_up: o.MaxBytesUp = None,
     track: o.Track = None,
     patience: o.Patience = None,
     metric: o.Metric = None,
@@ -136,7 +137,7 @@ def run(
         ),
         "run": cfg.given(
             seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=client_state_storage, out=out,
-            evaluate_every=evaluate_every, target=target, ignore_divergence=ignore_divergence or None,
+            evaluate_every=evaluate_every, target=target, max_bytes_up=max_bytes_up, ignore_divergence=ignore_divergence or None,
         ),
     }  # fmt: skip
     whole = _config(task, algorithm, sections)
@@ -144,7 +145,7 @@ def run(
         made = cfg.prepare(whole)
     if not json and not quiet and (said := cfg.paper_settings(made.algorithm, whole["work"])) is not None:
         print(said)
-    asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric))
+    asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric), made.max_bytes_up)
     watching = asked.callbacks()
     with _folder(whole) as place:
         made.options["allow_numeric_changes"] = allow_numeric_changes
@@ -246,6 +247,7 @@ class Asked:
     keep_best: bool = False
     target: float | None = None
     metric: str = "accuracy"  # what patience and the best model go by
+    max_bytes_up: int | None = None  # of all clients together
 
     @classmethod
     def of(cls, place: Path) -> Asked:
@@ -255,11 +257,19 @@ class Asked:
             "remove it to resume unwatched",
             ("track", "patience", "keep_best", "metric"),
         )
-        goal = _noted(place / cls.TARGET, "remove it to run to the last step", ("accuracy",))
-        return cls(**said, target=goal.get("accuracy"))
+        goal = _noted(place / cls.TARGET, "remove it to run to the last step", ("accuracy", "max_bytes_up"))
+        return cls(**said, target=goal.get("accuracy"), max_bytes_up=goal.get("max_bytes_up"))
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """All that ends a run early."""
+        return self.patience, self.metric, self.target, self.max_bytes_up
 
     def callbacks(self) -> list[Any]:
+        from fedbraid.run.callbacks import StopAtBytes
+
         found: list[Any] = [self] if self.target is None else [self, Target(self.target)]
+        found += [] if self.max_bytes_up is None else [StopAtBytes(self.max_bytes_up)]
         if self.track is None and self.patience is None and not self.keep_best:
             return found
         from fedbraid.run.callbacks import watching
@@ -269,10 +279,10 @@ class Asked:
     def start(self, run: Run) -> None:
         assert run.folder is not None
         before = Asked.of(run.folder.path)
-        if (before.patience, before.metric, before.target) != (self.patience, self.metric, self.target):
+        if before.ends != self.ends:
             run.note.pop("stopped", None)  # it had ended early for a reason that holds no longer
         said = {"track": self.track, "patience": self.patience, "keep_best": self.keep_best}
-        goal = {"accuracy": self.target}
+        goal = {"accuracy": self.target, "max_bytes_up": self.max_bytes_up}
         for name, facts_, more in ((self.WATCHING, said, {"metric": self.metric}), (self.TARGET, goal, {})):
             if any(facts_.values()):
                 run.folder.write_json(name, facts_ | more)
@@ -280,11 +290,14 @@ class Asked:
                 (run.folder.path / name).unlink(missing_ok=True)
 
 
+LATER = ("max_bytes_up",)  # which folders of earlier versions do not have
+
+
 def _noted(path: Path, remedy: str, keys: tuple[str, ...]) -> dict[str, Any]:
     """The facts of a small file, none where it is missing."""
     try:
         said = jsonlib.loads(path.read_text())
-        return {key: said[key] for key in keys}
+        return {key: said[key] for key in keys if key in said or key not in LATER}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

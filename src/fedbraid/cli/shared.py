@@ -76,11 +76,16 @@ def override(config: cfg.Config, key: str, value: Any) -> cfg.Config:
     if not section:
         section = next((s for s, keys in known.items() if name in keys), "")
         if not section:
-            raise unknown("setting", key, [*cfg.WORK, *cfg.SCHEDULE, f"algorithm.{name}"])
+            raise ConfigError(
+                f"{unknown('setting', key, [*cfg.WORK, *cfg.SCHEDULE, f'algorithm.{name}'])}. {cfg.RULE}"
+            )
     if section != "algorithm":
         if section not in known:
             raise unknown("section of settings", section, [*known, "algorithm"])
-        cfg.known({name: value}, known[section], f"key of {section}")
+        try:
+            cfg.known({name: value}, known[section], f"key of {section}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}. {cfg.RULE}") from error
     changed = cfg.merge(config, {section: {name: value}})
     for these, others in ((cfg.ONLY_BUFFERED, cfg.ONLY_ROUNDS), (cfg.ONLY_ROUNDS, cfg.ONLY_BUFFERED)):
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -43,8 +44,9 @@ def spell_out(*streams: Any) -> None:
 
 
 def complain(message: str) -> None:
-    """One sentence on stderr."""
-    print(f"fedbraid: {' '.join(message.split())}", file=sys.stderr)
+    """One sentence on stderr; keywords that it advises are options here."""
+    said = re.sub(r"\b([a-z]+(?:_[a-z]+)+)=True", lambda found: f"--{found[1].replace('_', '-')}", message)
+    print(f"fedbraid: {' '.join(said.split())}", file=sys.stderr)
 
 
 def quoted(path: object) -> str:

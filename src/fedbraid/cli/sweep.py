@@ -15,7 +15,7 @@ from fedbraid.cli import shared
 from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable, new_folder
 from fedbraid.cli.options import Metric
-from fedbraid.cli.show import Json, Quiet, give, quoted, suggest, table
+from fedbraid.cli.show import Json, Quiet, entry, give, quoted, suggest, table
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds, format_share
@@ -175,7 +175,7 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
     if json:
         return give(
             {
-                "best": best.settings, result.metric: best.value, "command": command, "file": str(place),
+                "best": best.settings, result.metric: best.value, "tied": [t.number for t in result.tied], "command": command, "file": str(place),
                 "trials": [{k: v for k, v in vars(t).items() if k != "looks"} for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
             }
         )  # fmt: skip
@@ -193,8 +193,18 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
         left=len(best.settings) + 1,
         order=[len(best.settings) + 1, *range(len(best.settings) + 1), len(best.settings) + 2],
     )  # fmt: skip
+    if tied := result.tied:
+        entry("", _tie(result, len(tied)))
     suggest("best", command)
     suggest("saved", f"fedbraid run {quoted(place)}")
+
+
+def _tie(result: Sweep, count: int) -> str:
+    others = "1 other trial is" if count == 1 else f"{count} other trials are"
+    return (
+        f"{others} within {format_share(result.noise)} of the best, as far as {result.samples:,} held-out samples can tell"
+        f" accuracies apart with {result.seeds} seed{'s' * (result.seeds > 1)}; --seeds {result.seeds + 2} tells more apart"
+    )
 
 
 def _short(value: Any) -> str:

@@ -88,6 +88,17 @@ class Algorithm:
                 f" optimizer={work.optimizer!r} was given; use optimizer='sgd' or another algorithm"
             )
 
+    @property
+    def label(self) -> str:
+        """What tables call it: its name, or the classes of the parts that are not neutral, such as `FadingPull`."""
+        if self.name:
+            return self.name
+        names = ("rule", "gather", "server", "up", "down")
+        given, neutral = ([getattr(a, name) for name in names] for a in (self, Algorithm()))
+        custom = [type(part).__name__ for part, other in zip(given, neutral) if part != other]
+        simple = [name for name in custom if name not in ("Chain", "Pipeline")]
+        return ", ".join(simple or custom) or "fedavg()"
+
     @cached_property
     def uploads(self) -> dict[str, Upload]:
         """What clients send up, by name."""

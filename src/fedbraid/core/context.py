@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -63,9 +63,12 @@ class ClientContext:
 # The server -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Uploads:
-    """What a block of clients sent, as it was received, and what the server knows of the senders."""
+@dataclass(eq=False)
+class Uploads(Mapping[str, Tensor]):
+    """What a block of clients sent, as it was received, and what the server knows of the senders.
+
+    It is a mapping: `up["delta"]` is `up.vectors["delta"]`.
+    """
 
     clients: NDArray[np.int64]
     vectors: Vectors  # [m, ·]
@@ -76,6 +79,15 @@ class Uploads:
     lr: Tensor  # [m, 1] the rates they trained with, float64
     sent: Mapping[str, Tensor]  # [m, ·] or [1, ·]: the model each trained from and what else it was sent
     declared: dict[str, Upload]  # what each name is
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vectors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.vectors)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
 
     def p(self, kind: str) -> Tensor:
         """What each sender counts for, `[m, 1]`."""

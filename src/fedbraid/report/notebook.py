@@ -62,7 +62,7 @@ def plot(result: Result, metric: str | None = None, axis: str = "step") -> Any:
                 "the result does not know its work, so its FLOPs cannot be counted; plot over 'bytes'"
             )
         spent = flops.by_step(flops.of_clients(result.task, result.algorithm, result.work), result.history)
-    name = result.algorithm.name or "run"
+    name = result.algorithm.label
     curve = stats.curve(stats.Runs(name, [0], [result.history], [spent]), key)
     if curve is None or axis not in curve["x"]:
         raise RunError(f"the run has no {key} over {axis} to plot; give another metric, such as 'train_loss'")
@@ -78,7 +78,7 @@ def as_html(result: Result) -> str:
     """The table that a notebook shows."""
     accuracy, loss = result.last("accuracy"), result.last("loss")
     rows = {
-        "algorithm": result.algorithm.name or "made in Python",
+        "algorithm": result.algorithm.label,
         "task": result.task.spec or result.task.name,
         "steps": result.state.t,
         "accuracy": None if accuracy is None else format_share(accuracy),

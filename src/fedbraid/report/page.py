@@ -275,7 +275,7 @@ def _by_name(runs: stats.Runs, way: str) -> dict[str, float]:
 
 def _command(group: Group, seeds: Sequence[int]) -> str | None:
     try:
-        said = recipe.sections(group.config, _target(group))
+        said = recipe.sections(group.config, **_ends(group))
     except (FedbraidError, KeyError) as error:
         raise RunError(
             f"{group.runs[0].path / 'run.json'} is garbled ({error}); restore it or start a new run"
@@ -292,7 +292,8 @@ def _no_command(config: Record) -> str:
     return "The schedule was made in Python, so no command runs it."
 
 
-def _target(group: Group) -> float | None:
-    """The accuracy at which the run was to end."""
+def _ends(group: Group) -> Record:
+    """The accuracy and the number of bytes at which the run was to end."""
     path = group.runs[0].path / "target.json"
-    return Folder(path.parent).read_json("target.json").get("accuracy") if path.exists() else None
+    said = Folder(path.parent).read_json("target.json") if path.exists() else {}
+    return {"target": said.get("accuracy"), "max_bytes_up": said.get("max_bytes_up")}

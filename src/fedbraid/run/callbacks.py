@@ -76,6 +76,21 @@ class EarlyStopping:
         return self.waited >= self.patience
 
 
+class StopAtBytes:
+    """Ends a run when clients have uploaded so many bytes together."""
+
+    def __init__(self, up: int) -> None:
+        integer("up", up, why="ends a run before it begins")
+        self.limit, self.spent = up, 0
+
+    def start(self, run: Run) -> None:
+        self.spent = sum(record["bytes_up"] for record in _before(run))
+
+    def step(self, record: Record, run: Run) -> bool:
+        self.spent += record["bytes_up"]
+        return self.spent >= self.limit
+
+
 class KeepBest:
     """Keeps the model of the best evaluation: as `x`, and in the run's folder as `best.safetensors`."""
 
@@ -266,4 +281,13 @@ def watching(
     return [*found, KeepBest(metric)] if keep_best else found
 
 
-__all__ = ["EarlyStopping", "KeepBest", "MLflow", "TensorBoard", "WandB", "trackers", "watching"]
+__all__ = [
+    "EarlyStopping",
+    "KeepBest",
+    "MLflow",
+    "StopAtBytes",
+    "TensorBoard",
+    "WandB",
+    "trackers",
+    "watching",
+]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from fedbraid.errors import ConfigError
 
 Record = dict[str, Any]
 
@@ -15,6 +18,21 @@ def format_bytes(count: float) -> str:
     ('999 B', '247 kB', '3.10 GB')
     """
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def parse_bytes(text: str) -> int:
+    """
+    >>> parse_bytes("1500"), parse_bytes("2 kB"), parse_bytes("1.5MB")
+    (1500, 2000, 1500000)
+    """
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?)B?\s*", text)
+    try:
+        count = float(found[1]) * 1000 ** " kMGT".index(found[2] or " ") if found else 0
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"a number of bytes must be such as 500000, 2kB or 1.5MB, got {text!r}")
+    return round(count)
 
 
 def format_count(count: float) -> str:

@@ -53,7 +53,7 @@ class Bar:
         self.custom: dict[str, float] = {}  # the task's custom metrics
 
     def start(self, run: Run) -> None:
-        title = self.title or (run.setup.algorithm.name or "run").split("(")[0]
+        title = self.title or run.setup.algorithm.label.split("(")[0]
         if not (self.shared or self.screen.disabled):
             self._foretell(run)
         self.bar = self.screen.add(title, run.schedule.steps, run.state.t)
@@ -98,6 +98,37 @@ class Bar:
 
     def close(self) -> None:
         """Stop drawing, also when a run did not reach its end."""
+        self.screen.stop()
+
+
+class CellsBar:
+    """One bar for all cells of a comparison: hears its events and counts server steps."""
+
+    def __init__(self) -> None:
+        self.screen = display()
+        self.bar, self.drawn = 0, 0.0
+        self.total = self.ended = 0
+        self.steps: dict[str, int] = {}
+
+    def __call__(self, event: Any) -> None:
+        if event.kind == "begin":
+            self.total = len(event.cells)
+            for cell in event.cells:
+                over = cell.is_done or cell.failure is not None
+                self.ended += over
+                self.steps[str(cell)] = cell.entry.schedule.steps * over
+            steps = sum(cell.entry.schedule.steps for cell in event.cells)
+            self.bar = self.screen.add("compare", steps, sum(self.steps.values()))
+        elif event.cell is not None:
+            over = event.kind == "done"
+            self.ended += over
+            self.steps[str(event.cell)] = event.cell.entry.schedule.steps if over else event.step
+        elif time.monotonic() - self.drawn >= self.screen.every:
+            self.drawn = time.monotonic()
+            done = sum(self.steps.values())
+            self.screen.show(self.bar, done, [f"{self.ended} of {self.total} runs"])
+
+    def close(self) -> None:
         self.screen.stop()
 
 

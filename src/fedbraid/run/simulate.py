@@ -146,7 +146,7 @@ class Result:
 
     def __str__(self) -> str:
         facts = {
-            "algorithm": self.algorithm.name or "custom",
+            "algorithm": self.algorithm.label,
             "steps": self.state.t,
             "accuracy": self.last("accuracy"),
             "loss": self.last("loss"),

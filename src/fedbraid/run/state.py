@@ -40,9 +40,9 @@ class DivergenceGuard:
         steps_over_limit = self.steps_over_limit + 1 if beyond and not ignore_divergence else 0
         if steps_over_limit >= LASTING:
             raise Diverged(
-                f"the model has grown beyond reason: after step {step} its norm is {norm:.3g} (it began with {self.norm:.3g})"
-                f" and the training loss {loss:.3g} (with {start:.3g}); lower the client or server learning rate, or look on"
-                f" with --ignore-divergence. Step {step - LASTING} was the last within reason; the last committed step is intact"
+                f"training diverged at step {step}: model norm {norm:.3g} (initially {self.norm:.3g}), training loss {loss:.3g}"
+                f" (initially {start:.3g}); lower the client or server learning rate, or pass ignore_divergence=True."
+                f" Step {step - LASTING} was the last below the limit; the last checkpoint is intact"
             )
         return replace(self, loss=start, steps_over_limit=steps_over_limit)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from fedbraid.errors import ConfigError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_bytes, format_count
+from fedbraid.run.progress import CellsBar, is_watched
 from fedbraid.run.simulate import CLIENTS, SCHEDULES, algorithm_of, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
@@ -232,10 +234,10 @@ def compare(
     schedule: Schedule | None = None,
     *,
     seeds: int | Sequence[int] = 5,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     target: float | None = None,
     jobs: int | None = None,
-    on_event: OnEvent = ignore,
+    on_event: OnEvent | None = None,
     options: Mapping[str, Any] | None = None,
     metric: str | None = None,
     local: bool = False,
@@ -245,6 +247,9 @@ def compare(
 
     With `local`, clients also train alone, with the first one's work and as often, and `gains` says what each
     entry gives them over that, on their own test shares.
+
+    Without `out`, the runs are stored in a new temporary folder, which `found.out` names. Unless `on_event` is given,
+    terminals and notebooks show a bar.
 
     `options` are those of `simulate`, such as `evaluate_every`. `metric` is what they are compared by, one of
     the task's own or "loss"; unless given, the accuracy. With the profile of a device as `energy`, records say what
@@ -263,9 +268,15 @@ def compare(
         given["evaluate_on"] = "clients"
     _check(who, numbers, target)
     profile = None if energy is None else profile_of(energy)
-    grid = Grid(Path(out), task, who, numbers, target, given, _metric(task, metric), profile)
+    folder = Path(tempfile.mkdtemp(prefix="fedbraid-compare-") if out is None else out)
+    grid = Grid(folder, task, who, numbers, target, given, _metric(task, metric), profile)
     grid.save()
-    grid.run(jobs, on_event)
+    bar = CellsBar() if on_event is None and is_watched() else None
+    try:
+        grid.run(jobs, on_event or bar or ignore)
+    finally:
+        if bar is not None:
+            bar.close()
     return grid.result()
 
 

@@ -22,14 +22,14 @@ from fedbraid.schedule.selection import Own
 Sections = dict[str, dict[str, Any]]
 
 
-def sections(config: Record, target: float | None = None) -> Sections | None:
+def sections(config: Record, target: float | None = None, max_bytes_up: int | None = None) -> Sections | None:
     """The sections that `fedbraid run` takes for what a run.json says; None where only Python can."""
     task, algorithm = config["task"], config["algorithm"] if is_built_by_name(config) else None
     schedule = _schedule(evaluate(config["schedule"], SCHEDULES, "schedule"), config["clients"])
     if task is None or algorithm is None or schedule is None:
         return None
     options = config["options"]
-    run = {"seed": config["seed"], "device": config["device"], "target": target}
+    run = {"seed": config["seed"], "device": config["device"], "target": target, "max_bytes_up": max_bytes_up}
     return {
         "task": {"name": task_name(task)},
         "algorithm": {"name": algorithm},

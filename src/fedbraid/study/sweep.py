@@ -125,6 +125,8 @@ class Sweep:
     metric: str
     trials: list[Trial] = field(repr=False)
     out: Path
+    samples: int = 0  # of the held-out clients, on which each seed of a trial was tested
+    seeds: int = 1
 
     @property
     def best(self) -> Trial:
@@ -132,6 +134,27 @@ class Sweep:
         if not done:
             raise RunError(f"no trial of {self.out} came to its end; widen the space or lower the rates")
         return min(done, key=lambda t: (t.value or 0.0) * (1 if falls(self.metric) else -1))
+
+    @property
+    def noise(self) -> float | None:
+        """How far two accuracies may differ because few samples were tested: 1.96 √(2 p (1 − p) / n), None of others."""
+        p, n = self.best.value or 0.0, self.samples * self.seeds
+        return (
+            1.96 * math.sqrt(2 * p * (1 - p) / n) if self.metric == "accuracy" and n and 0 <= p <= 1 else None
+        )
+
+    @property
+    def tied(self) -> list[Trial]:
+        """Other trials within that of the best, best first."""
+        best, noise = self.best, self.noise
+        if noise is None or best.value is None:
+            return []
+        near = [
+            t
+            for t in self.trials
+            if t is not best and t.state == "done" and best.value - (t.value or 0.0) <= noise
+        ]
+        return sorted(near, key=lambda t: -(t.value or 0.0))
 
 
 @dataclass(frozen=True)
@@ -307,7 +330,8 @@ class _Search:
         return {"state": "done", "value": math.fsum(finals) / len(finals), "steps": steps}
 
     def result(self) -> Sweep:
-        return Sweep(self.metric, self.ended, self.out)
+        samples = 0 if self.tuning.test is None else tree.length(self.tuning.test[0])
+        return Sweep(self.metric, self.ended, self.out, samples, self.plan.seeds)
 
 
 class _Bayes:

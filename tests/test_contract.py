@@ -243,7 +243,7 @@ def test_growth_beyond_reason_ends_a_run_and_keeps_the_last_good_step(steep, tmp
 
     kept = list(Folder(tmp_path / "run").records())
     assert all(r["norm"] < 1e5 for r in kept)
-    good = int(re.search(r"Step (\d+) was the last within reason", str(stopped.value))[1])
+    good = int(re.search(r"Step (\d+) was the last below the limit", str(stopped.value))[1])
     assert len(kept) == good // every * every
     result = explosive(steep, ignore_divergence=True)
     assert len(result.history) == 8

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fedbraid as fb
 from fedbraid.core.context import ServerContext, Uploads
-from fedbraid.engines.native.swap import hang_in
+from fedbraid.engines.accelerators.swap import hang_in
 from fedbraid.run.checkpoint import Checkpoint, Folder
 from fedbraid.run.state import State
 

@@ -68,7 +68,7 @@ def take(name: str, steps: int) -> None:
 
     from fedbraid.data.batches import Batch
     from fedbraid.data.task import Task
-    from fedbraid.engines.native import Native
+    from fedbraid.engines.native_backend import Native
 
     torch.set_num_threads(1)
     work = WORKLOADS[name]

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
-from fedbraid.engines.native import Native
+from fedbraid.engines.native_backend import Native
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import fedbraid as fb
-from fedbraid.engines.native import Native
+from fedbraid.engines.native_backend import Native
 
 
 class Text(nn.Module):

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import fedbraid as fb
 from fedbraid.core.device import finish
-from fedbraid.engines.native import Native
+from fedbraid.engines.native_backend import Native
 
 
 @dataclass(frozen=True)

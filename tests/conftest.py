@@ -48,7 +48,7 @@ def backend(request, monkeypatch):
     """Run what the oracles run on this gradient backend."""
     import oracles
 
-    from fedbraid.engines.native.build import compiler
+    from fedbraid_native.build import compiler
 
     if request.param == "native" and compiler() is None:
         pytest.skip("no C++ compiler")

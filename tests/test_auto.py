@@ -16,8 +16,9 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.engines import auto
-from fedbraid.engines.native import Native, build
-from fedbraid.engines.native.build import compiler
+from fedbraid.engines.native_backend import Native
+from fedbraid_native import build
+from fedbraid_native.build import compiler
 
 WORK = fb.Work(lr=0.1, batch=5)
 LARGE = 1e6  # seconds of work

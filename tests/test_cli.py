@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 import fedbraid as fb
 from fedbraid.cli import app, main, show
-from fedbraid.engines.native.trace import Unsupported
+from fedbraid_native.errors import Unsupported
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs/_site"))
 import commands
@@ -176,7 +176,7 @@ def test_demo(call: Call) -> None:
 
 def test_why_gradients_are_not_native(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(call("run", "digits", "fedavg", *FAST, "--json")[1])["not_native"] is None
-    monkeypatch.setattr("fedbraid.engines.native.trace", refuse)
+    monkeypatch.setattr("fedbraid_native.trace", refuse)
     _, out, _ = call("run", "digits", "fedavg", *FAST)
     assert "the layer Odd at 'body.3' is not supported" in out
     assert json.loads(call("run", "digits", "fedavg", *FAST, "--json")[1])["not_native"].startswith(

@@ -15,9 +15,9 @@ from fedbraid.core import rng
 from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data.batches import DrawnBatches
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
-from fedbraid.engines.native import Native
-from fedbraid.engines.native.build import compiler
+from fedbraid.engines.native_backend import Native
 from fedbraid.engines.per_example import LoopedPerExample, VectorizedPerExample
+from fedbraid_native.build import compiler
 
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
 from dp_accounting import pld  # noqa: E402

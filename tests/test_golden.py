@@ -76,7 +76,7 @@ RUNS = {
 
 
 def fingerprint() -> str:
-    from fedbraid.engines.native.build import compiler, cpu_model
+    from fedbraid_native.build import compiler, cpu_model
 
     here = [
         torch.__version__,

@@ -513,8 +513,8 @@ def test_maps_of_files_stay_so(tmp_path):
 
 
 def test_native_code_reads_what_was_read_for_it():
-    pytest.importorskip("fedbraid.engines.native")
-    from fedbraid.engines.native.build import compiler
+    pytest.importorskip("fedbraid.engines.native_backend")
+    from fedbraid_native.build import compiler
 
     if compiler() is None:
         pytest.skip("there is no compiler")

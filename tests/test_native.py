@@ -31,13 +31,14 @@ from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
 from fedbraid.engines import native
+from fedbraid.engines.accelerators.normals import normals
+from fedbraid.engines.accelerators.swap import swapper
 from fedbraid.engines.autograd import LoopGradient
-from fedbraid.engines.native import Native, NativeUnavailable, build, codegen, ops
-from fedbraid.engines.native.codegen import generate
-from fedbraid.engines.native.normals import normals
-from fedbraid.engines.native.swap import swapper
-from fedbraid.errors import DataError, EngineError, WireError
+from fedbraid.engines.native_backend import Native
+from fedbraid.errors import DataError, EngineError, NativeUnavailable, WireError
 from fedbraid.run.database import Database
+from fedbraid_native import build, codegen, ops
+from fedbraid_native.codegen import generate
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 

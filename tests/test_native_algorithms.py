@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fedbraid as fb
-from fedbraid.engines.native import build
+from fedbraid_native import build
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 

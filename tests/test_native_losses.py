@@ -32,9 +32,10 @@ from fedbraid.data.batches import Batch, DrawnBatches
 from fedbraid.data.task import Task
 from fedbraid.engines import auto
 from fedbraid.engines.autograd import LoopGradient
-from fedbraid.engines.native import Native, NativeUnavailable, build
+from fedbraid.engines.native_backend import Native
 from fedbraid.engines.per_example import LoopedPerExample
-from fedbraid.errors import DataError
+from fedbraid.errors import DataError, NativeUnavailable
+from fedbraid_native import build
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 

@@ -12,7 +12,7 @@ import torch
 from fedbraid.core import accelerators as passes
 from fedbraid.core import robust_rules
 from fedbraid.core.robust_rules import Judged, RobustRule
-from fedbraid.engines.native import robust as compiled
+from fedbraid.engines.accelerators import robust as compiled
 from fedbraid.errors import ConfigError
 
 M, F = 11, 2

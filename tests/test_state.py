@@ -15,13 +15,13 @@ import torch
 import fedbraid as fb
 from fedbraid.core.client_table import ClientTable
 from fedbraid.core.gather import Gather, Mean
-from fedbraid.engines.native.build import compiler
 from fedbraid.errors import RunError
 from fedbraid.run import fingerprint as bits
 from fedbraid.run import serialize as tree
 from fedbraid.run.checkpoint import Checkpoint, Folder, rows_of
 from fedbraid.run.database import Database
 from fedbraid.run.state import State
+from fedbraid_native.build import compiler
 
 WORK = fb.Work(lr=0.05, epochs=1, batch=8)
 

@@ -15,8 +15,8 @@ import fedbraid as fb
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.engines.flops import of_task as forward
-from fedbraid.engines.native.build import compiler
 from fedbraid.errors import DataError
+from fedbraid_native.build import compiler
 
 LOOP = "in_process(backend='loop')"
 VMAP = "in_process(backend='vmap')"

@@ -7,6 +7,7 @@ FedbraidError                 everything fedbraid raises on purpose
 ├── RunError                  a run folder that cannot be read, written or continued
 ├── Diverged                  the numbers turned non-finite, or a hidden state ran away
 ├── EngineError               a worker process died or a client could not be run
+│   └── NativeUnavailable     this model cannot run natively here; another backend can
 └── WireError                 a message that is malformed, hostile or of another model
 
 Each message says what happened, the value, and what to do about it.
@@ -81,6 +82,10 @@ class Diverged(FedbraidError, ArithmeticError):
 
 class EngineError(FedbraidError, RuntimeError):
     """A worker process died or a client could not be run."""
+
+
+class NativeUnavailable(EngineError):
+    """This model cannot run natively here; another backend can."""
 
 
 class WireError(FedbraidError, ValueError):

@@ -67,7 +67,7 @@ def versions() -> str:
     import torch
 
     from fedbraid import __version__
-    from fedbraid.engines.native import build
+    from fedbraid_native import build
 
     here = [extra for extra, names in EXTRAS.items() if all(importlib.util.find_spec(m) for m in names)]
     command = build.compiler()
@@ -117,9 +117,9 @@ def native() -> Iterator[Finding]:
     from fedbraid.algorithms.averaging import fedavg
     from fedbraid.core.work import Work
     from fedbraid.data import tasks
-    from fedbraid.engines.native.build import compiler
     from fedbraid.run.simulate import simulate
     from fedbraid.schedule import rounds
+    from fedbraid_native.build import compiler
 
     command = compiler()
     if command is None:

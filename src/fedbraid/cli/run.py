@@ -406,7 +406,7 @@ def remembered(result: Result) -> tuple[int, int]:
 
 def _not_native(result: Result) -> str | None:
     """Why no code could be compiled for the model's gradients, where another way trained it."""
-    from fedbraid.engines.native import Native
+    from fedbraid.engines.native_backend import Native
 
     return None if "'native'" in result.engine else Native.supports(result.task)
 

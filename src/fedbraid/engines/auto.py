@@ -34,9 +34,9 @@ from fedbraid.data.batches import DrawnBatches, batch_sizes, step_counts
 from fedbraid.data.tree import Padded
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
 from fedbraid.engines.frozen_features import FrozenFeatureCache
-from fedbraid.engines.native import Native
-from fedbraid.engines.native.build import cache_folder, compiler, cpu_model, lanes
+from fedbraid.engines.native_backend import Native
 from fedbraid.errors import EngineError
+from fedbraid_native.build import cache_folder, compiler, cpu_model, lanes
 
 if TYPE_CHECKING:
     from fedbraid.core.work import Work

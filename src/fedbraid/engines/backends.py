@@ -13,7 +13,7 @@ from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.engines.auto import WORTH, expected_seconds, faster, guess, hands, note_compiled
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
 from fedbraid.engines.engine import Setup
-from fedbraid.engines.native import Native
+from fedbraid.engines.native_backend import Native
 from fedbraid.engines.per_example import per_example_gradient
 from fedbraid.errors import ConfigError, EngineError, unknown
 

@@ -12,7 +12,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import TypeVar
 
-from fedbraid.engines.native import Native
+from fedbraid.engines.native_backend import Native
 
 P = TypeVar("P")
 R = TypeVar("R")

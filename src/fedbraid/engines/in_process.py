@@ -19,7 +19,7 @@ from fedbraid.engines.backends import PRECISIONS, gradient
 from fedbraid.engines.client_update import client_update
 from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest
 from fedbraid.engines.gradient_threads import GradientThreads
-from fedbraid.engines.native import Native
+from fedbraid.engines.native_backend import Native
 from fedbraid.errors import unknown
 
 BLOCK_BYTES = 9 * 2**20  # about how much a block's vectors may take

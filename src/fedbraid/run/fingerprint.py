@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from fedbraid.core.check import integer
-from fedbraid.engines.native.build import FLAGS, compiler, cpu_model, version
 from fedbraid.errors import RunError
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid_native.build import FLAGS, compiler, cpu_model, version
 
 
 class Described(Protocol):
@@ -43,8 +43,10 @@ def describe(engine: Described) -> Record:
 def _native(engine: Described) -> Record:
     source: Any = getattr(getattr(engine, "grad", None), "source", None)
     if source is None:  # the workers have it
-        all_files = sorted(files("fedbraid.engines.native").iterdir(), key=lambda f: f.name)
-        source = "".join(f.read_text() for f in all_files if f.name.endswith((".py", ".hpp")))
+        package = files("fedbraid_native")
+        all_files = [*package.iterdir(), *package.joinpath("kernels").iterdir()]
+        named = sorted((f.name, f) for f in all_files if f.name.endswith((".py", ".hpp")))
+        source = "".join(file.read_text() for _, file in named)
     command = compiler()
     return {
         "kernels": hashlib.blake2b(source.encode(), digest_size=8).hexdigest(),

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedbraid.engines.native.ops import Linear, Op
-from fedbraid.engines.native.trace import Graph, Unsupported
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.ops import Linear, Op
+from fedbraid_native.trace import Graph
 
 _CHUNK = 64  # samples that go through the layers together,
 _ROOM = 3 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
@@ -32,7 +33,7 @@ def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = F
     Where an operation mixes the samples of a batch, `batch` of them must fit into a chunk. With `examples` it also
     clips single samples' gradients.
     """
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "kernels"
     first, last = (*_KERNELS, *["squares.hpp"] * examples), ("runtime.hpp", *["examples.hpp"] * examples)
     kernels, runtime = ([(here / f).read_text(encoding="utf-8") for f in some] for some in (first, last))
     room = max(_ROOM, 4 * _MODELS * graph.layout.size)

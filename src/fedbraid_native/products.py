@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fedbraid.engines.native import ops, values
-from fedbraid.engines.native.ops import Rows, Shape
-from fedbraid.engines.native.trace import Builder, Constant, Unsupported, Value
-from fedbraid.engines.native.values import Call
+from fedbraid_native import ops, values
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.ops import Rows, Shape
+from fedbraid_native.trace import Builder, Constant, Value
+from fedbraid_native.values import Call
 
 # Products ---------------------------------------------------------------------------------------------
 

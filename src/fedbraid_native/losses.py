@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from fedbraid.engines.native import ops, values
-from fedbraid.engines.native.ops import Shape
-from fedbraid.engines.native.trace import Constant, Numbering, Unsupported, Value
-from fedbraid.engines.native.values import (
+from fedbraid_native import ops, values
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.ops import Shape
+from fedbraid_native.trace import Constant, Numbering, Value
+from fedbraid_native.values import (
     Call,
     Handle,
     affine,

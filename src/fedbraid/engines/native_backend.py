@@ -19,30 +19,23 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
-from fedbraid.data.call import by_signature
+from fedbraid.data.call import Loss, by_signature, logits
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
+from fedbraid.engines.accelerators import normals, robust, swap
 from fedbraid.engines.autograd import TorchGradient
-from fedbraid.engines.native import normals, robust, swap
-from fedbraid.engines.native.build import (
-    FLAGS,
-    NativeUnavailable,
-    build_beside,
-    built,
-    compiler,
-    lanes,
-    library,
-)
-from fedbraid.engines.native.codegen import generate
-from fedbraid.engines.native.trace import Graph, Unsupported, trace
-from fedbraid.errors import DataError, EngineError
+from fedbraid.errors import DataError, EngineError, NativeUnavailable
+from fedbraid_native.build import FLAGS, build_beside, built, compiler, lanes, library
+from fedbraid_native.codegen import generate
+from fedbraid_native.errors import CompileError, Unsupported
+from fedbraid_native.trace import Graph, first_line, trace
 
-__all__ = ["Native", "NativeUnavailable"]
+__all__ = ["Native"]
 
 R = TypeVar("R")
 
@@ -81,7 +74,7 @@ class Native:
         """Have the code of this task compiled beside whatever runs; whether there can be any."""
         try:
             build_beside(generate(_graph(task), _kind(task), lanes(), ROOM))
-        except (Unsupported, NativeUnavailable):
+        except (Unsupported, CompileError):
             return False
         return True
 
@@ -90,7 +83,7 @@ class Native:
         """Whether this task can run natively without compiling first."""
         try:
             return built(generate(_graph(task), _kind(task), lanes(), ROOM))
-        except (Unsupported, NativeUnavailable):
+        except (Unsupported, CompileError):
             return False
 
     def __init__(
@@ -131,7 +124,10 @@ class Native:
             self.source, self.most = generate(self.graph, self.loss, lanes(), batch, private), batch
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
-        lib = library(self.source, self.flags)
+        try:
+            lib = library(self.source, self.flags)
+        except CompileError as why:
+            raise NativeUnavailable(str(why)) from why
         self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
         self._evaluate, self._together = lib.fedbraid_evaluate, lib.fedbraid_gradient
         p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -373,6 +369,38 @@ def _rows(inputs: Tree) -> Tensor:
     return torch.cat([leaf.reshape(len(leaf), -1).to(torch.float32) for leaf in tree.leaves(inputs)], 1)
 
 
+class _ModelWrapper(nn.Sequential):
+    """A model as a module of one argument, the inputs, so that a lone layer is a layer too."""
+
+    def __init__(self, module: nn.Module, sample: Tree) -> None:
+        super().__init__(module)
+        self.keys = [key for key, _ in tree.named(sample)]
+        self.by_name = isinstance(sample, dict)
+
+    def forward(self, inputs: Any) -> Any:
+        if self.keys == [None]:
+            out = self[0](inputs)
+        else:
+            given = {key: inputs[key] for key in self.keys}
+            out = self[0](**given) if self.by_name else self[0](*given.values())
+        return out if isinstance(out, fx.Proxy) else logits(out)
+
+
+class _LossWrapper(_ModelWrapper):
+    """A model and a loss of its outputs."""
+
+    def __init__(self, module: nn.Module, sample: Tree, loss: Loss) -> None:
+        super().__init__(module, sample)
+        self.loss = loss
+
+    def forward(self, inputs: Any, targets: Any) -> Any:  # type: ignore[override]
+        out = super().forward(inputs)
+        try:
+            return self.loss(out, targets)
+        except Exception as error:
+            raise Unsupported(f"the loss cannot be traced ({first_line(error)})") from error
+
+
 _GRAPHS: weakref.WeakKeyDictionary[Task, Graph | str] = weakref.WeakKeyDictionary()
 
 
@@ -443,7 +471,10 @@ def _judged(task: Task, sample: Tree, targets: Tensor) -> Graph:
         raise Unsupported(f"the targets are {targets.dtype}, which the loss may compute with otherwise")
     if whole and targets.numel() and int(targets.max()) >= 2**24:
         raise Unsupported("the targets are numbers beyond 2^24, which float32 does not tell apart")
-    graph = trace(task.module(), task.full_layout, sample, task.per_example, targets[:1])
+    module = task.module()
+    graph = trace(
+        lambda: _LossWrapper(module, sample, task.per_example), task.full_layout, (sample, targets[:1])
+    )
     if graph.result:
         raise Unsupported(f"the loss gives {graph.result} for each sample, not one number")
     return graph
@@ -451,7 +482,8 @@ def _judged(task: Task, sample: Tree, targets: Tensor) -> Graph:
 
 def _plain(task: Task, sample: Tree, targets: Tensor) -> Graph:
     """The model, whose outputs a loss of the library's is of."""
-    graph = trace(task.module(), task.full_layout, sample)
+    module = task.module()
+    graph = trace(lambda: _ModelWrapper(module, sample), task.full_layout, (sample,))
     wanted = tuple(targets.shape[1:])
     fits = len(graph.result) > 0 and graph.result[1:] == wanted
     if task.loss != "cross_entropy":

@@ -12,10 +12,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fedbraid.engines.native import losses, ops, products, values
-from fedbraid.engines.native.products import attend, dropout, operand, times
-from fedbraid.engines.native.trace import Builder, Constant, Several, Unsupported, Value
-from fedbraid.engines.native.values import (
+from fedbraid_native import losses, ops, products, values
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.products import attend, dropout, operand, times
+from fedbraid_native.trace import Builder, Constant, Several, Value
+from fedbraid_native.values import (
     Call,
     Handle,
     affine,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fedbraid.engines.native import ops
-from fedbraid.engines.native.ops import Shape
-from fedbraid.engines.native.trace import Builder, Constant, Several, Unsupported, Value
+from fedbraid_native import ops
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.ops import Shape
+from fedbraid_native.trace import Builder, Constant, Several, Value
 
 
 @dataclass(frozen=True)

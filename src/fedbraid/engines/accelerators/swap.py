@@ -14,9 +14,10 @@ from fedbraid.core.accelerators import Numbers, Swap
 from fedbraid.core.client_table import ClientTable, Ids
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
-from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
 from fedbraid.links.fp16 import Fp16
 from fedbraid.links.symmetric import Symmetric
+from fedbraid_native.build import FLAGS, library
+from fedbraid_native.errors import CompileError
 
 SOURCE = r"""
 #include <algorithm>
@@ -179,7 +180,7 @@ def swapper(codec: Codec | None, layout: Layout) -> Swap | None:
     """
     try:
         lib = library(SOURCE, (*FLAGS, ROUNDED))
-    except NativeUnavailable:
+    except CompileError:
         return None
     if codec is None:
         return _plain(lib)

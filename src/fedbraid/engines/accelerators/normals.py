@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core import accelerators as passes
-from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
-from fedbraid.engines.native.swap import ROUNDED, function
+from fedbraid.engines.accelerators.swap import ROUNDED, function
+from fedbraid_native.build import FLAGS, library
+from fedbraid_native.errors import CompileError
 
 SOURCE = r"""
 #include <algorithm>
@@ -88,7 +89,7 @@ ENOUGH = 2**14  # numbers from which a call is worth it
 def _compiled() -> Any:
     try:
         return function(library(SOURCE, (*FLAGS, ROUNDED)).fedbraid_normals, "pp nn")
-    except NativeUnavailable:
+    except CompileError:
         return None
 
 

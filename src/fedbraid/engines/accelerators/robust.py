@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fedbraid.core import accelerators as passes
-from fedbraid.engines.native.build import FLAGS, NativeUnavailable, library
-from fedbraid.engines.native.swap import ROUNDED, function
+from fedbraid.engines.accelerators.swap import ROUNDED, function
+from fedbraid_native.build import FLAGS, library
+from fedbraid_native.errors import CompileError
 
 SOURCE = r"""
 #include <algorithm>
@@ -144,7 +145,7 @@ extern "C" void fedbraid_trimmed(const float* v, float* out, int64_t f, int64_t 
 def _library() -> ctypes.CDLL | None:
     try:
         return library(SOURCE, (*FLAGS, ROUNDED))
-    except NativeUnavailable:
+    except CompileError:
         return None
 
 

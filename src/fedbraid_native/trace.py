@@ -7,22 +7,17 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fedbraid.core.layout import Layout
-from fedbraid.data import tree
-from fedbraid.data.call import Loss, logits
-from fedbraid.data.tree import Tree
-from fedbraid.engines.native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape, Still
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape, Still
 
-
-class Unsupported(Exception):
-    """Why a model cannot be compiled, as one sentence."""
+Inputs = Any  # a tensor, or a tuple or dict of tensors, samples first
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Graph:
     shapes: list[Shape]  # of each value, without the batch
     ops: list[Op]
     output: int
-    layout: Layout
+    layout: ParamLayout
     constants: Tensor  # numbers that are not trained
     inputs: int  # how many of the values are given
     limits: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
@@ -123,67 +118,50 @@ class _StillSeveral(Several):
         return self.builder.still(self.given.whole())
 
 
-def trace(
-    module: nn.Module, layout: Layout, sample: Tree, loss: Loss | None = None, targets: Tensor | None = None
-) -> Graph:
-    """The graph of a module on inputs shaped like the first of `sample`, to its outputs or to a loss of theirs.
+class ParamSlot(Protocol):
+    """One trained tensor's offset in the flat vector of parameters."""
 
-    Raises Unsupported.
+    @property
+    def name(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+
+
+class ParamLayout(Protocol):
+    """The flat vector of parameters: its slots in order, its length, and the slice of running statistics."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def buffers(self) -> slice | None: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def trace(make_root: Callable[[], nn.Sequential], layout: ParamLayout, given: tuple[Inputs, ...]) -> Graph:
+    """The graph of a model on inputs shaped like the first sample of `given`.
+
+    `make_root()` makes a module that holds the model as its only child and whose forward takes `given`: the inputs, and
+    the targets where the model ends in a loss. Raises Unsupported.
     """
-    module.train()
-    given = (sample,) if loss is None else (sample, targets)
+    model = make_root()[0]
+    model.train()
     try:
-        traced = _followed(
-            lambda: _Called(module, sample) if loss is None else _Judged(module, sample, loss),
-            tuple(tree.take(g, [0]) for g in given),
-        )
+        traced = _followed(make_root, tuple(take(g, [0]) for g in given))
         traced.graph.eliminate_dead_code()
-        runs = [_Record(traced).record(*(tree.take(g, [0] * n) for g in given), seed=n) for n in _BATCHES]
+        runs = [_Record(traced).record(*(take(g, [0] * n) for g in given), seed=n) for n in _BATCHES]
     except Unsupported:
         raise
     except Exception as error:
-        raise Unsupported(f"the model cannot be traced ({_first_line(error)})") from error
+        raise Unsupported(f"the model cannot be traced ({first_line(error)})") from error
     try:
-        return Builder(module, layout, runs).build(traced.graph)
+        return Builder(model, layout, runs).build(traced.graph)
     except Unsupported:
         raise
-    except Exception as error:  # a call that nobody thought of
-        raise Unsupported(f"the model cannot be translated ({_first_line(error)})") from error
+    except Exception as error:  # a call that no lowering expected
+        raise Unsupported(f"the model cannot be translated ({first_line(error)})") from error
 
 
-class _Called(nn.Sequential):
-    """A model and how it is called, so that a lone layer is a layer too."""
-
-    def __init__(self, module: nn.Module, sample: Tree) -> None:
-        super().__init__(module)
-        self.keys = [key for key, _ in tree.named(sample)]
-        self.by_name = isinstance(sample, dict)
-
-    def forward(self, inputs: Any) -> Any:
-        if self.keys == [None]:
-            out = self[0](inputs)
-        else:
-            given = {key: inputs[key] for key in self.keys}
-            out = self[0](**given) if self.by_name else self[0](*given.values())
-        return out if isinstance(out, fx.Proxy) else logits(out)
-
-
-class _Judged(_Called):
-    """A model and a loss of its outputs."""
-
-    def __init__(self, module: nn.Module, sample: Tree, loss: Loss) -> None:
-        super().__init__(module, sample)
-        self.loss = loss
-
-    def forward(self, inputs: Any, targets: Any) -> Any:  # type: ignore[override]
-        out = super().forward(inputs)
-        try:
-            return self.loss(out, targets)
-        except Exception as error:
-            raise Unsupported(f"the loss cannot be traced ({_first_line(error)})") from error
-
-
-def _followed(made: Callable[[], nn.Module], given: tuple[Tree, ...]) -> fx.GraphModule:
+def _followed(made: Callable[[], nn.Module], given: tuple[Inputs, ...]) -> fx.GraphModule:
     """A module as it was traced twice in a row: the first time may make what later ones find, but no more than that."""
     seen: list[tuple[str, list[Tensor]]] = []
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -231,7 +209,26 @@ _IN_PLACE |= {"iadd", "isub", "imul", "itruediv", "ipow"}
 _BATCHES = (3, 5)  # what differs between the two runs is the batch
 
 
-def _first_line(error: Exception) -> str:
+def leaves(inputs: Inputs) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    return list(inputs.values() if isinstance(inputs, dict) else inputs)
+
+
+def map_leaves(fn: Callable[[Tensor], Any], inputs: Inputs) -> Any:
+    if isinstance(inputs, Tensor):
+        return fn(inputs)
+    if isinstance(inputs, dict):
+        return {key: fn(leaf) for key, leaf in inputs.items()}
+    return tuple(map(fn, inputs))
+
+
+def take(inputs: Inputs, rows: list[int]) -> Inputs:
+    """These samples of every leaf."""
+    return map_leaves(lambda leaf: leaf[rows], inputs)
+
+
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
@@ -283,7 +280,7 @@ class _HowMany(BaseException):
     """Asked about the parts of what a node gives; nobody on the way may take it for an error."""
 
 
-def _traced(module: nn.Module, given: tuple[Tree, ...]) -> fx.Graph:
+def _traced(module: nn.Module, given: tuple[Inputs, ...]) -> fx.Graph:
     """A module as a graph; where a loop asks how many parts there are, a sample tells, and it is followed again."""
     counts: list[int] = []
     while True:
@@ -300,7 +297,7 @@ def _runs(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _count(module: nn.Module, node: fx.Node, given: tuple[Tree, ...]) -> int:
+def _count(module: nn.Module, node: fx.Node, given: tuple[Inputs, ...]) -> int:
     """Of how many parts the tuple is that a node gives for the sample, by the graph as far as it."""
     before, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for other in node.graph.nodes:
@@ -317,7 +314,7 @@ def _count(module: nn.Module, node: fx.Node, given: tuple[Tree, ...]) -> int:
 class _Record(fx.Interpreter):
     """Runs the graph once and keeps what every node gave."""
 
-    def record(self, *given: Tree, seed: int) -> dict[fx.Node, Any]:
+    def record(self, *given: Inputs, seed: int) -> dict[fx.Node, Any]:
         self.results: dict[fx.Node, Any] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # the user's random state stays as it is
             torch.manual_seed(seed)
@@ -333,7 +330,7 @@ class _Record(fx.Interpreter):
 class Builder:
     """Goes through the traced nodes and asks `layers` for the operations of each."""
 
-    def __init__(self, module: nn.Module, layout: Layout, runs: list[dict[fx.Node, Any]]) -> None:
+    def __init__(self, module: nn.Module, layout: ParamLayout, runs: list[dict[fx.Node, Any]]) -> None:
         self.modules = {f"0.{name}".rstrip("."): m for name, m in module.named_modules()}
         self.layout, self.runs = layout, runs
         self.known: dict[fx.Node, Any] = {}
@@ -379,9 +376,9 @@ class Builder:
     def _inputs(self, node: fx.Node) -> Any:
         """The first values: one, or several by name or place."""
         given = self.runs[0][node]
-        self.counts.append(len(tree.leaves(given)))
+        self.counts.append(len(leaves(given)))
         self.limits += [None] * self.counts[-1]
-        made = tree.map(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
+        made = map_leaves(lambda leaf: self.value(tuple(leaf.shape[1:])), given)
         for v, shape in enumerate(self.shapes):
             self.places[v] = (v, torch.arange(math.prod(shape)).view(shape))
         return made
@@ -423,7 +420,7 @@ class Builder:
         return Place(at, trained=False)
 
     def _place_of_computed(self, numbers: Tensor) -> Place:
-        from fedbraid.engines.native import computed
+        from fedbraid_native import computed
 
         node = self._made.get(numbers.untyped_storage().data_ptr())
         if node is None or not numbers.is_contiguous():
@@ -469,7 +466,7 @@ class Builder:
         return full[:batch] + full[batch + 1 :]
 
     def _node(self, node: fx.Node) -> Any:
-        from fedbraid.engines.native import layers, values
+        from fedbraid_native import layers, values
 
         result = self.runs[0][node]
         given = [self.known[n] for n in node.all_input_nodes]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fedbraid.engines.native import ops
-from fedbraid.engines.native.ops import Shape
-from fedbraid.engines.native.trace import Builder, Constant, Unsupported, Value
-from fedbraid.engines.native.values import bits, name
+from fedbraid_native import ops
+from fedbraid_native.errors import Unsupported
+from fedbraid_native.ops import Shape
+from fedbraid_native.trace import Builder, Constant, Value
+from fedbraid_native.values import bits, name
 
 
 def value(builder: Builder, node: fx.Node) -> Value:

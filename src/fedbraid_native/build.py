@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
-from fedbraid.errors import EngineError
+from fedbraid_native.errors import CompileError
 
 FLAGS = (
     "-std=c++17",
@@ -29,10 +29,6 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-
-
-class NativeUnavailable(EngineError):
-    """This model cannot run natively here; another backend can."""
 
 
 def compiler() -> list[str] | None:
@@ -59,7 +55,7 @@ def version(command: tuple[str, ...]) -> str:
             [*command, "--version"], capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"the compiler {command[0]} does not run: {error}") from error
+        raise CompileError(f"the compiler {command[0]} does not run: {error}") from error
     return done.stdout.partition("\n")[0]
 
 
@@ -93,13 +89,13 @@ def cache_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise NativeUnavailable(f"the cache folder {folder} cannot be used: {error.strerror}") from error
+        raise CompileError(f"the cache folder {folder} cannot be used: {error.strerror}") from error
     if found.st_uid != os.getuid():
-        raise NativeUnavailable(
+        raise CompileError(
             f"the cache folder {folder} belongs to another user; remove it or set XDG_CACHE_HOME"
         )
     if stat.S_IMODE(found.st_mode) & 0o022:
-        raise NativeUnavailable(
+        raise CompileError(
             f"others can write to the cache folder {folder}; run: chmod 700 {shlex.quote(str(folder))}"
         )
     return folder
@@ -121,20 +117,18 @@ def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The library of this source, from the cache or compiled now."""
     command = compiler()
     if command is None:
-        raise NativeUnavailable("no C++ compiler was found; install g++ or set CXX")
+        raise CompileError("no C++ compiler was found; install g++ or set CXX")
     path = _path(command, flags, source)
     if not _ours(path):
         try:
             _compile(command, flags, source, path)
         except OSError as error:
-            raise NativeUnavailable(
-                f"the library cannot be written to {path.parent}: {error.strerror}"
-            ) from error
+            raise CompileError(f"the library cannot be written to {path.parent}: {error.strerror}") from error
     try:
         return ctypes.CDLL(str(path))  # CDLL, not PyDLL: calls release the interpreter's lock
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise NativeUnavailable(f"the compiled library does not load: {error}") from error
+        raise CompileError(f"the compiled library does not load: {error}") from error
 
 
 def build_beside(source: str, flags: tuple[str, ...] = FLAGS) -> None:
@@ -196,7 +190,7 @@ def _compile(command: list[str], flags: tuple[str, ...], source: str, path: Path
                 piece.result()
         _run([*command, *flags, *pieces, "-o", str(so)])
         if not so.exists():
-            raise NativeUnavailable(f"{command[0]} made no library")
+            raise CompileError(f"{command[0]} made no library")
         so.chmod(0o700)
         os.replace(so, path)
 
@@ -206,8 +200,8 @@ def _run(words: list[str]) -> None:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"the compiler {words[0]} does not run: {error}") from error
+        raise CompileError(f"the compiler {words[0]} does not run: {error}") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         said = lines[0].strip() if lines else "it said nothing"
-        raise NativeUnavailable(f"{words[0]} failed with exit code {done.returncode}: {said}")
+        raise CompileError(f"{words[0]} failed with exit code {done.returncode}: {said}")

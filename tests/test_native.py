@@ -30,7 +30,7 @@ from fedbraid.core.vector_spec import DELTA
 from fedbraid.data.augment import CropJitter, Flip
 from fedbraid.data.batches import Batch
 from fedbraid.data.task import Task
-from fedbraid.engines import native
+from fedbraid.engines import native_backend as native
 from fedbraid.engines.accelerators.normals import normals
 from fedbraid.engines.accelerators.swap import swapper
 from fedbraid.engines.autograd import LoopGradient

@@ -394,8 +394,9 @@ def newcomers(build, name):
     from fedbraid.engines.engine import Setup
     from fedbraid.engines.in_process import InProcess
     from fedbraid.run.simulated_source import SimulatedSource
+    from fedbraid.run.source import ServerStep
     from fedbraid.run.state import State
-    from fedbraid.run.step import advance
+    from fedbraid.run.step import Population, advance
     from fedbraid.schedule import Tick
 
     task, work, a = trial.p.task, fb.Work(lr=0.1, steps=2, batch=None), build(weights="uniform")
@@ -406,7 +407,9 @@ def newcomers(build, name):
         engine.open(setup)
         who = np.array(cohort)
         tick = Tick(t, float(t), who, np.full(2, t), who, frozenset())
-        state, _ = advance(setup, SimulatedSource(setup, engine), state, tick)
+        source = SimulatedSource(setup, engine)
+        step = ServerStep(tick, source.replies(state, tick))
+        state, _ = advance(setup, state, step, Population.of(source, state))
         engine.close()
         mean = state.clients.get(range(N))[name].double().mean(0)
         sent = next(v for k, v in state.sent[t + 1].vectors.items() if k != "x")
@@ -424,7 +427,7 @@ def test_clients_are_counted_anew_when_one_joins_or_leaves_and_only_then():
     from fedbraid.run.step import Population
 
     sizes = np.array([3, 4, 5])
-    source, stay = SimpleNamespace(sizes=sizes, real=False), SimpleNamespace(gone=())
+    source, stay = SimpleNamespace(sizes=sizes, is_live=False), SimpleNamespace(gone=())
     first = Population.of(source, stay)
     assert (first.N, first.samples) == (3, 12.0)
     assert Population.of(source, stay, first) is first

@@ -11,7 +11,7 @@ import fedbraid as fb
 from fedbraid.data.batches import Batch
 from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.client_update import client_update
-from fedbraid.engines.engine import Setup, TrainRequest
+from fedbraid.engines.engine import Setup, TrainRequest, participate
 
 
 class Spare(nn.Module):
@@ -109,7 +109,8 @@ def test_whole_steps_are_taken_only_where_nothing_bends_them(
     taken = []
     whole = LoopGradient.descend
     monkeypatch.setattr(LoopGradient, "descend", lambda self, *given: taken.append(1) or whole(self, *given))
-    order = TrainRequest(0, np.array([1]), {"x": task.vector(0)}, {})
+    who = participate(Setup(fb.fedavg(), task, work, 0), np.array([1]), 0)
+    order = TrainRequest(who, {"x": task.vector(0)}, {})
     bent = client_update(Setup(fb.Algorithm(rule=Bent()), task, work, 0), LoopGradient(task), order)
     assert not taken
     plain = client_update(Setup(fb.fedavg(), task, work, 0), LoopGradient(task), order)

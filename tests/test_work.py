@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import fedbraid as fb
+from fedbraid.core.work import step_counts
 from fedbraid.data.augment import CropJitter, Flip, FlipCrop
-from fedbraid.data.batches import DrawnBatches, step_counts
+from fedbraid.data.batches import DrawnBatches
 from fedbraid.errors import ConfigError
 
 SIZES = (1, 3, 7, 12, 20)

@@ -280,7 +280,7 @@ class Asked:
         assert run.folder is not None
         before = Asked.of(run.folder.path)
         if before.ends != self.ends:
-            run.note.pop("stopped", None)  # it had ended early for a reason that holds no longer
+            run.metadata.pop("stopped", None)  # it had ended early for a reason that holds no longer
         said = {"track": self.track, "patience": self.patience, "keep_best": self.keep_best}
         goal = {"accuracy": self.target, "max_bytes_up": self.max_bytes_up}
         for name, facts_, more in ((self.WATCHING, said, {"metric": self.metric}), (self.TARGET, goal, {})):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,6 +17,49 @@ from fedbraid.errors import ConfigError, unknown
 
 Vectors = dict[str, Tensor]
 Tree = Any  # state: records, dicts and tuples of tensors, numbers and ClientTables
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Participation:
+    """The facts of a block's participation in a server step, made once and carried by request, reply and upload."""
+
+    clients: Ints  # [m]
+    version: Ints  # [m], the version that each trains from
+    n: Tensor  # [m, 1], samples
+    K: Tensor  # [m, 1], local steps
+    a: Tensor  # [m, 1], effective steps
+    lr: Tensor  # [m, 1], local learning rates, float64
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __getitem__(self, some: slice) -> Participation:
+        return Participation(
+            self.clients[some], self.version[some], self.n[some], self.K[some], self.a[some], self.lr[some]
+        )
+
+    def rows(self) -> list[Participation]:
+        """Each client's, as blocks of one."""
+        columns = (torch.split(v, 1) for v in (self.n, self.K, self.a, self.lr))
+        at = (slice(i, i + 1) for i in range(len(self)))
+        return [
+            Participation(self.clients[i], self.version[i], *row)
+            for i, *row in zip(at, *columns, strict=True)
+        ]
+
+    @staticmethod
+    def join(parts: Sequence[Participation]) -> Participation:
+        """Several blocks as one, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return Participation(
+            np.concatenate([p.clients for p in parts]), np.concatenate([p.version for p in parts]),
+            torch.cat([p.n for p in parts]), torch.cat([p.K for p in parts]), torch.cat([p.a for p in parts]),
+            torch.cat([p.lr for p in parts]),
+        )  # fmt: skip
 
 
 # Clients --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.check import integer, number, plain_numbers
@@ -116,6 +117,25 @@ class Work:
             return K
         steps = K.double()  # in float32, two steps at ρ = 0.99 are off by 1 in 10⁴
         return ((steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)).to(K)
+
+
+def batch_sizes(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
+    """How many samples a full step of each client takes."""
+    return n if work.batch is None else np.minimum(n, work.batch)
+
+
+def batches_per_epoch(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
+    """How many steps go once through each client's data."""
+    size = batch_sizes(n, work)
+    return n // size if work.last == "drop" else -(-n // size)
+
+
+def step_counts(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
+    """K: how many local steps each client takes."""
+    if work.steps is not None:
+        return np.full(len(n), work.steps, np.int64)
+    assert work.epochs is not None
+    return batches_per_epoch(n, work) * work.epochs
 
 
 RATES: dict[str, Callable[..., Any]] = {"cosine": cosine, "warmup": warmup}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.device import placed
+from fedbraid.core.work import batch_sizes, batches_per_epoch, step_counts
 from fedbraid.data import tree
 from fedbraid.data.augment import Augment
 from fedbraid.data.tree import Tree
@@ -225,22 +226,3 @@ def augmenting(
     column = np.arange(count) if augment.per == "sample" else np.zeros(count, np.int64)
     axes = (clients[:, None, None], k, column[:, None], np.arange(augment.draws))
     return placed(rng.uniform(seed, purpose, version, *axes), task.device)
-
-
-def batch_sizes(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
-    """How many samples a full step of each client takes."""
-    return n if work.batch is None else np.minimum(n, work.batch)
-
-
-def batches_per_epoch(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
-    """How many steps go once through each client's data."""
-    size = batch_sizes(n, work)
-    return n // size if work.last == "drop" else -(-n // size)
-
-
-def step_counts(n: NDArray[np.int64], work: Work) -> NDArray[np.int64]:
-    """K: how many local steps each client takes."""
-    if work.steps is not None:
-        return np.full(len(n), work.steps, np.int64)
-    assert work.epochs is not None
-    return batches_per_epoch(n, work) * work.epochs

@@ -31,7 +31,7 @@ from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.backends import gradient
 from fedbraid.engines.client_update import client_update, first_client_state
-from fedbraid.engines.engine import Setup, TrainRequest
+from fedbraid.engines.engine import Setup, TrainRequest, participate
 from fedbraid.errors import RunError
 from fedbraid.links.private import LocalNoise
 from fedbraid.run.atomic_files import checksum, make_folder, write_whole
@@ -136,8 +136,10 @@ def obey(
     rows = memory.after.get(start, {name: v.reshape(1, -1) for name, v in fresh.items()})
     forgot = bool(fresh) and start != "none" and start not in memory.after
     frames: dict[str, bytes] = {}
-    reply = client_update(setup, gradients, TrainRequest(version, np.array([client]), down, rows), frames)
-    memory.after[str(order["job"])] = reply.memory
+    reply = client_update(
+        setup, gradients, TrainRequest(participate(setup, np.array([client]), version), down, rows), frames
+    )
+    memory.after[str(order["job"])] = reply.client_state
     memory.visits += 1
     memory.write(place, keep_down=algorithm.down.needs_previous)
     return {

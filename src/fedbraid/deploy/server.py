@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,9 +27,9 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectPu
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.core.context import Vectors
+from fedbraid.core.context import Participation, Vectors
 from fedbraid.core.link import BroadcastContext, UploadContext, add_overhead, from_message, unbundle
-from fedbraid.data.batches import step_counts
+from fedbraid.core.work import step_counts
 from fedbraid.deploy import leaving
 from fedbraid.deploy.backoff import Resting
 from fedbraid.deploy.bound import Bound, Norms
@@ -43,8 +44,9 @@ from fedbraid.errors import ConfigError, Diverged, InUseError, RunError, WireErr
 from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
+from fedbraid.run.source import RunView, ServerStep, StepNotes
 from fedbraid.run.state import State
-from fedbraid.run.step import advance
+from fedbraid.run.step import Population, advance
 from fedbraid.schedule import Buffered, Rounds, Schedule, Tick
 
 if TYPE_CHECKING:
@@ -149,33 +151,21 @@ class Arrival:
     at: float = field(default_factory=time.monotonic)
 
 
-@dataclass
-class Arrivals:
-    """Replies that are already here."""
-
-    got: list[Arrival]
-    sizes: NDArray[np.int64]
-    real = True
-
-    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
-        """In order, in blocks that have no client twice."""
-        block: list[Arrival] = []
-        for arrival in self.got:
-            if any(arrival.job.client == a.job.client for a in block):
-                yield _joined(block)
-                block = []
-            block.append(arrival)
-        yield _joined(block)
-
-
-def _joined(block: list[Arrival]) -> tuple[Reply, NDArray[np.int64]]:
-    return Reply.join([a.reply for a in block]), np.array([a.job.version for a in block])
+def _blocks(got: Sequence[Arrival]) -> Iterator[Reply]:
+    """Replies in order, in blocks that have no client twice."""
+    block: list[Arrival] = []
+    for arrival in got:
+        if any(arrival.job.client == a.job.client for a in block):
+            yield Reply.join([a.reply for a in block])
+            block = []
+        block.append(arrival)
+    yield Reply.join([a.reply for a in block])
 
 
 class Fleet:
     """The nodes of a deployment as a run's source."""
 
-    real = True
+    is_live = True
 
     def __init__(
         self, setup: Setup, schedule: Schedule, settings: Settings, grid: Grid, folder: Folder
@@ -191,7 +181,7 @@ class Fleet:
         self.names = list(self.algorithm.downloads)
         self.life = secrets.token_hex(8)  # of this server
         self.id = ""  # the run's own name, which nodes file their memory under
-        self.run: Run | None = None
+        self.run: RunView | None = None
         self.roster, self.bound = Roster(), Bound(settings.norm_factor)
         self.got: list[Arrival] = []  # what makes the step that is being taken
         self.flying: dict[str, Job] = {}  # message id -> job
@@ -244,10 +234,10 @@ class Fleet:
     def describe(self) -> str:
         return "flower"
 
-    def ticks(self, run: Run) -> Iterator[Tick]:
+    def steps(self, run: RunView) -> Iterator[ServerStep]:
         """A step whenever enough uploads are here."""
         self.run = run
-        s, note = self.settings, run.note
+        s, note = self.settings, run.metadata
         self.roster = Roster.restore(note.get("roster", []), s.identity == "key", s.samples == "free")
         self.bound = Bound.restore(s.norm_factor, note.get("norms", {}))
         self.begun = time.monotonic() - note.get("time", 0.0)
@@ -256,30 +246,27 @@ class Fleet:
             self.got = self._round() if isinstance(self.schedule, Rounds) else self._buffer()
             waiting = [*self.flying.values(), *(a.job for a in self.spare)]
             pending_versions = frozenset(j.version for j in waiting if j.trains)
-            yield self._tick(self.got, [a.job.version for a in self.got], pending_versions)
+            tick = self._tick(self.got, [a.job.version for a in self.got], pending_versions)
+            yield ServerStep(tick, _blocks(self.got), partial(self._taken, tick))
             self.orders = {}
             leaving.forget(self.folder, (m.name for m in self.roster.members.values() if m.gone))
             self._status("running")
 
-    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
-        return Arrivals(self.got, self.sizes).replies(state, tick)
-
-    def taken(self, tick: Tick) -> Record:
+    def _taken(self, tick: Tick, record: Record) -> StepNotes:
         for a in self.got:
             self.roster.members[a.job.client].taken = a.job.id
             self.bound.took(a.norms)
-        self.late, self.last = 0, tick.time
+        self.late = 0
         moves, self.moves = self.moves, []
-        return {
+        said = {
             "nodes": len(self.roster.at(self.online)),
             "node_up": [int(sum(v.sum() for v in a.reply.sizes.values())) for a in self.got],
             "node_down": [a.job.down for a in self.got],
             **{kind: found for kind in ("came", "went") if (found := [m[1:] for m in moves if m[0] == kind])},
             **self.trouble.take(),
         }
-
-    def note(self) -> Record:
-        return {"roster": self.roster.note(), "time": self.last, "norms": self.bound.note()}
+        metadata = {"roster": self.roster.note(), "time": tick.time, "norms": self.bound.note()}
+        return StepNotes(said, metadata)
 
     def _tick(self, got: list[Arrival], versions: list[int], pending_versions: frozenset[int]) -> Tick:
         clients, now = np.array([a.job.client for a in got]), time.monotonic() - self.begun
@@ -293,11 +280,13 @@ class Fleet:
 
     def _rehearse(self, arrival: Arrival) -> None:
         """Refuse an upload that no step could be taken with, even alone: the next step goes on without it."""
-        alone = [replace(arrival, job=replace(arrival.job, version=0))]
+        who = replace(arrival.reply.participation, version=np.zeros(1, np.int64))
+        reply = replace(arrival.reply, participation=who)
         first = State.first(self.algorithm, self.layout, self.state.x, self.settings.seed, real=True)
-        tick = self._tick(alone, [0], frozenset())
+        tick = replace(self._tick([arrival], [0], frozenset()), step=0)
         try:
-            then, record = advance(self.setup, Arrivals(alone, self.sizes), first, replace(tick, step=0))
+            population = Population.of(self, first)
+            then, record = advance(self.setup, first, ServerStep(tick, iter([reply])), population)
         except (Diverged, WireError) as error:
             raise WireError(f"no step can be taken with it: {str(error).split(';')[0]}") from error
         if then.guard.steps_over_limit:
@@ -715,16 +704,20 @@ class Fleet:
         )
         frames = unbundle(blob, a.uploads, self.layout)
         vectors = a.up.receive(frames, who)
-        K = torch.from_numpy(step_counts(np.array([member.samples]), self.work)).to(x)[:, None]
+        samples = np.array([member.samples])
+        n = torch.from_numpy(samples).to(x)[:, None]
+        K = torch.from_numpy(step_counts(samples, self.work)).to(x)[:, None]
         norms = self.bound.check(vectors, float(K), x)
         for name, (norm, _) in norms.items():
             if 0 < self.settings.max_norm < norm:
                 raise WireError(f"its {name} has norm {norm:.6g}, beyond max-norm={self.settings.max_norm:g}")
         lr = torch.full_like(K, self.work.rate(job.version), dtype=torch.float64)
+        version = np.array([job.version])
+        participation = Participation(who.clients, version, n, K, self.work.effective(K), lr)
         sizes = {name: np.array([len(frame)]) for name, frame in frames.items()}
         add_overhead(sizes)
         down = {"x": np.array([job.down])}
-        reply = Reply(who.clients, vectors, {}, sizes, torch.tensor([answer["loss"]]), K, lr, down)
+        reply = Reply(participation, vectors, {}, sizes, torch.tensor([answer["loss"]]), down)
         arrival = Arrival(job, reply, norms)
         if self.bound.is_odd(vectors):
             self._rehearse(arrival)

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from fedbraid.core.device import finish
 from fedbraid.core.local_training import Gradient
+from fedbraid.core.work import batch_sizes, step_counts
 from fedbraid.data import tree
-from fedbraid.data.batches import DrawnBatches, batch_sizes, step_counts
+from fedbraid.data.batches import DrawnBatches
 from fedbraid.data.tree import Padded
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
 from fedbraid.engines.frozen_features import FrozenFeatureCache
@@ -247,7 +248,7 @@ class Watched:
             self.seconds += time.perf_counter() - start
             if reply is None:
                 return
-            self.steps += float(reply.K.sum())
+            self.steps += float(reply.participation.K.sum())
             yield reply
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,8 @@ from fedbraid.core.local_training import Gradient, initial_model, train
 from fedbraid.core.metric_names import PERSONAL, PREVIOUS
 from fedbraid.core.rule import finished
 from fedbraid.core.traits import LocalLoop
-from fedbraid.data.batches import Batch, DrawnBatches, augmenting, batch_sizes
+from fedbraid.core.work import batch_sizes
+from fedbraid.data.batches import Batch, DrawnBatches, augmenting
 from fedbraid.data.tree import Tree
 from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.engine import Reply, Setup, TrainRequest
@@ -43,16 +44,15 @@ def client_update(
     traits = a.rule.traits()
     hide = None if traits.example_privacy is None else "simulated" if frames is None else "real"
     batches = DrawnBatches(task, work, request.clients, request.version, setup.seed, hide)
-    x = request.down["x"][None]
-    K = placed(batches.K, x.device).to(x.dtype)[:, None]
+    x, who = request.download["x"][None], request.participation
     ctx = ClientContext(
         x=x,
-        download={name: v[None] for name, v in request.down.items() if name != "x"},
-        client_state=request.memory,
-        lr=work.rate(request.version),
-        K=K,
-        a=work.effective(K),
-        n=placed(batches.n, x.device).to(x.dtype)[:, None],
+        download={name: v[None] for name, v in request.download.items() if name != "x"},
+        client_state=request.client_state,
+        lr=float(who.lr[0]),
+        K=who.K.to(x),
+        a=who.a.to(x),
+        n=who.n.to(x),
         t=request.version,
         layout=task.layout,
         full_grad=full_gradient(setup, grad, request),
@@ -61,7 +61,7 @@ def client_update(
     loop, own = traits.local_loop, dict[str, Tensor]()
     if task.compares:
         assert isinstance(grad, LoopGradient)
-        grad.beside(x, request.memory[PREVIOUS])
+        grad.beside(x, request.client_state[PREVIOUS])
     with torch.random.fork_rng(devices=[]) if task.stochastic or loop is not None else nullcontext():
         if loop is None:
             try:
@@ -74,16 +74,15 @@ def client_update(
             y, s, loss = run_custom_loop(loop, setup, grad, ctx, batches)
         if task.compares:
             own[PREVIOUS] = y.clone()
-        if PERSONAL in request.memory:
+        if PERSONAL in request.client_state:
             own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, ctx)
-    who = UploadContext(
+    upload = UploadContext(
         request.clients, request.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download
     )
-    sent = a.up.send(vectors, request.memory, who)
-    memory = {**request.memory, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
-    rates = torch.full_like(K, ctx.lr, dtype=torch.float64)
-    return Reply(request.clients, sent.received, memory, sent.sizes, loss, K, rates)
+    sent = a.up.send(vectors, request.client_state, upload)
+    memory = {**request.client_state, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
+    return Reply(who, sent.received, memory, sent.sizes, loss)
 
 
 def _lone_sample(batches: DrawnBatches) -> RunError:
@@ -157,7 +156,7 @@ def full_gradient(setup: Setup, grad: Gradient, request: TrainRequest) -> Callab
     as they were when the visit began.
     """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
-    clients, version, own = request.clients, request.version, request.memory.get(PERSONAL)
+    clients, version, own = request.clients, request.version, request.client_state.get(PERSONAL)
     n, chunk = task.sizes[clients], 256 if task.augment is None else 128
 
     def at(y: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.context import Vectors
+from fedbraid.core.context import Participation, Vectors
 from fedbraid.core.link import Sizes
+from fedbraid.core.work import Work, step_counts
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
-    from fedbraid.core.work import Work
     from fedbraid.data.task import Task
 
 
@@ -32,66 +32,92 @@ class Setup:
     participations: int = 0  # and in the whole run, to choose what is worth preparing
 
 
-@dataclass
-class TrainRequest:
-    """What a block of clients is told: the version they train from and what they remember."""
+def participate(setup: Setup, clients: NDArray[np.int64], version: int) -> Participation:
+    """The facts of these clients' participation, who train from this version."""
+    sizes, m = setup.task.sizes[clients], len(clients)
+    n = torch.from_numpy(sizes.astype(np.float32))[:, None]
+    K = torch.from_numpy(step_counts(sizes, setup.work).astype(np.float32))[:, None]
+    lr = torch.full((m, 1), setup.work.rate(version), dtype=torch.float64)
+    return Participation(clients, np.full(m, version), n, K, setup.work.effective(K), lr)
 
-    version: int
-    clients: NDArray[np.int64]
-    down: Vectors  # x and what else was sent, [d] each
-    memory: Vectors  # [m, ·]
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What a block of clients is told; all of them train from one version."""
+
+    participation: Participation
+    download: Vectors  # x and what else was sent, [d] each
+    client_state: Vectors  # [m, ·]
+
+    @property
+    def clients(self) -> NDArray[np.int64]:
+        return self.participation.clients
+
+    @property
+    def version(self) -> int:
+        return int(self.participation.version[0])
 
 
 @dataclass(frozen=True)
 class Orders:
     """All clients that train from one version in a step, to be told block by block what they remember."""
 
-    version: int
-    clients: NDArray[np.int64]
-    down: Vectors
+    participation: Participation
+    download: Vectors
     recall: Callable[[NDArray[np.int64]], Vectors]
     after: NDArray[np.int64] | None = None  # who will train from the version after, where that is known
 
+    @property
+    def clients(self) -> NDArray[np.int64]:
+        return self.participation.clients
+
+    @property
+    def version(self) -> int:
+        return int(self.participation.version[0])
+
     def part(self, some: slice) -> TrainRequest:
         """What some of them are told."""
-        who = self.clients[some]
-        return TrainRequest(self.version, who, self.down, self.recall(who))
+        who = self.participation[some]
+        return TrainRequest(who, self.download, self.recall(who.clients))
 
 
 @dataclass
 class Reply:
-    """What came of an request: uploads as the server decodes them, and what the clients now remember."""
+    """A block's uploads as the server decodes them, and its new client state."""
 
-    clients: NDArray[np.int64]
+    participation: Participation
     uploads: Vectors  # [m, ·]
-    memory: Vectors  # [m, ·]
+    client_state: Vectors  # [m, ·]
     sizes: Sizes  # bytes by name, [m] each
     loss: Tensor  # [m]
-    K: Tensor  # [m, 1]
-    lr: Tensor  # [m, 1], the rates they trained with, float64
-    down: Sizes | None = None  # bytes that really went down, where clients are really apart
+    down: Sizes | None = None  # bytes that really went down, where clients are real
+
+    @property
+    def clients(self) -> NDArray[np.int64]:
+        return self.participation.clients
 
     def rows(self) -> list[Reply]:
-        """Each client's part."""
+        """Each client's reply."""
         m = len(self.clients)
         down = [None] * m if self.down is None else _apart(self.down, m)
         parts = (
-            _cut(self.clients), _apart(self.uploads, m), _apart(self.memory, m), _apart(self.sizes, m),
-            _cut(self.loss), _cut(self.K), _cut(self.lr), down,
+            self.participation.rows(), _apart(self.uploads, m), _apart(self.client_state, m), _apart(self.sizes, m),
+            _cut(self.loss), down,
         )  # fmt: skip
         return [Reply(*row) for row in zip(*parts, strict=True)]
 
     @staticmethod
-    def join(parts: list[Reply]) -> Reply:
-        """Several replies as one, in request."""
+    def join(parts: Sequence[Reply]) -> Reply:
+        """Several replies as one, in order."""
+        if len(parts) == 1:
+            return parts[0]
         first = parts[0]
         return Reply(
-            np.concatenate([p.clients for p in parts]),
+            Participation.join([p.participation for p in parts]),
             {k: torch.cat([p.uploads[k] for p in parts]) for k in first.uploads},
-            {k: torch.cat([p.memory[k] for p in parts]) for k in first.memory},
+            {k: torch.cat([p.client_state[k] for p in parts]) for k in first.client_state},
             {k: np.concatenate([p.sizes[k] for p in parts]) for k in first.sizes},
-            torch.cat([p.loss for p in parts]), torch.cat([p.K for p in parts]),
-            torch.cat([p.lr for p in parts]),
+            torch.cat([p.loss for p in parts]),
             None if first.down is None else {k: np.concatenate([(p.down or {})[k] for p in parts]) for k in first.down},
         )  # fmt: skip
 

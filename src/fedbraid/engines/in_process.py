@@ -118,7 +118,7 @@ def _joined(reply: Reply, stream: torch.cuda.Stream, device: torch.device) -> Re
     """A reply that the current stream may read, once the other has made it."""
     now = torch.cuda.current_stream(device)
     now.wait_stream(stream)
-    for tensor in (*reply.uploads.values(), *reply.memory.values(), reply.loss, reply.K, reply.lr):
+    for tensor in (*reply.uploads.values(), *reply.client_state.values(), reply.loss):
         if tensor.is_cuda:
             tensor.record_stream(now)
     return reply

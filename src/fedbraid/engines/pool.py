@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.context import Vectors
+from fedbraid.core.context import Participation, Vectors
 from fedbraid.core.local_training import Gradient
 from fedbraid.engines.backends import gradient
 from fedbraid.engines.client_update import client_update, first_client_state
-from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest
+from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest, participate
 from fedbraid.engines.in_process import check_counts
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 from fedbraid.workers import Ask, Failure, WorkerPool
@@ -53,17 +52,18 @@ class Pool:
         torch.set_num_threads(1)  # others would wait for the next small thing to do, on a worker's core
 
     def train(self, orders: Orders) -> Iterator[Reply]:
-        self.shared.send(orders.down)
+        self.shared.send(orders.download)
         for lo in range(0, len(orders.clients), self.shared.slots):
             some = orders.part(slice(lo, lo + self.shared.slots))
-            self.shared.write(0, some.memory, "memory")
-            yield from self._wave(some.clients, some.version)
+            self.shared.write(0, some.client_state, "memory")
+            yield from self._wave(some.participation)
 
-    def _wave(self, clients: NDArray[np.int64], version: int) -> Iterator[Reply]:
+    def _wave(self, participation: Participation) -> Iterator[Reply]:
         """As many clients as there are slots, handed out block by block to whoever is free.
 
         Replies come in the clients' order, and are gathered while others train.
         """
+        clients, version = participation.clients, int(participation.version[0])
         each = self.block or (-(-len(clients) // self.count) if self.grad.vectorized else 1)
         some = each * max(1, len(clients) // (each * self.count * MESSAGES))
         todo = iter([(lo, min(lo + some, len(clients))) for lo in range(0, len(clients), some)])
@@ -80,14 +80,14 @@ class Pool:
             early[block[2]] = said
             while at in early:
                 facts = early.pop(at)
-                who = clients[at : at + sum(len(f["loss"]) for f in facts)]
+                who = participation[at : at + sum(len(f["loss"]) for f in facts)]
                 yield self._reply(who, at, facts)
                 at += len(who)
 
-    def _reply(self, clients: NDArray[np.int64], lo: int, facts: list[Any]) -> Reply:
-        hi = lo + len(clients)
+    def _reply(self, who: Participation, lo: int, facts: list[Any]) -> Reply:
+        hi = lo + len(who)
         return Reply(
-            clients,
+            who,
             self.shared.read(lo, hi, "uploads"),
             self.shared.read(lo, hi, "memory"),
             {
@@ -95,8 +95,6 @@ class Pool:
                 for name in facts[0]["sizes"]
             },
             torch.tensor([v for f in facts for v in f["loss"]]),
-            torch.tensor([[v] for f in facts for v in f["K"]]),
-            torch.full((len(clients), 1), facts[-1]["lr"], dtype=torch.float64),
         )
 
     def _train(self, order: Any, ask: Ask) -> Any:
@@ -107,8 +105,8 @@ class Pool:
     def _block(self, version: int, clients: list[int], lo: int) -> Any:
         memory = {k: v.clone() for k, v in self.shared.view(lo, lo + len(clients), "memory").items()}
         try:
-            who = np.array(clients, np.int64)
-            reply = client_update(self.setup, self.grad, TrainRequest(version, who, self.shared.down, memory))
+            who = participate(self.setup, np.array(clients, np.int64), version)
+            reply = client_update(self.setup, self.grad, TrainRequest(who, self.shared.down, memory))
         except FedbraidError:
             raise
         except Exception as error:
@@ -117,12 +115,10 @@ class Pool:
                 f" the loss. What the worker saw:\n{traceback.format_exc()}"
             ) from error
         self.shared.write(lo, reply.uploads, "uploads")
-        self.shared.write(lo, reply.memory, "memory")
+        self.shared.write(lo, reply.client_state, "memory")
         return {
             "sizes": {name: v.tolist() for name, v in reply.sizes.items()},
             "loss": reply.loss.tolist(),
-            "K": reply.K.squeeze(1).tolist(),
-            "lr": float(reply.lr[0]),
         }
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:

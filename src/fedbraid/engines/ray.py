@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.context import Vectors
+from fedbraid.core.context import Participation, Vectors
 from fedbraid.core.local_training import Gradient
 from fedbraid.engines.backends import gradient
 from fedbraid.engines.client_update import client_update
@@ -74,10 +74,11 @@ class Ray:
         self.down: tuple[Vectors, Any] = ({}, None)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
-        if self.down[0] is not orders.down:
-            self.down = (orders.down, self.ray.put(_numpy(orders.down)))
+        if self.down[0] is not orders.download:
+            self.down = (orders.download, self.ray.put(_numpy(orders.download)))
         for lo in range(0, len(orders.clients), self.wave):
-            yield self._wave(dataclasses.replace(orders, clients=orders.clients[lo : lo + self.wave]))
+            some = orders.participation[lo : lo + self.wave]
+            yield self._wave(dataclasses.replace(orders, participation=some))
 
     def _wave(self, orders: Orders) -> Reply:
         m = len(orders.clients)
@@ -85,11 +86,19 @@ class Ray:
         blocks = [orders.part(slice(lo, lo + each)) for lo in range(0, m, each)]
         asked = [
             self.task.remote(
-                self.key, [self.parcel], b.version, b.clients, self.down[1], _numpy(b.memory), self.backend
+                self.key,
+                [self.parcel],
+                b.version,
+                b.clients,
+                self.down[1],
+                _numpy(b.client_state),
+                self.backend,
             )
             for b in blocks
         ]
-        return _joined(orders.clients, self._get(asked))  # in the order of the cohort, whoever was first
+        return _joined(
+            orders.participation, self._get(asked)
+        )  # in the order of the cohort, whoever was first
 
     def _get(self, asked: list[Any]) -> list[dict[str, Any]]:
         try:
@@ -232,14 +241,14 @@ def _block(
     backend: str,
 ) -> dict[str, Any]:
     """One block of clients, on whichever worker Ray chose."""
-    from fedbraid.engines.engine import TrainRequest
+    from fedbraid.engines.engine import TrainRequest, participate
 
     setup, grad = _opened(key, parcel, backend)
-    order = TrainRequest(version, np.array(clients), _tensors(down), _tensors(memory))
-    reply = client_update(setup, grad, order)
+    who = participate(setup, np.array(clients), version)
+    reply = client_update(setup, grad, TrainRequest(who, _tensors(down), _tensors(memory)))
     return {
-        "uploads": _numpy(reply.uploads), "memory": _numpy(reply.memory), "sizes": reply.sizes,
-        "loss": reply.loss.numpy(), "K": reply.K.numpy(), "lr": float(reply.lr[0]),
+        "uploads": _numpy(reply.uploads), "memory": _numpy(reply.client_state), "sizes": reply.sizes,
+        "loss": reply.loss.numpy(),
     }  # fmt: skip
 
 
@@ -261,20 +270,12 @@ def _tensors(arrays: dict[str, NDArray[np.float32]]) -> Vectors:
     return {name: torch.tensor(a) for name, a in arrays.items()}
 
 
-def _joined(clients: NDArray[np.int64], parts: list[dict[str, Any]]) -> Reply:
+def _joined(who: Participation, parts: list[dict[str, Any]]) -> Reply:
     def all_of(kind: str) -> dict[str, Any]:
         return {name: np.concatenate([p[kind][name] for p in parts]) for name in parts[0][kind]}
 
     uploads, memory = (
         {k: torch.from_numpy(v) for k, v in all_of(kind).items()} for kind in ("uploads", "memory")
     )
-    loss, K = (torch.from_numpy(np.concatenate([p[kind] for p in parts])) for kind in ("loss", "K"))
-    return Reply(
-        clients,
-        uploads,
-        memory,
-        all_of("sizes"),
-        loss,
-        K,
-        torch.full_like(K, parts[-1]["lr"], dtype=torch.float64),
-    )
+    loss = torch.from_numpy(np.concatenate([p["loss"] for p in parts]))
+    return Reply(who, uploads, memory, all_of("sizes"), loss)

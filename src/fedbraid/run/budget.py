@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from fedbraid.algorithms.private import HiddenExamples, Noised, hiding, of_mean, with_noise
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
-from fedbraid.core.work import Work
-from fedbraid.data.batches import batch_sizes, step_counts
+from fedbraid.core.work import Work, batch_sizes, step_counts
 from fedbraid.errors import ConfigError, MissingExtra
 from fedbraid.links.private import Clipped, LocalNoise, WrappedUplink
 from fedbraid.schedule import Buffered, Rounds, Schedule

@@ -43,7 +43,8 @@ from fedbraid.run.evaluate import Evaluates, Models, evaluate_model, per_client
 from fedbraid.run.history import History
 from fedbraid.run.noise_outlook import naming_noise, outlook, privacy_of, promise
 from fedbraid.run.progress import Bar, is_watched
-from fedbraid.run.simulated_source import SimulatedSource, StepSource
+from fedbraid.run.simulated_source import SimulatedSource
+from fedbraid.run.source import StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance
 from fedbraid.run.task_summary import note as note_task
@@ -208,7 +209,7 @@ class Run:
     folder: Folder | None = None
     checkpoint: Checkpoint | None = None
     history: History = field(default_factory=History)
-    note: Record = field(default_factory=dict)
+    metadata: Record = field(default_factory=dict)  # committed with the last step
     budgets: tuple[PrivacyAccountant, ...] = ()  # what privacy costs
     seen: ClientHistory | None = None  # of clients, where the schedule chooses by it
     _left: Record = field(default_factory=dict, repr=False)
@@ -243,7 +244,8 @@ class Run:
         pending: list[Record] = []
         self.seen = self._seen()
         population: Population | None = None
-        for tick in () if self.note.get("stopped") else self.source.ticks(self):
+        for step in () if self.metadata.get("stopped") else self.source.steps(self):
+            tick = step.tick
             if not all(
                 budget.can_afford(tick.clients.tolist(), self.source.sizes) for budget in self.budgets
             ):
@@ -252,23 +254,24 @@ class Run:
             before = self.state.x
             population = Population.of(self.source, self.state, population)
             self.state, record = advance(
-                self.setup, self.source, self.state, tick, self.options.ignore_divergence, population
+                self.setup, self.state, step, population, self.options.ignore_divergence
             )
             if self.seen is not None:
                 self.seen.take(record)
-            record |= {**self.source.taken(tick), **self._measure(before), **self._left}
+            notes = step.on_taken(record)
+            record |= {**notes.record, **self._measure(before), **self._left}
             for budget in self.budgets:
                 record |= budget.charge(self.state.t, record["clients"], self.source.sizes)
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             stop = any(answers) or any(budget.is_exhausted(self.state.t) for budget in self.budgets)
-            self.note = {**self.source.note(), **({"stopped": self.state.t} if stop else {})}
+            self.metadata = {**notes.metadata, **({"stopped": self.state.t} if stop else {})}
             pending.append(record)
             if self.checkpoint is None:
                 self.history.extend(pending)
                 pending = []
             elif stop or self._due():
-                self.checkpoint.commit(self.state, pending, self.note)
+                self.checkpoint.commit(self.state, pending, self.metadata)
                 pending = []
             if stop:
                 break
@@ -276,9 +279,9 @@ class Run:
 
     def _stop(self, pending: list[Record]) -> None:
         """End the run where it stands, with what is not yet committed."""
-        self.note = {**self.source.note(), "stopped": self.state.t}
+        self.metadata = {**self.metadata, "stopped": self.state.t}
         if self.checkpoint is not None:
-            self.checkpoint.commit(self.state, pending, self.note)
+            self.checkpoint.commit(self.state, pending, self.metadata)
 
     def _seen(self) -> ClientHistory | None:
         """What a schedule that chooses has seen so far, read from the records."""
@@ -322,7 +325,7 @@ class Run:
         t, last = self.state.t, self.state.t == self.schedule.steps
         return (
             last
-            or self.source.real
+            or self.source.is_live
             or (t % self.options.checkpoint_every == 0 and not self.state.guard.steps_over_limit)
         )
 
@@ -351,15 +354,15 @@ class Run:
         )
         if self.folder is not None:
             save_model(self.folder.path / "model.safetensors", task.layout.views(x))
-            if self.options.evaluate_on == "clients" and history and not self.source.real:
+            if self.options.evaluate_on == "clients" and history and not self.source.is_live:
                 own = partial(models_of, self.setup.algorithm.rule, self.state)
                 rows = per_client(task, own if self.state.clients.default else x)
                 self.folder.write_json(CLIENTS, {"clients": rows})
         self._tell("end", result)
         return result
 
-    def message(self) -> tuple[float, float]:
-        """Bytes down and up of one visit, for schedules that charge transfer time."""
+    def message_bytes(self) -> tuple[float, float]:
+        """(down, up): the bytes of one participation, for schedules that charge transfer time."""
         a, newest = self.setup.algorithm, self.state.sent[max(self.state.sent)]
         return float(sum(newest.sizes.values())), float(a.up.size(a.uploads, self.setup.task.layout))
 
@@ -501,14 +504,16 @@ def drive(
     task, seed = setup.task, setup.seed
     if (doubt := unproven(setup.algorithm, schedule)) is not None:
         log.warning(doubt)
-    state = State.first(setup.algorithm, task.layout, task.initial(seed), seed, source.real, task.own(seed))
+    state = State.first(
+        setup.algorithm, task.layout, task.initial(seed), seed, source.is_live, task.own(seed)
+    )
     run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:
         with _spilled(state, options.client_state_storage, setup.task.clients):
             return run.go()
     run.checkpoint = Checkpoint(folder, state, options.client_state_storage, setup.task.clients)
     try:
-        run.state, run.note = run.checkpoint.restore(state)
+        run.state, run.metadata = run.checkpoint.restore(state)
         if run.state.t < schedule.steps and here is not None:
             bits.agree(folder, here, run.state.t, options.allow_numeric_changes)
         for budget in budgets:

@@ -4,49 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core.context import Vectors
-from fedbraid.engines.engine import Orders
+from fedbraid.engines.engine import Engine, Orders, Reply, Setup, participate
 from fedbraid.errors import FedbraidError
+from fedbraid.run.source import RunView, ServerStep
 from fedbraid.run.state import State
 from fedbraid.schedule import Tick
-
-if TYPE_CHECKING:
-    from fedbraid.engines.engine import Engine, Reply, Setup
-    from fedbraid.run.checkpoint import Record
-    from fedbraid.run.simulate import Run
-
-
-class Replies(Protocol):
-    """What a step is made of."""
-
-    real: bool  # whether broadcasts are really sent
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """Samples by client number, 0 for numbers that nobody has."""
-
-    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
-        """In blocks with the versions they trained from, no client twice in one block."""
-
-
-class StepSource(Replies, Protocol):
-    """Where a run's steps come from: simulated jobs, or clients that are really apart."""
-
-    def ticks(self, run: Run) -> Iterator[Tick]:
-        """Each next step of a run, asked for when the one before it is committed."""
-
-    def taken(self, tick: Tick) -> Record:
-        """What a record says besides, once its step is taken."""
-
-    def note(self) -> Record:
-        """What is committed with a step, for `ticks` of a run that goes on."""
-
-    def describe(self) -> str: ...
 
 
 class SimulatedSource:
@@ -57,13 +24,14 @@ class SimulatedSource:
     step it started in trains by itself, because what it remembers may still change in that step.
     """
 
-    real = False
+    is_live = False
     BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
 
     def __init__(self, setup: Setup, engine: Engine, concurrency: int = 0) -> None:
         algorithm, layout = setup.algorithm, setup.task.layout
         width = sum(algorithm.widths(layout).values()) * 4
-        self.task, self.engine, self.ahead = setup.task, engine, 0 < concurrency * width <= self.BUDGET
+        self.setup, self.task, self.engine = setup, setup.task, engine
+        self.ahead = 0 < concurrency * width <= self.BUDGET
         self.stateful = algorithm.stateful(layout) or bool(setup.task.own(setup.seed))
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
@@ -76,10 +44,10 @@ class SimulatedSource:
     def describe(self) -> str:
         return self.engine.describe()
 
-    def ticks(self, run: Run) -> Iterator[Tick]:
+    def steps(self, run: RunView) -> Iterator[ServerStep]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
         seen = () if run.seen is None else (run.seen,)  # for schedules that choose by it
-        ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message(), *seen)
+        ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message_bytes(), *seen)
         foresees = self.task.lazy and run.seen is None
         for tick, after in _foreseen(ticks) if foresees else ((tick, None) for tick in ticks):
             self.after = after.clients if after is not None and after.is_synchronous else None
@@ -87,14 +55,8 @@ class SimulatedSource:
                 tick = tick.without(run.state.gone)
             self._opens(tick)
             if tick.step >= run.state.t:
-                yield tick
+                yield ServerStep(tick, self.replies(run.state, tick))
             self._closes(tick)
-
-    def taken(self, tick: Tick) -> Record:
-        return {}
-
-    def note(self) -> Record:
-        return {}
 
     def _opens(self, tick: Tick) -> None:
         """Note who started, before their replies are asked for."""
@@ -111,38 +73,44 @@ class SimulatedSource:
             del self.blocks[version]
             self.ready.pop(version, None)
 
-    def replies(self, state: State, tick: Tick) -> Iterator[tuple[Reply, NDArray[np.int64]]]:
-        """The tick's replies in blocks with the versions they trained from, no client twice in one block."""
+    def replies(self, state: State, tick: Tick) -> Iterator[Reply]:
+        """The tick's replies in blocks, no client twice in one block."""
         if not len(tick.clients):
             return
         if not self.ahead:
             for version, clients in _runs(tick):
-                for reply in self.engine.train(orders(state, version, clients, self.after)):
-                    yield reply, np.full(len(reply.clients), version)
+                yield from self.engine.train(self._orders(state, version, clients, self.after))
             return
         block: list[Reply] = []
-        versions: list[int] = []
         seen: set[int] = set()
         for client, version in zip(tick.clients.tolist(), tick.versions.tolist()):
             if client in seen:
-                yield _join(block), np.array(versions)
-                block, versions, seen = [], [], set()
+                yield Reply.join(block)
+                block, seen = [], set()
             block.append(self._take(state, client, version))
-            versions.append(version)
             seen.add(client)
-        yield _join(block), np.array(versions)
+        yield Reply.join(block)
 
     def _take(self, state: State, client: int, version: int) -> Reply:
         if version not in self.blocks:
-            return next(iter(self.engine.train(orders(state, version, np.array([client])))))
+            return next(iter(self.engine.train(self._orders(state, version, np.array([client])))))
         if version not in self.ready:
-            whole_block = orders(state, version, np.array(self.blocks[version]))
+            whole_block = self._orders(state, version, np.array(self.blocks[version]))
             self.ready[version] = {
                 client: row
                 for reply in self.engine.train(whole_block)
                 for client, row in zip(reply.clients.tolist(), reply.rows())
             }
         return self.ready[version][client]
+
+    def _orders(
+        self, state: State, version: int, clients: NDArray[np.int64], after: NDArray[np.int64] | None = None
+    ) -> Orders:
+        def recall(some: NDArray[np.int64]) -> Vectors:
+            return {k: v.to(state.x.device) for k, v in state.clients.get(some).items()}
+
+        who = participate(self.setup, clients, version)
+        return Orders(who, state.sent[version].vectors, recall, after)
 
 
 def _foreseen(ticks: Iterator[Tick]) -> Iterator[tuple[Tick, Tick | None]]:
@@ -172,16 +140,3 @@ def _runs(tick: Tick) -> Iterator[tuple[int, NDArray[np.int64]]]:
             run = []
         run.append(client)
     yield int(tick.versions[-1]), np.array(run)
-
-
-def _join(parts: list[Reply]) -> Reply:
-    return parts[0] if len(parts) == 1 else type(parts[0]).join(parts)
-
-
-def orders(
-    state: State, version: int, clients: NDArray[np.int64], after: NDArray[np.int64] | None = None
-) -> Orders:
-    def recall(some: NDArray[np.int64]) -> Vectors:
-        return {k: v.to(state.x.device) for k, v in state.clients.get(some).items()}
-
-    return Orders(version, clients, state.sent[version].vectors, recall, after)

@@ -15,14 +15,13 @@ from torch import Tensor
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.context import ServerContext, Uploads, Vectors
 from fedbraid.core.link import BroadcastContext
-from fedbraid.data.batches import step_counts
+from fedbraid.core.work import step_counts
 from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import Diverged, WireError
 from fedbraid.run.server_data import Held
-from fedbraid.run.simulated_source import Replies
+from fedbraid.run.source import ServerStep, StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step_metrics import StepMetrics
-from fedbraid.schedule import Tick
 
 T = TypeVar("T")
 
@@ -36,9 +35,10 @@ class Population:
     sizes: NDArray[np.int64]  # 0 for who has left
     N: int
     samples: float
+    is_live: bool = False  # whether its clients are real, so that broadcasts are really encoded
 
     @classmethod
-    def of(cls, source: Replies, state: State, before: Population | None = None) -> Population:
+    def of(cls, source: StepSource, state: State, before: Population | None = None) -> Population:
         """Of a step; the one before it stands where its source still gives the same table."""
         given, gone = source.sizes, state.gone
         if before is not None and before.given is given and before.gone == gone:
@@ -47,31 +47,26 @@ class Population:
         if gone:
             sizes = given.copy()
             sizes[list(gone)] = 0
-        N = int(np.count_nonzero(sizes)) if gone or source.real else len(sizes)
-        return cls(given, gone, sizes, N, float(sizes.sum()))
+        N = int(np.count_nonzero(sizes)) if gone or source.is_live else len(sizes)
+        return cls(given, gone, sizes, N, float(sizes.sum()), source.is_live)
 
 
 def advance(
-    setup: Setup,
-    source: Replies,
-    state: State,
-    tick: Tick,
-    ignore_divergence: bool = False,
-    population: Population | None = None,
+    setup: Setup, state: State, step: ServerStep, population: Population, ignore_divergence: bool = False
 ) -> tuple[State, dict[str, Any]]:
-    """One server step: gather what the tick's clients upload, step, broadcast."""
-    algorithm, task, population = setup.algorithm, setup.task, population or Population.of(source, state)
+    """One server step: gather its replies, step, broadcast."""
+    algorithm, task, tick = setup.algorithm, setup.task, step.tick
     layout, x, sizes, N = task.layout, state.x, population.sizes, population.N
     metrics = StepMetrics(algorithm.gather.traits().weights, state.t + 1)
     acc = None  # made while the first clients train
     state.clients.expect()
-    for reply, versions in _encoded(source.replies(state, tick), state.t + 1):
-        up = uploads(setup, sizes, state, reply, versions)
-        down, synced = _charge(algorithm, state, reply, versions)
+    for reply in _encoded(step.replies, state.t + 1):
+        up = uploads(setup, state, reply)
+        down, synced = _charge(algorithm, state, reply)
         metrics.add(up, reply, down, algorithm.up.quantized(reply.clients))
         acc = algorithm.gather.zero(x) if acc is None else acc
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
-        state.clients.put(reply.clients, {**reply.memory, **synced})
+        state.clients.put(reply.clients, {**reply.client_state, **synced})
         del reply, up  # before the next block comes
     traits = algorithm.gather.traits()
     if metrics.count or traits.steps_when_empty:
@@ -98,7 +93,7 @@ def advance(
         if metrics.count
         else state.guard
     )
-    who = BroadcastContext(algorithm.downloads, state.t + 1, setup.seed, layout, source.real)
+    who = BroadcastContext(algorithm.downloads, state.t + 1, setup.seed, layout, population.is_live)
     try:
         cast = algorithm.down.send(algorithm.send(new, server, N), state.wire, who)
     except WireError as error:
@@ -149,15 +144,13 @@ def two_strokes(
     return new, average, server
 
 
-def uploads(
-    setup: Setup, sizes: NDArray[np.int64], state: State, reply: Reply, versions: NDArray[np.int64]
-) -> Uploads:
+def uploads(setup: Setup, state: State, reply: Reply) -> Uploads:
     """A block of replies as the server sees it, each with what its sender was sent."""
-    x = state.x
+    x, who = state.x, reply.participation
+    staleness = torch.from_numpy(state.t - who.version).to(x)[:, None]
     return Uploads(
-        reply.clients, reply.uploads, torch.from_numpy(sizes[reply.clients]).to(x)[:, None], reply.K,
-        setup.work.effective(reply.K), torch.from_numpy(state.t - versions).to(x)[:, None], reply.lr, _sent(state, versions),
-        setup.algorithm.gathered,
+        who.clients, reply.uploads, who.n.to(x), who.K.to(x), who.a.to(x), staleness, who.lr.to(x.device),
+        _sent(state, who.version), setup.algorithm.gathered,
     )  # fmt: skip
 
 
@@ -190,14 +183,12 @@ def _sent(state: State, versions: NDArray[np.int64]) -> Mapping[str, Tensor]:
     return Stacked([state.sent[v].vectors for v in versions.tolist()])
 
 
-def _charge(
-    algorithm: Algorithm, state: State, reply: Reply, versions: NDArray[np.int64]
-) -> tuple[dict[str, int], Vectors]:
+def _charge(algorithm: Algorithm, state: State, reply: Reply) -> tuple[dict[str, int], Vectors]:
     """(bytes down by name, what the clients then remember of the link)."""
     if reply.down is not None:
         return {name: int(sizes.sum()) for name, sizes in reply.down.items()}, {}
     memory = state.clients.get(reply.clients) if algorithm.down.init_client_state() else {}
-    sizes, synced = algorithm.down.message_bytes(state.sent, versions, memory)
+    sizes, synced = algorithm.down.message_bytes(state.sent, reply.participation.version, memory)
     return {name: int(each.sum()) for name, each in sizes.items()}, synced
 
 

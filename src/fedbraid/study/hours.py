@@ -160,6 +160,6 @@ def participations(cell: Cell) -> float:
 
 def local_steps(cell: Cell, task: Task) -> float:
     """Local steps of a client, in the mean."""
-    from fedbraid.data.batches import step_counts
+    from fedbraid.core.work import step_counts
 
     return float(step_counts(task.sizes, cell.work).mean())

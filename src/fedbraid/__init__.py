@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fedbraid.run.state import State
     from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, oort, power_of_choice, rounds
     from fedbraid.study import compare, sweep
+    from fedbraid.study.choose import choose
 
 _MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
     "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
@@ -87,6 +88,7 @@ _HOMES = {
     "core.codec": "Codec",
     "run.simulate": "Result resume simulate",
     "run.state": "State",
+    "study.choose": "choose",
     "schedule": "Schedule Tick buffered immediate oort power_of_choice rounds",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,6 +69,36 @@ def listed(text: str) -> list[Any]:
     if not isinstance(node, ast.List):
         raise ConfigError(f"{text!r} is no list; write one such as [0.01, 0.1]")
     return [literal(ast.unparse(item)) for item in node.elts]
+
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_BYTES = {f"{p}{unit}": f * size for p, f in _PREFIXES.items() for unit, size in (("B", 1.0), ("bit", 0.125))}
+UNITS = {
+    "size": _BYTES,
+    "rate": {f"{unit}/s": size for unit, size in _BYTES.items()},
+    "duration": {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0},
+}
+
+
+def quantity(name: str, value: str | float, kind: str) -> float:
+    """A number with a unit, in bytes, bytes a second or seconds; without one it is in these already.
+
+    >>> quantity("uplink", "200kB/s", "rate"), quantity("deadline", "2h", "duration"), quantity("uplink", 50, "rate")
+    (200000.0, 7200.0, 50.0)
+    """
+    if not isinstance(value, str):
+        return float(value)
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*", value)
+    try:
+        amount = float(found[1]) if found else math.nan
+    except ValueError:
+        amount = math.nan
+    if found is None or math.isnan(amount):
+        example = {"size": "4GB", "rate": "200kB/s", "duration": "2h"}[kind]
+        raise ConfigError(f"{name}={value!r} is no {kind}; write a number with a unit, such as {example}")
+    if found[2] and found[2] not in UNITS[kind]:
+        raise unknown(f"unit of {name}={value!r}", found[2], UNITS[kind])
+    return amount * UNITS[kind].get(found[2], 1.0)
 
 
 def with_keywords(text: str, extra: Mapping[str, Any], names: Names, kind: str) -> str:

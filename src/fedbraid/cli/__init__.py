@@ -9,6 +9,7 @@ import typer
 
 from fedbraid.cli import (
     catalogue,
+    choose,
     compare,
     cost,
     data,
@@ -41,6 +42,7 @@ for command in (
     demo.demo,
     run.run,
     resume.resume,
+    choose.choose,
     compare.compare,
     sweep.sweep,
     report.report,

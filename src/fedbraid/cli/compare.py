@@ -87,7 +87,7 @@ def compare(
       fedbraid compare runs/digits-compare-1
     """
     from fedbraid.study import compare as comparing
-    from fedbraid.study.campaign import ignore
+    from fedbraid.study.campaign import ignore, new_folder
 
     begun = time.monotonic()
     metric_name = metric or "accuracy"
@@ -187,14 +187,6 @@ def numbers(text: str) -> int | list[int]:
         return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
     except ValueError as error:
         raise ConfigError(f"seeds={text!r} is no number of seeds; use 5, or a list such as 3,5,8") from error
-
-
-def new_folder(task: str, what: str) -> Path:
-    """A folder of our own that is not there yet."""
-    number = 1
-    while (place := Path("runs") / f"{task}-{what}-{number}").exists():
-        number += 1
-    return place
 
 
 class Stoppable:

@@ -13,7 +13,7 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.board import Board
-from fedbraid.cli.compare import Jobs, Stoppable, new_folder
+from fedbraid.cli.compare import Jobs, Stoppable
 from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, entry, give, quoted, suggest, table
 from fedbraid.core.metric_names import falls
@@ -76,7 +76,7 @@ def sweep(
     """
     from fedbraid.run.checkpoint import Folder
     from fedbraid.study import sweep as searching
-    from fedbraid.study.campaign import ignore
+    from fedbraid.study.campaign import ignore, new_folder
 
     begun = time.monotonic()
     if (Path(task) / searching.FILE).exists():

@@ -15,6 +15,7 @@ from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.study import stats
 from fedbraid.study.campaign import FAILED
 from fedbraid.study.compare import FILE as COMPARE
+from fedbraid.study.race import FILE as CHOOSE
 from fedbraid.study.recipe import is_built_by_name
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def collect(
     runs: list[Stored] = []
     failed: dict[str, int] = {}
     goal, metric = target, None
-    for path in paths:
+    for path in map(_of_choice, paths):
         if (path / COMPARE).exists():
             planned = Folder(path).read_json(COMPARE)
             goal = planned.get("target") if goal is None else goal
@@ -129,6 +130,12 @@ def collect(
     if known is None:
         found.known, found.why = _known(first)
     return found
+
+
+def _of_choice(path: Path) -> Path:
+    """The final of a choice, or its race while that goes on; other folders as they are."""
+    places = (path / "confirm", path / "race") if (path / CHOOSE).exists() else ()
+    return next((place for place in places if (place / COMPARE).exists()), path)
 
 
 def read(path: Path, unfinished: bool = False, name: str | None = None) -> Stored:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError, MissingExtra
 from fedbraid.run.checkpoint import Record
 from fedbraid.study.stats import METRICS
@@ -28,14 +29,37 @@ TITLES = dict(zip(METRICS, ("test accuracy", "test loss", "training loss", "norm
 
 def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target: float | None = None) -> Any:
     """A matplotlib figure of named curves, with their intervals."""
+    drawn = _figure(6.4)
+    _draw(drawn.subplots(), curves, metric, axis, target)
+    return drawn
+
+
+def fronts(curves: Mapping[str, Record], metric: str, target: float | None = None) -> Any:
+    """Curves over time and over bytes; a ring marks the ends that no other beats in both what it took and its worth."""
+    drawn, sign = _figure(11.0), -1.0 if falls(metric) else 1.0
+    for pane, axis in zip(drawn.subplots(1, 2, sharey=True), ("time", "bytes")):
+        _draw(pane, curves, metric, axis, target)
+        ends = {name: (c["x"][axis][-1], c["mean"][-1]) for name, c in curves.items()}
+        for i, (x, y) in enumerate(ends.values()):
+            better = ((a <= x and sign * (b - y) >= 0) and (a, b) != (x, y) for a, b in ends.values())
+            if not any(better):
+                pane.plot([x], [y], "o", markersize=11, fillstyle="none", color=COLOURS[i % 7])
+    return drawn
+
+
+def _figure(width: float) -> Any:
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, PercentFormatter
     except ImportError as error:
         raise MissingExtra("drawing a figure", "plot") from error
-    drawn: Any = Figure(figsize=(6.4, 4.0), layout="constrained")
+    drawn: Any = Figure(figsize=(width, 4.0), layout="constrained")
     drawn._repr_png_ = lambda: png(drawn)  # a notebook shows it, whether or not pyplot was imported
-    pane = drawn.subplots()
+    return drawn
+
+
+def _draw(pane: Any, curves: Mapping[str, Record], metric: str, axis: str, target: float | None) -> None:
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
     for i, (name, curve) in enumerate(curves.items()):
         style: dict[str, Any] = {"color": COLOURS[i % 7], "linestyle": DASHES[i // 7 % 4]}
         pane.plot(curve["x"][axis], curve["mean"], label=name, **style)
@@ -59,7 +83,6 @@ def figure(curves: Mapping[str, Record], metric: str, axis: str = "step", target
     pane.spines[["top", "right"]].set_visible(False)
     if curves:
         pane.legend(frameon=False, fontsize="small")
-    return drawn
 
 
 def png(drawn: Any) -> bytes:

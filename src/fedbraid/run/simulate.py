@@ -52,6 +52,7 @@ from fedbraid.schedule import Buffered, Rounds, Schedule, clock
 from fedbraid.schedule.selection import SELECTIONS, ClientHistory
 
 log = logging.getLogger("fedbraid")
+PAUSE = "pause"  # a callback's answer to a step: end here, unfinished
 
 
 @dataclass
@@ -212,6 +213,7 @@ class Run:
     metadata: Record = field(default_factory=dict)  # committed with the last step
     budgets: tuple[PrivacyAccountant, ...] = ()  # what privacy costs
     seen: ClientHistory | None = None  # of clients, where the schedule chooses by it
+    is_paused: bool = False  # a callback asked for an end from which the same call continues
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
@@ -264,8 +266,10 @@ class Run:
                 record |= budget.charge(self.state.t, record["clients"], self.source.sizes)
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
+            self.is_paused = PAUSE in answers
             stop = any(answers) or any(budget.is_exhausted(self.state.t) for budget in self.budgets)
-            self.metadata = {**notes.metadata, **({"stopped": self.state.t} if stop else {})}
+            is_stopped = stop and not self.is_paused
+            self.metadata = {**notes.metadata, **({"stopped": self.state.t} if is_stopped else {})}
             pending.append(record)
             if self.checkpoint is None:
                 self.history.extend(pending)
@@ -352,7 +356,7 @@ class Run:
             self.folder.path if self.folder else None,
             self.setup.work,
         )
-        if self.folder is not None:
+        if self.folder is not None and not self.is_paused:
             save_model(self.folder.path / "model.safetensors", task.layout.views(x))
             if self.options.evaluate_on == "clients" and history and not self.source.is_live:
                 own = partial(models_of, self.setup.algorithm.rule, self.state)

@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -102,7 +102,7 @@ class Campaign(Generic[C]):
 
     cells: Iterable[C] | Callable[[], C | None]
     run_cell: Callable[[C, Ask], Any]
-    folder: Path = field(default_factory=Path)
+    folder: Path
 
     def run(self, jobs: int | None = None, on_event: OnEvent = ignore) -> None:
         """Run the cells, `jobs` at a time; an error other than divergence ends the campaign."""
@@ -117,7 +117,7 @@ class Campaign(Generic[C]):
 
         def done(cell: C, result: Any) -> None:
             if isinstance(result, Failure) and result.kind != "Diverged":
-                raise EngineError(f"{cell} failed: {result.message}")
+                raise EngineError(f"{cell} failed: {result.message}; what is done is kept in {self.folder}")
             on_event(Event("done", cell, result=result))
 
         prepare()
@@ -144,6 +144,14 @@ def claim(out: Path, file: str, facts: Record, fixed: Mapping[str, str]) -> Reco
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}; choose another out=") from error
     return known
+
+
+def new_folder(task: str, what: str) -> Path:
+    """A folder of our own that is not there yet."""
+    number = 1
+    while (place := Path("runs") / f"{task}-{what}-{number}").exists():
+        number += 1
+    return place
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -352,8 +353,13 @@ class Grid:
         except (KeyError, TypeError) as error:
             raise RunError(f"{out / FILE} lacks or garbles {error}; restore it or compare anew") from error
 
-    def run(self, jobs: int | None = None, on_event: OnEvent = ignore) -> None:
-        """Run every cell that is not done yet."""
+    def run(
+        self,
+        jobs: int | None = None,
+        on_event: OnEvent = ignore,
+        may_start: Callable[[Cell], bool] = lambda cell: True,
+    ) -> None:
+        """Run every cell that is not done yet, until one may not start."""
 
         def noting(event: Event[Cell]) -> Any:
             if isinstance(event.result, Failure) and event.cell is not None:
@@ -362,12 +368,13 @@ class Grid:
 
         cells = self.cells
         on_event(Event("begin", cells=cells))
-        todo = [cell for cell in cells if not self._is_done(cell) and cell.failure is None]
-        Campaign(todo, self._run_cell, self.out).run(jobs, noting)
+        todo = (cell for cell in cells if not self.is_over(cell))
+        Campaign(takewhile(may_start, todo), self._run_cell, self.out).run(jobs, noting)
 
-    def _is_done(self, cell: Cell) -> bool:
+    def is_over(self, cell: Cell) -> bool:
         by_client = self.options.get("evaluate_on") == "clients"
-        return cell.is_done and (not by_client or (cell.folder / CLIENTS).exists())
+        is_done = cell.is_done and (not by_client or (cell.folder / CLIENTS).exists())
+        return is_done or cell.failure is not None
 
     def _run_cell(self, cell: Cell, ask: Ask) -> None:
         e = cell.entry

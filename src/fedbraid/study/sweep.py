@@ -54,8 +54,11 @@ Build = Callable[[Settings], Entry]
 # Held-out clients ---------------------------------------------------------------------------------
 
 
-def hold_out(task: Task, share: float, seed: int = 0) -> Task:
-    """The task of the other clients, tested on the data of this share of them instead of the test set."""
+def hold_out(task: Task, share: float, seed: int = 0, by_client: bool = False) -> Task:
+    """The task of the other clients, tested on the data of this share of them instead of the test set.
+
+    With `by_client` the test set says whose data is whose, so that the worst tenth of them can be told.
+    """
     number("hold_out", share, "(0, 1)", "is no share of the clients")
     count = max(1, round(share * task.clients))
     if count >= task.clients:
@@ -64,17 +67,19 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         )
     held = np.sort(rng.generator(seed, "hold-out").permutation(task.clients)[:count])
     kept = np.setdiff1d(np.arange(task.clients), held)
+    cuts = np.cumsum([0, *task.sizes[held], *[0] * (len(kept) - len(held))])  # the others have none
+    of_clients = cuts if by_client else None
     if isinstance(task.inputs, LazyColumn):  # which is asked by client, not by row
         few, judge = task.inputs.store.some(kept), task.inputs.store.together(held, "the held-out clients")
         inputs, targets = LazyColumn.both(few)
         return dataclasses.replace(
             task, inputs=inputs, targets=targets, rows=torch.arange(len(few)), offsets=few.offsets,
-            test=LazyColumn.both(judge), test_offsets=None, spec=None,
+            test=LazyColumn.both(judge), test_offsets=of_clients, spec=None,
         )  # fmt: skip
     rows, offsets = _rows(task, kept)
     tested, _ = _rows(task, held)
     return dataclasses.replace(
-        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, tested), tree.take(task.targets, tested)), test_offsets=None, spec=None
+        task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, tested), tree.take(task.targets, tested)), test_offsets=of_clients, spec=None
     )  # fmt: skip
 
 

@@ -1,0 +1,382 @@
+"""Successive halving over rounds on held-out clients, and a final on fresh seeds, within a time (see `choose`)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.metric_names import falls
+from fedbraid.data.task import Task
+from fedbraid.errors import ConfigError, RunError
+from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.formatting import format_seconds, format_share
+from fedbraid.run.simulate import PAUSE, Run, simulate
+from fedbraid.study import flops, stats
+from fedbraid.study.campaign import ENGINE, Campaign, Entry, Event, Journal, OnEvent, Progress, claim
+from fedbraid.study.candidates import (
+    BASELINE,
+    SPENDING,
+    Admitted,
+    Obstacle,
+    Settings,
+    Situation,
+    candidates,
+    nothing_left,
+)
+from fedbraid.study.candidates import examine as examine
+from fedbraid.study.compare import Grid
+from fedbraid.study.energy import EnergyMeter
+from fedbraid.study.sweep import hold_out
+from fedbraid.workers import Ask, Failure, WorkerPool
+
+FILE, JOURNAL = "choose.json", "choose.jsonl"
+RUNGS = (1 / 9, 1 / 3, 1.0)  # of the rounds; a third goes on from each
+WORK = 2.4  # first rungs that the whole race takes for each arm
+LOOKS = 27  # evaluations of a run
+ROUNDS, MOST_ROUNDS = 100, 300
+RACE, GRACE, END, LAST = (
+    0.55,
+    0.05,
+    0.9,
+    1.15,
+)  # of the time: the race, what runs then, no seed begins, all stops
+PILOT_S = 20.0  # seconds that the first heat may take, to tell how much time would be enough
+FINALISTS, SEEDS = 5, (3, 4, 5, 6, 8, 10, 12, 16, 20)
+TRIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # settings of a candidate
+HELD_OUT, ENOUGH_SAMPLES = (0.2, 0.25, 0.3, 1 / 3), 2500  # for a standard error of at most 1 point
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A candidate with one setting."""
+
+    admitted: Admitted
+    settings: Settings
+    entry: Entry
+
+    @property
+    def name(self) -> str:
+        return self.admitted.candidate.name
+
+    @property
+    def key(self) -> str:
+        return self.entry.folder
+
+
+@dataclass(frozen=True)
+class Heat:
+    """One arm's run up to a rung."""
+
+    arm: Arm
+    rung: int
+    folder: Path
+
+    @property
+    def step(self) -> int:
+        return max(1, math.ceil(RUNGS[self.rung] * self.arm.entry.schedule.steps))
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in self.arm.settings.items())
+        return f"{self.arm.name} ({said})"
+
+
+class OutOfTime(Exception):
+    """The time is up; what runs is abandoned."""
+
+
+class _Until:
+    """A callback that pauses a run at a step or when the deadline has passed, and counts the seconds of training."""
+
+    def __init__(self, step: int, deadline: float | None) -> None:
+        self.last, self.deadline = step, deadline if deadline is not None else math.inf
+
+    def start(self, run: Run) -> None:
+        self.begun = time.monotonic()
+
+    def step(self, record: Record, run: Run) -> Any:
+        return PAUSE if record["step"] >= self.last or record["time"] > self.deadline else False
+
+
+class Race:
+    """The folder of a choice: `choose.json` says what is chosen, `choose.jsonl` what came of each heat and decision."""
+
+    def __init__(
+        self, task: Task, situation: Situation, given: Mapping[str, Algorithm] | None, out: Path, minutes: float,
+        jobs: int | None, seed: int, on_event: OnEvent,
+    ) -> None:  # fmt: skip
+        self.task, self.situation, self.out, self.seed, self.on_event = task, situation, out, seed, on_event
+        self.minutes, self.total, self.jobs = minutes, 60 * minutes, WorkerPool(len, jobs).count or 1  # type: ignore[arg-type]
+        self.candidates = candidates(situation, given)
+        self.metric = situation.metric(task)
+        self.sign = -1.0 if falls(self.metric) else 1.0
+        self.journal = Journal(out / JOURNAL)
+        self.looks: dict[tuple[str, int], Record] = {}  # by arm and rung
+        self.plan: Record = {}  # decisions that hung on the clock
+        self.excluded: dict[str, list[Obstacle]] = {}
+        self.begun, self.earlier = time.monotonic(), 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds, those before interruptions included."""
+        return self.earlier + time.monotonic() - self.begun
+
+    def claim(self, note: Record) -> None:
+        facts = {
+            "data": self.task.fingerprint, "situation": str(self.situation), "minutes": self.minutes, "seed": self.seed,
+            "candidates": [c.name for c in self.candidates],
+        }  # fmt: skip
+        claim(self.out, FILE, facts | note, {key: key for key in facts})
+
+    def admit(self) -> list[Admitted]:
+        """The candidates that no limit excludes."""
+        found = []
+        for candidate in self.candidates:
+            admitted, obstacles = examine(candidate, self.situation, self.task)
+            if admitted is None or obstacles:
+                self.excluded[candidate.name] = obstacles
+            else:
+                found.append(admitted)
+        if not found:
+            raise nothing_left(self.excluded)
+        s = self.situation
+        self.rounds = s.rounds or ROUNDS
+        if s.rounds is None and s.deadline is not None:
+            fit = math.ceil(s.deadline / min(a.participation for a in found))
+            self.rounds = min(MOST_ROUNDS, max(ROUNDS // 10, fit))
+        return found
+
+    @cached_property
+    def tuning(self) -> Task:
+        """The task of the race: some clients judge and do not train."""
+        few = (share for share in HELD_OUT if share * self.task.sizes.sum() >= ENOUGH_SAMPLES)
+        share = next(few, HELD_OUT[-1])
+        return hold_out(self.task, share, self.seed, self.situation.objective == "worst-tenth")
+
+    def recall(self) -> None:
+        """What was done before an interruption."""
+        for line in self.journal.lines():
+            self.earlier = line.pop("spent")
+            if "arm" in line:
+                self.looks[line["arm"], line["rung"]] = line
+            else:
+                self.plan |= line
+
+    def decide(self, **said: Any) -> None:
+        """Keep a decision that hangs on the clock, so that an interruption changes nothing."""
+        self.plan |= said
+        self.journal.add(said | {"spent": self.spent})
+
+    # On held-out clients ----------------------------------------------------------------------------
+
+    def run(self, admitted: Sequence[Admitted]) -> list[Arm]:
+        """All arms, of which the best came to the last rung."""
+        first = [self.arm(a, 0) for a in admitted]
+        self._heat(first[:1], 0)  # a pilot tells what the time is enough for
+        if "tried" not in self.plan:
+            rung, run = self._seconds(first[:1])
+            if (need := 3 * WORK * rung + 2 * SEEDS[0] * run) > self.total * self.jobs * END:
+                raise self._too_little(need, run)
+            self.decide(tried=int(max(2, min(len(first), RACE * self.total * self.jobs / WORK / rung))))
+        tried = self.plan["tried"]
+        for arm in first[tried:]:
+            why = f"not tried, because {self.minutes:g} minutes are enough for {tried} candidates"
+            enough = f"--minutes {math.ceil(self.minutes * len(first) / tried)}"
+            self.excluded[arm.name] = [Obstacle("minutes", why, enough)]
+        self._heat(first := first[:tried], 0)
+        if "settings" not in self.plan:
+            room = (
+                (RACE * self.total - self.spent) * self.jobs / self._seconds(first)[0] + len(first)
+            ) / WORK
+            self.decide(settings=max(t for t in TRIES if t == 1 or t * len(first) <= room))
+        drawn = [self.arm(a.admitted, n) for n in range(self.plan["settings"]) for a in first]
+        arms = going = list({arm.key: arm for arm in drawn}.values())
+        for rung in range(len(RUNGS)):
+            self._heat(going, rung)
+            ranked = self.ranked([a for a in going if (a.key, rung) in self.looks])
+            base = [a for a in ranked if a.name == BASELINE][:1]
+            going = ranked[: max(FINALISTS, math.ceil(len(going) / 3))]
+            going += [a for a in base if a not in going]
+        return arms
+
+    def arm(self, admitted: Admitted, number: int) -> Arm:
+        settings = admitted.candidate.draw(number)
+        return Arm(admitted, settings, admitted.entry(settings, self.rounds))
+
+    def _too_little(self, need: float, run: float) -> ConfigError:
+        return ConfigError(
+            f"minutes={self.minutes:g} is too little to tell anything: a run takes about {format_seconds(run)} here; use"
+            f" minutes={math.ceil(need / self.jobs / END / 6) / 10:g} or more"
+        )
+
+    def _seconds(self, arms: Sequence[Arm]) -> tuple[float, float]:
+        """What a first rung and a whole run take in a worker, on average."""
+        looks = [look for a in arms if (look := self.looks.get((a.key, 0))) is not None and look["step"]]
+        start = sum(k["seconds"] - k["training"] for k in looks) / max(1, len(looks))
+        training = sum(k["training"] for k in looks) / max(1, len(looks))
+        return max(1e-3, start + training), max(1e-3, start + training / RUNGS[0])
+
+    def _heat(self, arms: Sequence[Arm], rung: int) -> None:
+        """Run these up to a rung, while the time of the race lasts."""
+        heats = [Heat(a, rung, self.out / "race" / a.key / f"seed-{self.seed}") for a in arms]
+        todo = [h for h in heats if (h.arm.key, rung) not in self.looks]
+        if not todo or f"rung {rung}" in self.plan:
+            return
+        waiting, begun, last = iter(todo), self.spent, 0
+        is_pilot = not self.looks
+        end = max(RACE * self.total, PILOT_S) if is_pilot else RACE * self.total
+
+        def noting(event: Event[Heat]) -> None:
+            nonlocal last
+            self.on_event(event)
+            last = max(last, event.step)
+            if event.cell is not None and event.kind == "done":
+                look = event.result
+                if isinstance(look, Failure):
+                    look = {
+                        "score": -1e300,
+                        "value": None,
+                        "reached": False,
+                        "step": 0,
+                        "seconds": 0.0,
+                        "training": 0.0,
+                    }
+                self.looks[event.cell.arm.key, rung] = look
+                self.journal.add({"arm": event.cell.arm.key, "rung": rung, "spent": self.spent, **look})
+            if self.spent > end + GRACE * self.total:
+                raise OutOfTime
+
+        self.on_event(Event("begin", cells=todo, result=f"race, rung {rung + 1} of {len(RUNGS)}"))
+        try:
+            next_heat = lambda: next(waiting, None) if self.spent < end else None  # noqa: E731
+            Campaign(next_heat, self._run_heat, self.out).run(self.jobs, noting)
+        except OutOfTime:
+            if is_pilot and not self.looks:
+                rung_s = (self.spent - begun) * todo[0].step / max(1, last)
+                raise self._too_little(
+                    (3 * WORK + 2 * SEEDS[0] / RUNGS[0]) * rung_s, rung_s / RUNGS[0]
+                ) from None
+        if any((h.arm.key, rung) not in self.looks for h in heats):
+            self.decide(**{f"rung {rung}": "out of time"})
+
+    def _run_heat(self, heat: Heat, ask: Ask) -> Record:
+        """In a worker."""
+        logging.disable(logging.WARNING)
+        e, begun = heat.arm.entry, time.monotonic()
+        until = _Until(heat.step, self.situation.deadline)
+        visit = flops.of_clients(self.tuning, e.algorithm, e.work)
+        meter = EnergyMeter(self.situation.device, visit, self.situation.network)
+        simulate(
+            self.tuning, e.algorithm, e.work, e.schedule, seed=self.seed, engine=ENGINE, out=heat.folder,
+            callbacks=[until, meter, Progress(ask, self.metric)], checkpoint_every=e.schedule.steps,
+            **self.options(e.schedule.steps),
+        )  # fmt: skip
+        now, history = time.monotonic(), self.in_time(list(Folder(heat.folder).records()))
+        look = self._score(history, heat.rung == len(RUNGS) - 1)
+        return look | {"step": history[-1]["step"], "seconds": now - begun, "training": now - until.begun}
+
+    def options(self, steps: int) -> dict[str, Any]:
+        on = "clients" if self.situation.objective == "worst-tenth" else "test"
+        return {"evaluate_every": max(1, steps // LOOKS), "evaluate_on": on}
+
+    def in_time(self, history: Sequence[Record]) -> list[Record]:
+        deadline = self.situation.deadline
+        return [r for r in history if deadline is None or r["time"] <= deadline] or list(history[:1])
+
+    def took(self, history: Sequence[Record]) -> float | None:
+        """What reaching the target took by the objective, None where it was not reached."""
+        found = stats.reach(history, stats.axes(history), self.situation.accuracy or 1.0)
+        return found.get(self.situation.objective)
+
+    def _score(self, history: Sequence[Record], is_last: bool) -> Record:
+        """What a run is worth by now, more is better: its metric, or minus what the target took or would take."""
+        seen = [r[self.metric] for r in history if self.metric in r][-2:] or [0.0]
+        value = math.fsum(seen) / len(seen)
+        if self.situation.objective not in SPENDING:
+            return {"score": self.sign * value, "value": value, "reached": True}
+        took = self.took(history)
+        reached, so_far = took is not None, stats.axes(history)[self.situation.objective][-1]
+        takes = so_far * (self.situation.accuracy or 1.0) / max(value, 1e-3) if took is None else took
+        late = 1e6 if is_last and not reached else 1.0  # in the end, those that did not reach it come last
+        return {"score": -takes * late, "value": value, "reached": reached, "takes": takes}
+
+    def rung_of(self, arm: Arm) -> int:
+        return max((r for r in range(len(RUNGS)) if (arm.key, r) in self.looks), default=-1)
+
+    def ranked(self, arms: Sequence[Arm]) -> list[Arm]:
+        """By the rung that they came to and what they were worth there; the first of equals first."""
+        came = [(arm, self.rung_of(arm)) for arm in arms]
+        known = [(arm, rung) for arm, rung in came if rung >= 0]
+        return [a for a, _ in sorted(known, key=lambda p: (-p[1], -self.looks[p[0].key, p[1]]["score"]))]
+
+    # On fresh seeds -----------------------------------------------------------------------------------
+
+    def finalists(self, arms: Sequence[Arm]) -> list[Arm]:
+        """The best arm of the best candidates, one of a family, and FedAvg's."""
+        last = [(look, a.name) for a in arms if (look := self.looks.get((a.key, len(RUNGS) - 1))) is not None]
+        if last and not any(look["reached"] for look, _ in last):
+            raise self.unreached([(look["value"] or 0.0, name) for look, name in last])
+        families: dict[Any, Arm] = {}
+        for arm in self.ranked(arms):
+            families.setdefault(arm.admitted.candidate.family, arm)
+        chosen = list(families.values())
+        base = [a for a in self.ranked(arms) if a.name == BASELINE][:1]
+        if "finalists" not in self.plan:
+            run = self._seconds(chosen[:FINALISTS])[1]
+            rows = max(
+                2.0, (END * self.total - self.spent) / run * self.jobs
+            )  # runs that the time is enough for
+            count = max(1, min(FINALISTS, int(rows / SEEDS[0]) - 1))
+            seeds = max(s for s in SEEDS if s == SEEDS[0] or s * (count + 1) <= rows)
+            self.decide(finalists=count, seeds=seeds)
+        chosen = chosen[: self.plan["finalists"]]
+        return chosen + [a for a in base if a not in chosen]
+
+    def unreached(self, values: Sequence[tuple[float, str]]) -> ConfigError:
+        value, name = max(values)
+        return ConfigError(
+            f"no candidate reached an accuracy of {format_share(self.situation.accuracy)} in {self.rounds} rounds; the"
+            f" best, {name}, came to {format_share(value)}; use accuracy={math.floor(100 * value) / 100:g} or more rounds"
+        )
+
+    def confirm(self, finalists: Sequence[Arm]) -> Grid:
+        """Run the finalists on the test set with seeds that nothing has seen, as many as the time is enough for."""
+        seeds = [self.seed + 1 + i for i in range(self.plan["seeds"])]
+        grid = Grid(
+            self.out / "confirm", self.task, [a.entry for a in finalists], seeds, self.situation.accuracy,
+            self.options(self.rounds), self.metric, self.situation.device,
+        )  # fmt: skip
+        grid.save()
+        begun, done = self.spent, 0
+
+        def complete() -> list[int]:
+            return [s for s in seeds if all(grid.is_over(c) for c in grid.cells if c.seed == s)]
+
+        def may_start(cell: Any) -> bool:
+            each = (self.spent - begun) * len(finalists) / max(1, done)
+            is_first = cell.entry is grid.entries[0] and cell.seed not in seeds[:2]
+            return not is_first or self.spent + each < END * self.total
+
+        def noting(event: Event[Any]) -> None:
+            nonlocal done
+            self.on_event(event)
+            done += event.kind == "done"
+            if self.spent > LAST * self.total:
+                raise OutOfTime
+
+        try:
+            grid.run(self.jobs, noting, may_start)
+        except OutOfTime:
+            if not complete():
+                raise RunError(
+                    f"{self.minutes:g} minutes were too few to confirm anything on a machine as busy as this one; use more"
+                ) from None
+        grid.seeds = complete()
+        grid.save()
+        return grid

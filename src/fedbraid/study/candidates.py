@@ -263,7 +263,7 @@ def examine(candidate: Candidate, situation: Situation, task: Task) -> tuple[Adm
     try:
         algorithm = candidate.build(settings, situation)
         algorithm.fits(work, task.full_layout.size > task.layout.size)
-        algorithm.gather.fits(task.layout)
+        algorithm.gather.traits().check_layout(task.layout)
     except MissingExtra:
         raise
     except ConfigError as error:

@@ -9,7 +9,7 @@ NEWEST := typer==0.29.0 rich==15.0.0
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint types bench test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
+.PHONY: help setup demo test test-browser lint types bench bench-gpu test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -75,6 +75,13 @@ types: $(READY)  ## mypy, strict on the package
 
 bench: $(READY)  ## speed against bare PyTorch, side by side
 	$(BIN)/python benchmarks/speed.py
+
+# it was never run by its authors, who had no GPU: paste what it prints into an issue
+bench-gpu: $(READY)  ## the same on a CUDA GPU
+	@$(BIN)/python -c "import torch; torch.cuda.is_available() or exit('PyTorch sees no CUDA GPU; install a CUDA build of torch into $(VENV) first')"
+	@$(BIN)/python -c "import torch, fedbraid; print(torch.cuda.get_device_name(), 'torch', torch.__version__, 'fedbraid', fedbraid.__version__)"
+	$(BIN)/python benchmarks/speed.py --device cuda --engine in_process
+	$(BIN)/python benchmarks/speed.py --device cuda --engine "in_process(precision='bfloat16')" W3 W6 W7 W8
 
 tables: $(READY)  ## write the tables that stand in docs/ anew
 	$(BIN)/python docs/_site/content.py

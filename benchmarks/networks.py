@@ -1,24 +1,21 @@
 """Networks as people bring them: whole rounds through `fb.simulate(engine="auto")` against bare loops, as in speed.py.
 
-    python benchmarks/networks.py [NAME ...] [--repeats 3] [--seconds 1] [--new]
+    python benchmarks/networks.py [NAME ...] [--repeats 3] [--seconds 1] [--engine auto]
+    python benchmarks/networks.py [NAME ...] --rounds 1 4 16 64 256
 
-A bare loop runs for about so many seconds, fedbraid for three times as many rounds. What can be compiled is compiled first, so
-that rounds are compared as they are in a long run; with `--new` the cache is empty at the start of each network, and `auto`
-may leave the compiler to later runs.
+A bare loop runs for about so many seconds, fedbraid for three times as many rounds. `--rounds` times whole runs of these lengths
+from an empty cache, and again, as in speed.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
 from dataclasses import replace
 from itertools import pairwise
 
-import speed
 import torch
-from speed import HEAD, Bare, Workload, line, measure, trained
+from speed import HEAD, Bare, Workload, line, measure, print_short_runs, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
@@ -344,17 +341,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--new", action="store_true")
+    parser.add_argument("--rounds", type=int, nargs="+", metavar="N")
     args = parser.parse_args()
+    if args.rounds:
+        return print_short_runs({name: NETWORKS[name] for name in args.names}, args.rounds, args.repeats)
     print(HEAD.replace("\n", " why not native |\n") + " --- |")
     for name in args.names:
         work = lasting(NETWORKS[name], args.seconds)
-        with tempfile.TemporaryDirectory() as cache:
-            if args.new:
-                os.environ["XDG_CACHE_HOME"] = cache
-                speed.prepare = lambda *_: None
-            row = line(measure(name, work, args.repeats, args.engine, "cpu"))
-            print(f"{row} {Native.supports(work.task(*work.table())) or ''} |", flush=True)
+        row = line(measure(name, work, args.repeats, args.engine, "cpu"))
+        print(f"{row} {Native.supports(work.task(*work.table())) or ''} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -174,14 +174,16 @@ def test_demo(call: Call) -> None:
     assert averaging["bytes_kept"] == 0
 
 
-def test_why_gradients_are_not_native(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert json.loads(call("run", "digits", "fedavg", *FAST, "--json")[1])["not_native"] is None
-    monkeypatch.setattr("fedbraid_native.trace", refuse)
-    _, out, _ = call("run", "digits", "fedavg", *FAST)
-    assert "the layer Odd at 'body.3' is not supported" in out
-    assert json.loads(call("run", "digits", "fedavg", *FAST, "--json")[1])["not_native"].startswith(
-        "the layer Odd"
-    )
+def test_a_run_says_its_engine_and_why(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = ("run", "digits", "fedavg", *FAST, "--out", str(tmp_path / "run"))
+    said = json.loads(call(*asked, "--json")[1])
+    assert said["plan"].startswith("plain autograd: the run takes about")
+    _, out, _ = call("doctor", "--why", str(tmp_path / "run"))
+    assert said["engine"] in out
+    assert said["plan"] in out
+    monkeypatch.setattr("fedbraid.engines.native_backend.trace", refuse)
+    _, out, _ = call("run", "digits", "fedavg", "--rounds", "100000", "--target", "0.1", "--lr", "0.1")
+    assert "vmap, and no compiled gradients: the layer Odd at 'body.3' is not supported" in out
 
 
 def refuse(*_: object) -> None:

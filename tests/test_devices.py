@@ -13,9 +13,15 @@ import torch
 from torch import nn
 
 import fedbraid as fb
+from fedbraid.core import device
+from fedbraid.data.batches import Batch
+from fedbraid.engines import planning
 from fedbraid.engines.autograd import LoopGradient, VmapGradient
+from fedbraid.engines.choice import choose
 from fedbraid.engines.client_update import client_update
 from fedbraid.engines.engine import Setup, TrainRequest, participate
+from fedbraid.engines.in_process import InProcess
+from fedbraid.errors import ConfigError
 
 WORK = fb.Work(lr=0.1, batch=5, momentum=0.9)
 ALGORITHMS = [
@@ -85,3 +91,48 @@ def test_a_stray_tensor_is_noticed():
     task, a = make().to("meta"), fb.Algorithm(rule=Stray())
     with pytest.raises((RuntimeError, NotImplementedError), match=r"device|meta"):
         client_update(Setup(a, task, WORK, 0), VmapGradient(task), order(a, task, WORK))
+
+
+def test_a_number_that_is_waited_for_is_noticed():
+    task = make().to("meta")
+    with pytest.raises(RuntimeError, match="item"):
+        device.placed(np.ones(3), task.device).sum().item()
+
+
+def test_on_a_gpu_vmap_takes_what_it_can_follow():
+    for where, takes in (("cpu", False), ("meta", True)):
+        task = make().to(where)
+        facts = planning.facts_of(Setup(fb.fedavg(), task, WORK, 0, 2, 2))
+        assert facts.vmap == takes
+        assert (choose(facts).backend == "vmap") == takes
+    batch = Batch(task.inputs, task.targets, task.rows[:2].view(2, 1))
+    assert VmapGradient(task)(task.vector(0).repeat(2, 1), batch)[0].shape == (2, task.layout.size)
+
+
+@pytest.mark.parametrize("backend", ["loop", "vmap"])
+def test_less_precise_products_end_nearby(backend):
+    task = make()
+    exact, rough = (
+        fb.simulate(
+            task, fb.fedavg(), WORK, fb.rounds(3, clients=2), engine=f"in_process(backend={backend!r}{more})"
+        )
+        for more in ("", ", precision='bfloat16'")
+    )
+    assert rough.x.dtype == torch.float32
+    assert not torch.equal(exact.x, rough.x)
+    torch.testing.assert_close(exact.x, rough.x, rtol=0.1, atol=0.02)
+    assert "precision='bfloat16'" in rough.engine
+    assert "precision" not in exact.engine
+
+
+def test_precisions_that_there_are_not():
+    with pytest.raises(ConfigError, match="precision 'int3'"):
+        InProcess(precision="int3")
+    with pytest.raises(ConfigError, match="native gradients are float32"):
+        fb.simulate(
+            make(),
+            fb.fedavg(),
+            WORK,
+            fb.rounds(1, clients=2),
+            engine="in_process(backend='native', precision='float16')",
+        )

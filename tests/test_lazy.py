@@ -526,10 +526,11 @@ def test_native_code_reads_what_was_read_for_it():
     assert runs[0].history == runs[1].history
 
 
-def test_every_way_can_be_timed():
-    from fedbraid.engines import auto
-    from fedbraid.engines.autograd import VmapGradient
+def test_a_plan_is_made_without_reading_the_data():
+    from fedbraid.engines import planning
+    from fedbraid.engines.autograd import why_not_vmap
+    from fedbraid.engines.engine import Setup
 
-    made = task(lazy=True)
-    assert all(timed() > 0 for timed in auto._plain(made, WORK, 3).values())
-    assert auto._time(VmapGradient(made), made, WORK, 3) > 0
+    plans = [planning.facts_of(Setup(fb.fedavg(), t, WORK, 0, 3, 300)) for t in (task(lazy=True), task())]
+    assert plans[0] == plans[1]
+    assert why_not_vmap(task(lazy=True)) is None

@@ -1323,7 +1323,7 @@ def mixed(z):
 
 def kept(noise: int, samples: int, layer: int, places: int, p: float) -> torch.Tensor:
     """What dropout multiplies by, [samples, places], written from its definition."""
-    with np.errstate(over_select="ignore"):
+    with np.errstate(over="ignore"):
         key = mixed(np.uint64(noise) + mixed(np.arange(samples, dtype=np.uint64)))[:, None]
         low, high = (
             key.astype(np.uint32) ^ np.uint32(layer) * np.uint32(0x9E3779B9),

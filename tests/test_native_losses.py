@@ -30,8 +30,9 @@ from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data.augment import Flip
 from fedbraid.data.batches import Batch, DrawnBatches
 from fedbraid.data.task import Task
-from fedbraid.engines import auto
+from fedbraid.engines import planning
 from fedbraid.engines.autograd import LoopGradient
+from fedbraid.engines.engine import Setup
 from fedbraid.engines.native_backend import Native
 from fedbraid.engines.per_example import LoopedPerExample
 from fedbraid.errors import DataError, NativeUnavailable
@@ -433,24 +434,12 @@ def test_a_run_ends_where_the_loop_ends(loss):
         assert ours.last(measure) == pytest.approx(loop.last(measure), rel=1e-4)
 
 
-def test_auto_takes_it_for_a_long_job(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(auto, "BESIDE", 2.0)
-    monkeypatch.setattr(auto, "compiling", lambda task: 0.0)
-    monkeypatch.setattr(auto, "SHARE", 1e9)
-    monkeypatch.setattr(auto, "WORTH", 0.0)
-    monkeypatch.setattr(auto, "_native_time", lambda *_: 0.0)
+def test_auto_takes_it_for_a_long_job():
     task = own(smoothed, model=lenet, shape=(1, 18, 18))
-    ran = fb.simulate(
-        task, fb.fedavg(), fb.Work(lr=0.1, batch=8), fb.rounds(2, clients=2), evaluate_every=None
-    )
-    assert "backend='native'" in ran.engine
-
-
-def test_a_loss_has_one_name_in_all_processes():
-    one, other = (own(lambda o, t: smoothed(o, t) * 2) for _ in range(2))
-    assert auto._model(one) == auto._model(other)
-    assert auto._model(one) != auto._model(own(smoothed))
+    job = Setup(fb.fedavg(), task, fb.Work(lr=0.1, batch=8), 0, 2, 2 * 10**6)
+    plan, compiled = planning.settle(job, planning.facts_of(job))
+    assert plan.backend == "native"
+    assert isinstance(compiled, Native)
 
 
 @pytest.mark.parametrize("loss", [smoothed, focal_with_weights])

@@ -17,6 +17,7 @@ from typing import Any
 
 from fedbraid import errors
 from fedbraid.core.check import integer
+from fedbraid.core.device import available_cores
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 
 Ask = Callable[[Any], Any]  # a job sends a message to the parent and gets its answer
@@ -52,7 +53,7 @@ class WorkerPool:
     pending: Counter[Connection] = field(default_factory=Counter, repr=False)  # posted and not answered yet
 
     def __post_init__(self) -> None:
-        self.count = len(os.sched_getaffinity(0)) if self.count is None else self.count
+        self.count = available_cores() if self.count is None else self.count
         integer("jobs", self.count, why="runs nothing")
         if "fork" not in mp.get_all_start_methods():
             raise ConfigError(

@@ -12,7 +12,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -101,10 +100,9 @@ def cache_folder() -> Path:
     return folder
 
 
-def built(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
-    """Whether the library of this source is in the cache."""
-    command = compiler()
-    return command is not None and _ours(_path(command, flags, source))
+def _cores() -> int:
+    """The cores that this process may use; where the system does not say (macOS), all that there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _path(command: list[str], flags: tuple[str, ...], source: str) -> Path:
@@ -119,49 +117,33 @@ def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     if command is None:
         raise CompileError("no C++ compiler was found; install g++ or set CXX")
     path = _path(command, flags, source)
-    if not _ours(path):
+    for last in (False, True):
+        if last or not _is_intact(path):
+            try:
+                _compile(command, flags, source, path)
+            except OSError as error:
+                raise CompileError(
+                    f"the library cannot be written to {path.parent}: {error.strerror}"
+                ) from error
         try:
-            _compile(command, flags, source, path)
+            return ctypes.CDLL(str(path))  # CDLL, not PyDLL: calls release the interpreter's lock
         except OSError as error:
-            raise CompileError(f"the library cannot be written to {path.parent}: {error.strerror}") from error
+            path.unlink(missing_ok=True)
+            if last:
+                raise CompileError(f"the compiled library does not load: {error}") from error
+    raise AssertionError
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether the library is there, this user's, writable by nobody else, and of the bytes that were compiled."""
     try:
-        return ctypes.CDLL(str(path))  # CDLL, not PyDLL: calls release the interpreter's lock
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise CompileError(f"the compiled library does not load: {error}") from error
+        return _ours(path) and path.with_suffix(".sum").read_text() == _checksum(path)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
-def build_beside(source: str, flags: tuple[str, ...] = FLAGS) -> None:
-    """Compile a source for later runs: at the lowest priority, in a process that nobody waits for."""
-    command, nice = compiler(), shutil.which("nice")
-    if command is None or nice is None or _ours(path := _path(command, flags, source)):
-        return
-    folder = path.with_suffix(".build")
-    try:
-        if folder.exists() and time.time() - folder.stat().st_mtime > ABANDONED:
-            shutil.rmtree(folder)
-        folder.mkdir(mode=0o700)
-        cpp, so = folder / "model.cpp", folder / "model.so"
-        cpp.write_text(source, encoding="utf-8")
-        words = [nice, "-n", str(NICE), *command, *flags, str(cpp), "-o", str(so)]
-        subprocess.run(
-            ["sh", "-c", _BESIDE, "sh", str(so), str(path), str(folder), *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            process_group=0, check=False, timeout=30,
-        )  # fmt: skip
-    except (
-        OSError,
-        subprocess.SubprocessError,
-    ):  # somebody is at it, or it cannot be had: later runs will see
-        return
-
-
-NICE = 19  # what a compiler that nobody waits for is to the others
-ABANDONED = 600  # seconds after which whoever began to compile is taken for dead
-_BESIDE = """
-so=$1 path=$2 folder=$3; shift 3
-{ "$@" && chmod 700 "$so" && mv -f "$so" "$path"; rm -rf "$folder"; } &
-"""
+def _checksum(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def _ours(path: Path) -> bool:
@@ -184,7 +166,7 @@ def _compile(command: list[str], flags: tuple[str, ...], source: str, path: Path
         if parts > 1:
             alone = [*command, *(flag for flag in flags if flag != "-shared"), "-c", str(cpp)]
             pieces = [str(Path(folder, f"{k}.o")) for k in range(parts)]
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as hands:
+            with ThreadPoolExecutor(_cores()) as hands:
                 each = [hands.submit(_run, [*alone, f"-DPART={k}", "-o", o]) for k, o in enumerate(pieces)]
             for piece in each:
                 piece.result()
@@ -192,7 +174,9 @@ def _compile(command: list[str], flags: tuple[str, ...], source: str, path: Path
         if not so.exists():
             raise CompileError(f"{command[0]} made no library")
         so.chmod(0o700)
+        (checksum := Path(folder, "model.sum")).write_text(_checksum(so))
         os.replace(so, path)
+        os.replace(checksum, path.with_suffix(".sum"))
 
 
 def _run(words: list[str]) -> None:

@@ -10,7 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from fedbraid.cli.show import Json, Quiet, entry, give
 from fedbraid.errors import FedbraidError, RunError, install
@@ -40,7 +42,10 @@ class Finding:
     do: str = ""
 
 
-def doctor(json: Json = False, quiet: Quiet = False) -> None:
+Why = Annotated[Path | None, typer.Option(metavar="RUN", help="Show which engine a run took, and why")]
+
+
+def doctor(why: Why = None, json: Json = False, quiet: Quiet = False) -> None:
     """Check the machine, the compiler, the extras and the data, and say what to do.
 
     Exit code 0 where fedbraid works, whatever optional things are missing, and 2 where it does not.
@@ -49,7 +54,10 @@ def doctor(json: Json = False, quiet: Quiet = False) -> None:
     Examples:
       fedbraid doctor
       fedbraid doctor --json
+      fedbraid doctor --why runs/first
     """
+    if why is not None:
+        return explain(why, json)
     found = [*machine(), *native(), *extras(), *data()]
     if json:
         give([asdict(f) for f in found])
@@ -59,6 +67,18 @@ def doctor(json: Json = False, quiet: Quiet = False) -> None:
             entry(f"{MARKS[f.state]} {f.what:<{wide}}  ", f"{f.says}{f'; {f.do}' if f.do else ''}")
     if wrong := [f for f in found if f.state == "wrong"]:
         raise RunError(f"{wrong[0].what}: {wrong[0].says}; {wrong[0].do}")
+
+
+def explain(run: Path, json: bool) -> None:
+    """Which engine a run took, and why."""
+    from fedbraid.run.checkpoint import Folder
+
+    config = Folder(run).config()
+    engine, plan = config["engine"], config.get("plan")
+    if json:
+        give({"engine": engine, "plan": plan})
+    else:
+        entry(f"{engine}: ", plan or "asked for")
 
 
 def versions() -> str:
@@ -85,6 +105,7 @@ def machine() -> Iterator[Finding]:
     import torch
 
     from fedbraid import __version__
+    from fedbraid.core.device import available_cores
 
     yield Finding(
         "fedbraid",
@@ -92,9 +113,8 @@ def machine() -> Iterator[Finding]:
         f"{__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}",
     )
     yield Finding("torch", "ok", f"{torch.__version__}{', CUDA' if torch.cuda.is_available() else ''}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("machine", "ok", f"{cores} cores, {format_bytes(memory)} of memory")
+    yield Finding("machine", "ok", f"{available_cores()} cores, {format_bytes(memory)} of memory")
     free = shutil.disk_usage(Path.cwd()).free
     if free < 1e9:
         yield Finding("disk", "missing", f"{format_bytes(free)} free here", "free some, for run folders grow")

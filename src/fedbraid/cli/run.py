@@ -373,7 +373,7 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 **{name: facts_[name] for name in result.task.metrics},
                 "LoRA": result.lora,
                 "took": format_seconds(seconds),
-                "not native": facts_["not_native"],
+                "engine": _engine(result),
                 "run": facts_["run"],
             }
         )
@@ -404,11 +404,9 @@ def remembered(result: Result) -> tuple[int, int]:
     return seen * sum(sizes), seen * len(sizes) * result.task.layout.size
 
 
-def _not_native(result: Result) -> str | None:
-    """Why no code could be compiled for the model's gradients, where another way trained it."""
-    from fedbraid.engines.native_backend import Native
-
-    return None if "'native'" in result.engine else Native.supports(result.task)
+def _engine(result: Result) -> str:
+    """Where clients ran, and why there."""
+    return result.engine if result.plan is None else f"{result.engine}: {result.plan}"
 
 
 def _hint(result: Result) -> str | None:
@@ -433,7 +431,7 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "task": result.task.spec or result.task.name,
         "algorithm": result.algorithm.name,
         "engine": result.engine,
-        "not_native": _not_native(result),
+        "plan": result.plan,
         **({} if result.lora is None else {"lora": result.lora}),
         "steps": result.state.t,
         "accuracy": result.last("accuracy"),

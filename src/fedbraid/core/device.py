@@ -1,12 +1,20 @@
-"""Numbers on their way to a device, which does not wait for them."""
+"""Processor cores, and numbers on their way to a device, which does not wait for them."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def available_cores() -> int:
+    """The cores that this process may use; where the system does not say (macOS), all that there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def placed(numbers: NDArray[Any], device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from fedbraid.core import rng
@@ -54,6 +55,9 @@ def _mean(each: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "logistic": logistic, "mse": mse}
 
 
+_MAPS = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Softmax, nn.LogSoftmax)
+
+
 class ModelSummary(NamedTuple):
     """What a model looks like from outside."""
 
@@ -62,6 +66,12 @@ class ModelSummary(NamedTuple):
     frozen: bool  # whether some of its weights are not trained
     layers: int  # that a forward pass goes through
     multiply_adds: int  # about how many a sample takes
+    activations: int  # numbers of a sample that the layers put out
+    cells: int  # time steps that PyTorch computes one by one, of GRUs and plain RNNs
+    recurrent_weights: int  # of the largest matrix of a recurrent layer
+    is_linear_chain: (
+        bool  # linear maps and elementwise functions only, whose weights meet in batched matrix products
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -483,12 +493,17 @@ class Task:
     @cached_property
     def summary(self) -> ModelSummary:
         """What one forward pass of two samples tells of the model."""
-        leaves = products = 0
+        leaves = products = numbers = cells = 0
 
         def count(module: nn.Module, _: Any, out: Any) -> None:
-            nonlocal leaves, products
-            leaves += not any(True for _ in module.children())
+            nonlocal leaves, products, numbers, cells
             products += _multiply_adds(module, out)
+            if any(True for _ in module.children()):
+                return
+            leaves += 1
+            numbers += sum(t.numel() for t in pytree.tree_leaves(out) if isinstance(t, Tensor)) // 2
+            if isinstance(module, nn.RNNBase) and not isinstance(module, nn.LSTM) and out[0].ndim == 3:
+                cells += module.num_layers * out[0].shape[1 if module.batch_first else 0]
 
         module = self.module().train()
         hooks = [m.register_forward_hook(count) for m in module.modules()]
@@ -499,7 +514,12 @@ class Task:
         for hook in hooks:
             hook.remove()
         frozen = not all(p.requires_grad for p in module.parameters())
-        return ModelSummary(repr(module), stochastic, frozen, leaves, products)
+        recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+        widest = max(
+            (w.numel() for net in recurrent for n, w in net.named_parameters() if "weight" in n), default=0
+        )
+        chain = all(isinstance(m, _MAPS) for m in module.modules() if not any(True for _ in m.children()))
+        return ModelSummary(repr(module), stochastic, frozen, leaves, products, numbers, cells, widest, chain)
 
     def _forward(self, module: nn.Module, device: str | torch.device) -> Any:
         """The outputs for the first and the last sample."""
@@ -728,9 +748,14 @@ def _multiply_adds(module: nn.Module, out: Any) -> int:
     """About how many a module's own weights take for a sample: each once for every place it is used at."""
     weights = sum(p.numel() for p in module.parameters(recurse=False))
     first = next((t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.ndim), None)
-    if not weights or first is None or not first.numel():
+    if (
+        not weights
+        or first is None
+        or not first.numel()
+        or isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ):
         return 0
-    channels = first.shape[1] if first.ndim == 4 else first.shape[-1]
+    channels = first.shape[1] if first.ndim == 4 or isinstance(module, _ConvNd) else first.shape[-1]
     return weights * first[0].numel() // channels
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from fedbraid.engines.in_process import (
-    InProcess,  # these modules are imported before their builders, of the same
-)
-from fedbraid.engines.pool import Pool  # names, are defined: `fedbraid.engines.pool` is the builder
+from fedbraid.engines.engine import Engine, Setup
+from fedbraid.engines.in_process import InProcess
+from fedbraid.engines.planning import facts_of, settle
+from fedbraid.engines.pool import Pool
 from fedbraid.engines.ray import Ray
 from fedbraid.errors import ConfigError, unknown
+from fedbraid.parse import call
 
-if TYPE_CHECKING:
-    from fedbraid.core.work import Work
-    from fedbraid.data.task import Task
-    from fedbraid.engines.engine import Engine
+# The builders below take the names of the modules that are imported above: `fedbraid.engines.pool` is the builder.
 
 
 def in_process(
@@ -24,7 +22,7 @@ def in_process(
     threads: int | None = None,
     precision: str = "float32",
 ) -> InProcess:
-    """Clients in this process, vectorised in blocks; backend "auto", "native", "vmap" or "loop".
+    """Clients in this process, vectorized in blocks; backend "auto", "native", "vmap" or "loop".
 
     With `precision="bfloat16"` or `"float16"`, PyTorch's autocast computes gradients; weights stay float32.
     """
@@ -50,30 +48,31 @@ def ray(
 ENGINES: dict[str, Callable[..., Engine]] = {"in_process": in_process, "pool": pool, "ray": ray}
 
 
-def choose(engine: str | Engine, task: Task, work: Work, cohort: int, steps: int, run: str = "") -> Engine:
-    """The engine for `engine=`; "auto" takes the one that is fastest for this task, measured where that is worth it.
+def from_text(text: str) -> Engine:
+    """The engine that a text such as "pool(workers=2)" names."""
+    name, args, kwargs = call(text)
+    if name not in ENGINES:
+        raise unknown("engine", name, [*ENGINES, "auto"])
+    try:
+        return ENGINES[name](*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"engine {text!r}: {error}") from error
 
-    `run` says which run it is for: the same one goes the same way again.
-    """
-    if not isinstance(engine, str):
-        if not hasattr(engine, "train"):
-            raise ConfigError(f"engine={engine!r} runs no clients; use 'auto', 'in_process' or 'pool'")
-        return engine
-    if engine != "auto":
-        from fedbraid.parse import call
 
-        name, args, kwargs = call(engine)
-        if name not in ENGINES:
-            raise unknown("engine", name, [*ENGINES, "auto"])
-        try:
-            return ENGINES[name](*args, **kwargs)
-        except TypeError as error:
-            raise ConfigError(f"engine {engine!r}: {error}") from error
-    from fedbraid.engines import auto
-
-    seconds = auto.expected_seconds(task, work, cohort * steps)
-    if seconds < auto.WORTH:
-        return in_process()
-    chosen = auto.best(task, work, cohort, seconds, run)
-    fastest: Engine = pool(backend="loop") if chosen.way == "pool" else in_process(backend=chosen.way)
-    return auto.Watched(fastest, chosen, task)
+def select(engine: str | Engine, setup: Setup, recorded: str | None = None) -> Engine:
+    """The engine for `engine=`: "auto" takes what the plan for the job says, and a run that goes on what it began with."""
+    if engine == "auto" and recorded is not None:
+        engine = recorded
+    if engine == "auto":
+        plan, compiled = settle(setup, facts_of(setup))
+        if plan.engine == "pool":
+            return Pool(backend=plan.backend, plan=plan)
+        return InProcess(backend=plan.backend, plan=plan, compiled=compiled)
+    found = from_text(engine) if isinstance(engine, str) else engine
+    if not hasattr(found, "train"):
+        raise ConfigError(f"engine={engine!r} runs no clients; use 'auto', 'in_process' or 'pool'")
+    if recorded is not None and getattr(found, "backend", "") == "auto":
+        before = from_text(recorded)
+        if type(before) is type(found):
+            return dataclasses.replace(found, backend=before.backend)  # type: ignore[type-var, attr-defined]
+    return found

@@ -213,17 +213,30 @@ class VmapGradient(TorchGradient):
         return torch.cat([g.reshape(len(y), -1) for g in grads.values()], 1), losses
 
     @staticmethod
-    def suits(task: Task) -> bool:
-        """Whether vmap is the faster of the two: nothing random, no statistics, and on a CPU a chain of linear maps."""
-        plain = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Softmax, nn.LogSoftmax)
-        leaves = [m for m in task.module().modules() if not list(m.children())]
-        if task.device.type == "cpu" and not all(isinstance(m, plain) for m in leaves):
-            return False
-        if task.stochastic or task.compares or task.ragged or task.full_layout.buffers is not None:
-            return False
-        rows, y = task.rows[[0, -1]].view(2, 1), task.full_layout.flatten(task.module()).to(task.device)
-        try:  # a forward or loss of the user's may do what vmap cannot follow
-            VmapGradient(task)(y.repeat(2, 1), Batch(task.inputs, task.targets, rows))
-        except Exception:
-            return False
-        return True
+    def can_follow(task: Task) -> bool:
+        """Whether nothing declared keeps vmap from a model: nothing random, no statistics, no ragged samples."""
+        return not (task.stochastic or task.compares or task.ragged or task.full_layout.buffers is not None)
+
+
+def why_not_vmap(task: Task) -> str | None:
+    """Why vmap does not compute this model's gradients, None where it does: compared with the loop on two clients, twice.
+
+    A forward pass or loss of the user's may do what vmap cannot follow, or keep Python state, which then changes once for a
+    block of clients instead of once for each.
+    """
+    inputs, targets = task.like
+    count = tree.length(inputs)
+    batch = Batch(inputs, targets, torch.tensor([[0], [count - 1]], device=task.device))
+    y = task.vector(0).repeat(2, 1)
+    together, each = VmapGradient(task), LoopGradient(task)
+    for _ in range(2):
+        try:
+            got, _ = together(y, batch)
+        except Exception as error:
+            said = next(iter(str(error).splitlines()), "")
+            return f"vmap cannot follow the model or its loss ({type(error).__name__}: {said[:100]})"
+        want, _ = each(y, batch)
+        off = torch.linalg.vector_norm(got - want, dim=1)
+        if bool((off > 0.01 * torch.linalg.vector_norm(want, dim=1) + 1e-6).any()):
+            return "the model gives other gradients for a block of clients than for one after the other: it keeps state"
+    return None

@@ -30,6 +30,7 @@ class Setup:
     seed: int
     cohort: int = 1  # about how many clients train at a time
     participations: int = 0  # and in the whole run, to choose what is worth preparing
+    runs: int = 1  # of this model that one command makes
 
 
 def participate(setup: Setup, clients: NDArray[np.int64], version: int) -> Participation:

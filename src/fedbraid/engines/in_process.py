@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fedbraid.core.check import integer
 from fedbraid.core.gather import WIDE_ROW
+from fedbraid.core.local_training import Gradient
 from fedbraid.data import tree
 from fedbraid.data.tree import Tree
-from fedbraid.engines.backends import PRECISIONS, gradient
+from fedbraid.engines.backends import PRECISIONS, planned
+from fedbraid.engines.choice import EnginePlan
 from fedbraid.engines.client_update import client_update
 from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest
 from fedbraid.engines.gradient_threads import GradientThreads
@@ -33,6 +35,13 @@ class InProcess:
     backend: str = "auto"
     threads: int | None = None
     precision: str = "float32"  # or "bfloat16" or "float16", of products in the forward and backward pass
+    runs: int = field(default=1, compare=False, repr=False)  # that one command makes of this model
+    plan: EnginePlan | None = field(
+        default=None, compare=False, repr=False
+    )  # why this engine, where it was selected
+    compiled: Gradient | None = field(
+        default=None, compare=False, repr=False
+    )  # its gradient, where there is one already
 
     def __post_init__(self) -> None:
         check_counts(block=self.block, threads=self.threads)
@@ -40,9 +49,14 @@ class InProcess:
             raise unknown("precision", self.precision, PRECISIONS)
 
     def open(self, setup: Setup) -> None:
-        self.setup = setup
+        self.setup = setup = replace(setup, runs=self.runs)
         self.torch_threads = torch.get_num_threads()
-        self.grad = gradient(setup, self.backend, self.threads or 0, PRECISIONS[self.precision])
+        threads, precision = self.threads or 0, PRECISIONS[self.precision]
+        if self.compiled is not None:
+            self.grad = self.compiled
+        else:
+            self.grad, plan = planned(setup, "in_process", self.backend, threads, threads, precision)
+            self.plan = plan or self.plan
         if self.grad.name == "native":  # which has threads of its own; torch is left with small things
             torch.set_num_threads(1)
         wide = setup.task.full_layout.size >= WIDE_ROW and setup.cohort > 1

@@ -30,7 +30,7 @@ from fedbraid.data.tree import Padded, Tree
 from fedbraid.engines.accelerators import normals, robust, swap
 from fedbraid.engines.autograd import TorchGradient
 from fedbraid.errors import DataError, EngineError, NativeUnavailable
-from fedbraid_native.build import FLAGS, build_beside, built, compiler, lanes, library
+from fedbraid_native.build import FLAGS, compiler, lanes, library
 from fedbraid_native.codegen import generate
 from fedbraid_native.errors import CompileError, Unsupported
 from fedbraid_native.trace import Graph, first_line, trace
@@ -68,23 +68,6 @@ class Native:
         if compiler() is None:
             return "no C++ compiler was found; install g++ or set CXX"
         return None
-
-    @classmethod
-    def prepare(cls, task: Task) -> bool:
-        """Have the code of this task compiled beside whatever runs; whether there can be any."""
-        try:
-            build_beside(generate(_graph(task), _kind(task), lanes(), ROOM))
-        except (Unsupported, CompileError):
-            return False
-        return True
-
-    @classmethod
-    def ready(cls, task: Task) -> bool:
-        """Whether this task can run natively without compiling first."""
-        try:
-            return built(generate(_graph(task), _kind(task), lanes(), ROOM))
-        except (Unsupported, CompileError):
-            return False
 
     def __init__(
         self,
@@ -255,25 +238,26 @@ class Native:
     def _check(self, task: Task) -> None:
         """Refuse to run if the model itself gives other losses: it has a hook that tracing did not see."""
         x, y = _first(task, 2)
-        module = task.module().eval()
+        at = task.vector(0)
+        module = task.full_layout.load(task.module(), at).eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
         self._look_at(x)
-        got, _ = _aside(self._judged, task.full_layout.flatten(module), self._whole(x), y)
+        got, _ = _aside(self._judged, at, self._whole(x), y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
                 f"the compiled model gives losses {got.tolist()} where the model gives {want.tolist()}"
             )
-        self._prove(task)
+        self._prove(task, module, at)
 
-    def _prove(self, task: Task) -> None:
+    def _prove(self, task: Task, module: torch.nn.Module, y: Tensor) -> None:
         """Refuse to train by a gradient that is not autograd's: two models whose code is the same may differ in a hook."""
         count = TRIED if self.graph.mixes else 4
         if self.graph.mixes and len(task.rows) < count:
             return  # statistics of a few samples say nothing
         inputs, targets = _first(task, count)
-        batch, y = Batch(inputs, targets, torch.arange(len(targets))[None]), task.vector(0)
-        module, (x, t) = task.full_layout.load(task.module(), y).train(), batch.alone()
+        batch = Batch(inputs, targets, torch.arange(len(targets))[None])
+        module, (x, t) = module.train(), batch.alone()
         if task.stochastic:  # without seeds nothing is dropped
             for each in module.modules():
                 each.training = each.training and bool(getattr(each, "track_running_stats", False))

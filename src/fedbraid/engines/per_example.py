@@ -108,13 +108,13 @@ class VectorizedPerExample(PerExampleGradient):
 def per_example_gradient(
     own: ExamplePrivacy, task: Task, backend: str, precision: torch.dtype | None
 ) -> Gradient:
-    """Private gradients by vmap or by a loop; "auto" takes vmap wherever it can follow the model."""
-    if backend == "loop" or (backend == "auto" and not _follows(task)):
+    """Private gradients by vmap or by a loop."""
+    if backend == "loop":
         return LoopedPerExample(own, LoopGradient(task, precision))
     return VectorizedPerExample(own, VmapGradient(task, precision), task)
 
 
-def _follows(task: Task) -> bool:
+def vmap_follows_examples(task: Task) -> bool:
     """Whether vmap can follow this model, example by example."""
     if task.stochastic or task.compares or task.full_layout.buffers is not None:
         return False

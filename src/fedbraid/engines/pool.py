@@ -6,7 +6,7 @@ import math
 import mmap
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedbraid.core.context import Participation, Vectors
-from fedbraid.core.local_training import Gradient
-from fedbraid.engines.backends import gradient
+from fedbraid.engines.backends import planned
+from fedbraid.engines.choice import EnginePlan
 from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest, participate
 from fedbraid.engines.in_process import check_counts
@@ -34,6 +34,9 @@ class Pool:
     workers: int | None = None
     backend: str = "auto"
     block: int | None = None
+    plan: EnginePlan | None = field(
+        default=None, compare=False, repr=False
+    )  # why this engine, where it was selected
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, block=self.block)
@@ -45,7 +48,8 @@ class Pool:
             )
         self.setup, self.workers_pool = setup, WorkerPool(self._train, self.workers)
         self.count = self.workers_pool.count or 0
-        self.grad: Gradient = gradient(setup, self.backend, 1)
+        self.grad, plan = planned(setup, "pool", self.backend, self.count, 1)
+        self.plan = plan or self.plan
         self.shared = _Shared(setup, self.count)
         self.workers_pool.start_workers()
         self.threads = torch.get_num_threads()

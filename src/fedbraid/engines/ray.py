@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedbraid.core.context import Participation, Vectors
 from fedbraid.core.local_training import Gradient
-from fedbraid.engines.backends import gradient
+from fedbraid.engines.backends import gradient, planned
 from fedbraid.engines.client_update import client_update
 from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
@@ -61,12 +61,12 @@ class Ray:
         ray = _ray()
         if setup.task.device.type != "cpu":
             raise ConfigError(f"the ray engine runs on the CPU, not on {setup.task.device}; use device='cpu'")
-        parcel = _Parcel.of(setup, self.backend, self.data)
+        parcel = _Parcel.of(setup, self.data)
         self.setup, self.ray, self.ours = setup, ray, not ray.is_initialized()
         if self.ours:
             _connect(self.address, self.workers)
         self.count = self.workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        self.grad: Gradient = gradient(setup, self.backend, 1)
+        self.grad, self.plan = planned(setup, "ray", self.backend, self.count, 1)
         self.key, self.parcel = uuid.uuid4().hex, ray.put(parcel)
         self.task = ray.remote(num_cpus=1, max_retries=RETRIES)(_block)
         row = 4 * sum(setup.algorithm.widths(setup.task.layout).values())
@@ -92,7 +92,7 @@ class Ray:
                 b.clients,
                 self.down[1],
                 _numpy(b.client_state),
-                self.backend,
+                self.grad.name,
             )
             for b in blocks
         ]
@@ -164,7 +164,7 @@ class _Parcel:
     fingerprint: str = ""
 
     @classmethod
-    def of(cls, setup: Setup, backend: str, data: str) -> _Parcel:
+    def of(cls, setup: Setup, data: str) -> _Parcel:
         task = setup.task
         if data not in ("store", "load"):
             raise unknown("data", data, ["store", "load"])

@@ -30,7 +30,7 @@ from fedbraid.core.rule import Rule
 from fedbraid.core.traits import PersonalTraining
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.task import Task
-from fedbraid.engines import choose
+from fedbraid.engines import select
 from fedbraid.engines.engine import Engine, Setup
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.links import codecs
@@ -95,6 +95,7 @@ class Result:
     state: State = field(repr=False)
     algorithm: Algorithm = field(repr=False)
     engine: str = ""
+    plan: str | None = None  # why this engine, where fedbraid chose it
     out: Path | None = None
     work: Work | None = field(default=None, repr=False)
 
@@ -281,6 +282,12 @@ class Run:
                 break
         return self._result()
 
+    def _plan(self) -> str | None:
+        """Why the engine was chosen: now, or when the run in this folder began."""
+        plan = getattr(self.engine, "plan", None)
+        recorded = None if self.folder is None else self.folder.config().get("plan")
+        return recorded if plan is None else plan.reason
+
     def _stop(self, pending: list[Record]) -> None:
         """End the run where it stands, with what is not yet committed."""
         self.metadata = {**self.metadata, "stopped": self.state.t}
@@ -353,6 +360,7 @@ class Run:
             self.state,
             self.setup.algorithm,
             self.source.describe(),
+            self._plan(),
             self.folder.path if self.folder else None,
             self.setup.work,
         )
@@ -462,19 +470,10 @@ def simulate(
     folder = None if out is None else Folder(out)
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
-    if known is not None and engine == "auto":
-        engine = known.get("engine", "auto")
-    if engine == "auto" and (algorithm.rule.traits().local_loop is not None or task.compares):
-        engine = "in_process(backend='loop')"
-    if (
-        engine == "auto" and algorithm.rule.traits().example_privacy is not None
-    ):  # what was measured is of plain gradients
-        engine = "in_process"
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     task = task.to(device)
-    same_run = repr((parts(algorithm), work, schedule, seed))
-    runner = choose(engine, task, work, cohort, schedule.steps, same_run)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
+    runner = select(engine, setup, None if known is None else known.get("engine"))
     with bits.as_before(known), _opened(runner, setup):
         if folder is not None:
             config = describe(setup, schedule, runner, options, device)
@@ -617,6 +616,7 @@ def describe(
         "schedule": repr(schedule),
         "seed": setup.seed,
         "engine": engine.describe(),
+        **({} if (plan := getattr(engine, "plan", None)) is None else {"plan": plan.reason}),
         "device": device,
         "options": {
             "evaluate_every": options.evaluate_every, "evaluate_on": options.evaluate_on, "client_state_storage": options.client_state_storage,

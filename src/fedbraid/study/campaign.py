@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
+from fedbraid.engines.engine import Engine
+from fedbraid.engines.in_process import InProcess
 from fedbraid.errors import EngineError, RunError
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Run, parts
@@ -25,10 +27,14 @@ from fedbraid.study import stats
 from fedbraid.workers import Ask, Failure, WorkerPool, prepare
 
 FAILED = "failed.json"
-ENGINE = "in_process(threads=1)"
 REPORT_EVERY_S = 0.2  # between two messages of a cell
 
 C = TypeVar("C")
+
+
+def engine(runs: int) -> Engine:
+    """Where the cells of a campaign run: in its worker processes, of one thread each, which compile a model once for all."""
+    return InProcess(threads=1, runs=runs)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from fedbraid.run.simulate import CLIENTS, SCHEDULES, algorithm_of, simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
 from fedbraid.study.campaign import (
-    ENGINE,
     Campaign,
     Cell,
     Entry,
@@ -41,6 +40,7 @@ from fedbraid.study.campaign import (
     OnEvent,
     Progress,
     claim,
+    engine,
     ignore,
 )
 from fedbraid.study.energy import DeviceProfile, EnergyMeter, profile_of
@@ -384,7 +384,7 @@ class Grid:
             visit = flops.of_clients(self.task, e.algorithm, e.work)
             callbacks.append(EnergyMeter(self.energy, visit, getattr(e.schedule, "bandwidth", None)))
         simulate(
-            self.task, e.algorithm, e.work, e.schedule, seed=cell.seed, engine=ENGINE, out=cell.folder,
+            self.task, e.algorithm, e.work, e.schedule, seed=cell.seed, engine=engine(len(self.cells)), out=cell.folder,
             callbacks=callbacks, **self.options,
         )  # fmt: skip
 

@@ -127,14 +127,14 @@ def _timed(do: Callable[[], Any]) -> float:
 
 def _judged(cell: Cell, task: Task) -> float:
     """The seconds that the whole test set takes, by a few of its samples."""
-    from fedbraid.engines import choose
+    from fedbraid.engines import from_text
     from fedbraid.engines.engine import Setup
     from fedbraid.run.evaluate import evaluate_model
 
     if task.test is None:
         return 0.0
     few = replace(task, test=(task.test[0][:JUDGED], task.test[1][:JUDGED]), test_offsets=None)
-    engine = choose(ENGINE, few, cell.work, 1, 1)
+    engine = from_text(ENGINE)
     engine.open(Setup(make_algorithm(cell.algorithm), few, cell.work, cell.seed))
     x = few.initial(cell.seed)
     evaluate_model(engine, few, x)

@@ -19,7 +19,7 @@ from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_seconds, format_share
 from fedbraid.run.simulate import PAUSE, Run, simulate
 from fedbraid.study import flops, stats
-from fedbraid.study.campaign import ENGINE, Campaign, Entry, Event, Journal, OnEvent, Progress, claim
+from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, engine
 from fedbraid.study.candidates import (
     BASELINE,
     SPENDING,
@@ -273,7 +273,7 @@ class Race:
         visit = flops.of_clients(self.tuning, e.algorithm, e.work)
         meter = EnergyMeter(self.situation.device, visit, self.situation.network)
         simulate(
-            self.tuning, e.algorithm, e.work, e.schedule, seed=self.seed, engine=ENGINE, out=heat.folder,
+            self.tuning, e.algorithm, e.work, e.schedule, seed=self.seed, engine=engine(len(self.candidates)), out=heat.folder,
             callbacks=[until, meter, Progress(ask, self.metric)], checkpoint_every=e.schedule.steps,
             **self.options(e.schedule.steps),
         )  # fmt: skip

@@ -33,7 +33,7 @@ from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unkn
 from fedbraid.run.checkpoint import Record
 from fedbraid.run.simulate import simulate
 from fedbraid.study import callable_module, stats
-from fedbraid.study.campaign import ENGINE, Campaign, Entry, Event, Journal, OnEvent, Progress, claim, ignore
+from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, engine, ignore
 from fedbraid.workers import Ask, Failure
 
 __all__ = [
@@ -323,7 +323,7 @@ class _Search:
             look = [Progress(ask, self.metric, LOOKS)] if seed == 0 else []
             result = simulate(
                 self.tuning, entry.algorithm, entry.work, entry.schedule,
-                seed=self.plan.seed + seed, engine=ENGINE, out=place / f"seed-{seed}", callbacks=look, **self.options,
+                seed=self.plan.seed + seed, engine=engine(self.plan.trials * self.plan.seeds), out=place / f"seed-{seed}", callbacks=look, **self.options,
             )  # fmt: skip
             steps += result.state.t
             final = stats.final(result.history, self.metric)

@@ -37,10 +37,10 @@ def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = F
     first, last = (*_KERNELS, *["squares.hpp"] * examples), ("runtime.hpp", *["examples.hpp"] * examples)
     kernels, runtime = ([(here / f).read_text(encoding="utf-8") for f in some] for some in (first, last))
     room = max(_ROOM, 4 * _MODELS * graph.layout.size)
-    blocks = -(-batch // lanes) if graph.mixes else _CHUNK // lanes
-    writer = _Writer(graph, loss, lanes, blocks, examples)
-    while blocks > 1 and not graph.mixes and writer.workspace * lanes * 4 > room:
-        writer = _Writer(graph, loss, lanes, blocks := blocks // 2, examples)
+    blocks = -(-batch // lanes) if graph.is_batch_dependent else _CHUNK // lanes
+    writer = CppEmitter(graph, loss, lanes, blocks, examples)
+    while blocks > 1 and not graph.is_batch_dependent and writer.workspace * lanes * 4 > room:
+        writer = CppEmitter(graph, loss, lanes, blocks := blocks // 2, examples)
     model, parts = writer.model()
     head = f"#define LANES {lanes}\n#define PARTS {parts}"
     return "\n".join([head, _ONE_PIECE, *kernels, model, *runtime, "#endif"])
@@ -56,7 +56,7 @@ _RUNTIME = 8  # the work that the exports are
 
 
 @dataclass
-class _Buffer:
+class Buffer:
     """Room in the workspace: how many vectors, and from when to when it is in use."""
 
     size: int
@@ -65,7 +65,7 @@ class _Buffer:
     offset: int = -1
 
 
-class _Writer:
+class CppEmitter:
     """Time runs from 0 to n over the forward operations, n is the loss, 2n - t takes operation t back.
 
     Where single `examples` are clipped, everything stays: gradients of weights come once all samples' norms are known.
@@ -74,50 +74,50 @@ class _Writer:
     def __init__(self, graph: Graph, loss: str, lanes: int, blocks: int, examples: bool) -> None:
         self.graph, self.loss, self.lanes, self.blocks, self.examples = graph, loss, lanes, blocks, examples
         self.sizes = [math.prod(s) for s in graph.shapes]
-        self.moving = graph.moving
-        self.by_rows = self._by_rows()
+        self.moving = graph.needs_grad
+        self.by_rows = self._reads_rows_directly()
         self.written: set[int] = set()  # values whose gradient has been written so far
         n = len(graph.ops)
-        made = dict.fromkeys(range(graph.given), 0) | {op.output: t for t, op in enumerate(graph.ops)}
-        uses = {v: [t for t, op in enumerate(graph.ops) if v in op.reads] or [n] for v in made}
-        needed = {v: max([uses[v][-1], *self._way_back(v)]) for v in made}
-        needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.reads_output}
+        made = dict.fromkeys(range(graph.num_sample_inputs), 0) | {op.output: t for t, op in enumerate(graph.ops)}
+        uses = {v: [t for t, op in enumerate(graph.ops) if v in op.operands] or [n] for v in made}
+        needed = {v: max([uses[v][-1], *self._read_in_backward(v)]) for v in made}
+        needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.backward_needs_output}
         self.values = {v: self._room(v, made[v], needed[v]) for v in made}
         self.gradients = {
             v: self._room(v, 2 * n - uses[v][-1], 2 * n - made[v])
             for v in made
             if v in self.moving or v == graph.output
         }
-        self.kept = {t: self._per_block(op.kept, t, 2 * n - t) for t, op in enumerate(graph.ops)}
-        self.scratch = {t: _Buffer(op.scratch(lanes, blocks), t, t) for t, op in enumerate(graph.ops)}
-        self.scratch_back = {t: _Buffer(b.size, 2 * n - t, 2 * n - t) for t, b in self.scratch.items()}
+        self.kept = {t: self._per_block(op.saved_size, t, 2 * n - t) for t, op in enumerate(graph.ops)}
+        self.scratch = {t: Buffer(op.workspace_size(lanes, blocks), t, t) for t, op in enumerate(graph.ops)}
+        self.scratch_back = {t: Buffer(b.size, 2 * n - t, 2 * n - t) for t, b in self.scratch.items()}
         if examples:  # one room, beside all gradients
-            shared = _Buffer(max((b.size for b in self.scratch.values()), default=0), n, 2 * n)
+            shared = Buffer(max((b.size for b in self.scratch.values()), default=0), n, 2 * n)
             self.scratch_back = dict.fromkeys(self.scratch, shared)
         groups = (self.values, self.gradients, self.kept, self.scratch, self.scratch_back)
-        self.workspace = _place(list({id(b): b for group in groups for b in group.values()}.values()))
+        self.workspace = plan_memory(list({id(b): b for group in groups for b in group.values()}.values()))
 
-    def _per_block(self, size: int, first: int, last: int) -> _Buffer:
-        return _Buffer(size * self.blocks, first, 2 * len(self.graph.ops) if self.examples else last)
+    def _per_block(self, size: int, first: int, last: int) -> Buffer:
+        return Buffer(size * self.blocks, first, 2 * len(self.graph.ops) if self.examples else last)
 
-    def _room(self, v: int, first: int, last: int) -> _Buffer:
+    def _room(self, v: int, first: int, last: int) -> Buffer:
         """A value's, or its gradient's: of all blocks, or of what they share."""
-        if v in self.graph.computed:
-            return _Buffer(-(-self.sizes[v] // self.lanes), first, last)
+        if v in self.graph.unbatched:
+            return Buffer(-(-self.sizes[v] // self.lanes), first, last)
         return self._per_block(self.sizes[v], first, last)
 
-    def _way_back(self, v: int) -> list[int]:
+    def _read_in_backward(self, v: int) -> list[int]:
         """When the operations that read a value take it back, those that then read it again."""
         ops = enumerate(self.graph.ops)
         return [
             2 * len(self.graph.ops) - t
             for t, op in ops
-            if ((v in op.inputs and op.reads_inputs) or v in op.computed) and op.output in self.moving
+            if ((v in op.inputs and op.backward_needs_input) or v in op.weight_values) and op.output in self.moving
         ]
 
-    def _by_rows(self) -> bool:
+    def _reads_rows_directly(self) -> bool:
         """Whether the input goes to one linear layer, too narrow for turning the samples to pay."""
-        if self.graph.inputs > 1:
+        if self.graph.num_inputs > 1:
             return False
         users = [op for op in self.graph.ops if 0 in op.inputs]
         if len(users) != 1 or not isinstance(op := users[0], Linear) or op.rows > 1:
@@ -129,9 +129,9 @@ class _Writer:
         return {
             "parameters": self.graph.layout.size,
             "statistics": self.graph.layout.size if tail is None else tail.start,
-            "once": int(self.graph.once),
-            "inputs": sum(self.sizes[: self.graph.inputs]),
-            "tokens": min((count for count in self.graph.tokens if count), default=1),
+            "once": int(self.graph.writes_every_grad_once),
+            "inputs": sum(self.sizes[: self.graph.num_inputs]),
+            "tokens": min((count for count in self.graph.vocab_sizes if count), default=1),
             "outputs": self.sizes[out],
             "blocks": self.blocks,
             "workspace": self.workspace,
@@ -140,57 +140,57 @@ class _Writer:
         }
 
     def _loss(self) -> str:
-        classes, places = self.graph.result[0] if self.graph.result else 1, math.prod(self.graph.result[1:])
+        classes, places = self.graph.output_shape[0] if self.graph.output_shape else 1, math.prod(self.graph.output_shape[1:])
         sizes = f"{classes}, {places}" if self.loss == "cross_entropy" else f"{classes * places}"
         if self.loss == "own":
-            sizes = str(self.sizes[self.graph.inputs])
+            sizes = str(self.sizes[self.graph.num_inputs])
         return f"{_LOSSES[self.loss]}<{sizes}>"
 
     def model(self) -> tuple[str, int]:
         """The model's source, and in how many pieces it is."""
         ops = self.graph.ops
-        types = [f"typedef {op.type()} L{t};" for t, op in enumerate(ops)]
-        there = {t: self._shared(op, [op.forward(f"L{t}", _At(self, t))]) for t, op in enumerate(ops)}
+        types = [f"typedef {op.cpp_type()} L{t};" for t, op in enumerate(ops)]
+        there = {t: self._shared(op, [op.forward(f"L{t}", _CallContext(self, t))]) for t, op in enumerate(ops)}
         back = {t: list(self._backward(t, ops[t])) for t in reversed(range(len(ops)))}
-        part, parts = self._shared_out(there, back)
+        part, parts = self.partition_units(there, back)
         zero = "if (!add) std::memset(g, 0, sizeof(float) * parameters), add = true;"
-        zeros = [] if self.graph.once else [zero]
+        zeros = [] if self.graph.writes_every_grad_once else [zero]
         return "\n".join([
             *types,
-            *(line for t, op in enumerate(ops) for line in self._agreements(t, op)),
-            *(_function("forward", _THERE, t, there[t], part["forward", t]) for t in there),
-            *(_function("backward", _BACK, t, back[t], part["backward", t]) for t in back if back[t]),
+            *(line for t, op in enumerate(ops) for line in self._size_checks(t, op)),
+            *(_function("forward", _FORWARD_ARGS, t, there[t], part["forward", t]) for t in there),
+            *(_function("backward", _BACKWARD_ARGS, t, back[t], part["backward", t]) for t in back if back[t]),
             "#if PART <= 0",
             "struct Model {",
             f"    typedef {self._loss()} Loss;",
             *(f"    static constexpr int64_t {name} = {value};" for name, value in self._constants().items()),
             "",
             "    // p: what is trained, q: what is not; key: of each sample's random numbers, none to evaluate.",
-            f"    static void forward({_THERE}) {{",
-            *([] if self.by_rows else map(self._gather, range(self.graph.inputs))),
-            *(f"        forward_{t}({_names(_THERE)});" for t in there),
+            f"    static void forward({_FORWARD_ARGS}) {{",
+            *([] if self.by_rows else map(self._gather, range(self.graph.num_inputs))),
+            *(f"        forward_{t}({_names(_FORWARD_ARGS)});" for t in there),
             "    }",
             "",
             "    static void targets(const Loss::Target* const* t, V* v, int nb) {",
             self._targets() if self.loss == "own" else "        (void)t, (void)v, (void)nb;",
             "    }",
             "",
-            f"    static void backward({_BACK}) {{",
+            f"    static void backward({_BACKWARD_ARGS}) {{",
             *(f"        {line}" for line in zeros),
-            *(f"        backward_{t}({_names(_BACK)});" for t in back if back[t]),
+            *(f"        backward_{t}({_names(_BACKWARD_ARGS)});" for t in back if back[t]),
             "    }",
             *(self._examples(zeros) if self.examples else []),
             "};",
         ]), parts  # fmt: skip
 
-    def _shared_out(
+    def partition_units(
         self, there: dict[int, list[str]], back: dict[int, list[str]]
     ) -> tuple[dict[tuple[str, int], int], int]:
         """Which piece has each function, those of one type together, and how many there are."""
         alike: dict[tuple[str, str], list[int]] = {}
         for way, calls in (("forward", there), ("backward", back)):
             for t in calls:
-                alike.setdefault((way, self.graph.ops[t].type()), []).append(t)
+                alike.setdefault((way, self.graph.ops[t].cpp_type()), []).append(t)
         work = {
             (way, kind): (4 if self.graph.ops[some[0]].weights else 1) * (1 if way == "forward" else 2)
             for (way, kind), some in alike.items()
@@ -209,34 +209,34 @@ class _Writer:
         ops = [(t, op) for t, op in reversed([*enumerate(self.graph.ops)]) if op.output in self.moving]
         self.written.clear()
         places = [w for _, op in ops for w in op.weights if w is not None and w.trained]
-        if self.graph.computed:
+        if self.graph.unbatched:
             raise Unsupported(
                 "weights are computed from parameters, so that norms of gradients do not add up"
             )
-        if len(places) > len(set(places)) or self.graph.mixes:
+        if len(places) > len(set(places)) or self.graph.is_batch_dependent:
             raise Unsupported(
                 "a layer is used twice, or mixes samples, so that norms of their gradients do not add up"
             )
-        yield f"    static void squares(const float* p, const float* q, V* v, {_GIVEN}, V* squares) {{"
+        yield f"    static void squares(const float* p, const float* q, V* v, {_BATCH_ARGS}, V* squares) {{"
         yield "        float* g = nullptr; bool add = false; (void)g, (void)add;"
         for t, op in ops:
-            at = _At(self, t, back=True, only="inputs")
-            calls = op.squares(f"L{t}", at)
+            at = _CallContext(self, t, back=True, only="inputs")
+            calls = op.emit_grad_norms(f"L{t}", at)
             if calls is None:
-                raise Unsupported(f"single samples' gradients of {op.type()} are not compiled")
-            if any(at.dx(i) != "nullptr" for i in range(len(op.inputs))):
+                raise Unsupported(f"single samples' gradients of {op.cpp_type()} are not compiled")
+            if any(at.grad_input(i) != "nullptr" for i in range(len(op.inputs))):
                 yield from (f"        {line}" for line in op.backward(f"L{t}", at))
                 self.written.update(op.inputs)
             yield from (f"        {line}" for line in calls)
         yield "    }"
         yield (
-            f"    static void scaled(const float* p, const float* q, float* g, V* v, {_GIVEN}, const V* by, bool add) {{"
+            f"    static void scaled(const float* p, const float* q, float* g, V* v, {_BATCH_ARGS}, const V* by, bool add) {{"
         )
         yield from (f"        {line}" for line in zeros)
         for t, op in ops:
             if any(w is not None and w.trained for w in op.weights):
-                at = _At(self, t, back=True, only="weights")
-                yield f"        scale_blocks({at.dy}, {self.sizes[op.output]}, by, nb);"
+                at = _CallContext(self, t, back=True, only="weights")
+                yield f"        scale_blocks({at.grad_out}, {self.sizes[op.output]}, by, nb);"
                 yield from (f"        {line}" for line in op.backward(f"L{t}", at))
         yield "    }"
 
@@ -247,33 +247,33 @@ class _Writer:
 
     def _targets(self) -> str:
         """Targets have a table of their own, so that inputs are read where they lie."""
-        size, at = self.sizes[self.graph.inputs], self.values[self.graph.inputs].offset
+        size, at = self.sizes[self.graph.num_inputs], self.values[self.graph.num_inputs].offset
         return f"        for (int n = 0; n < nb; n++) gather<{size}>(t + n * LANES, v + {at} + n * {size});"
 
     def _backward(self, t: int, op: Op) -> Iterator[str]:
         if op.output not in self.moving:
             return
-        for v in dict.fromkeys(op.computed):
+        for v in dict.fromkeys(op.weight_values):
             if v in self.gradients and v not in self.written:
                 room = self.gradients[v]
                 yield f"std::memset((void*)(v + {room.offset}), 0, sizeof(V) * {room.size});"
-        yield from self._shared(op, list(op.backward(f"L{t}", _At(self, t, back=True))))
-        self.written.update(op.reads)
+        yield from self._shared(op, list(op.backward(f"L{t}", _CallContext(self, t, back=True))))
+        self.written.update(op.operands)
 
     def _shared(self, op: Op, lines: list[str]) -> list[str]:
         """Calls for what all samples share: its vectors of neighbours are the blocks."""
-        if op.output not in self.graph.computed:
+        if op.output not in self.graph.unbatched:
             return lines
         return [f"{{ const int nb = {self.values[op.output].size}; (void)nb; {line} }}" for line in lines]
 
-    def _agreements(self, t: int, op: Op) -> Iterator[str]:
-        for same in op.agreements(f"L{t}", _At(self, t)):
+    def _size_checks(self, t: int, op: Op) -> Iterator[str]:
+        for same in op.size_checks(f"L{t}", _CallContext(self, t)):
             yield f'static_assert({same}, "room for layer {t}");'
 
 
-_GIVEN = "const float* const* rows, const uint64_t* key, int nb, int samples"
-_THERE = f"const float* p, const float* q, V* v, {_GIVEN}"
-_BACK = f"const float* p, const float* q, float* g, V* v, {_GIVEN}, bool add"
+_BATCH_ARGS = "const float* const* rows, const uint64_t* key, int nb, int samples"
+_FORWARD_ARGS = f"const float* p, const float* q, V* v, {_BATCH_ARGS}"
+_BACKWARD_ARGS = f"const float* p, const float* q, float* g, V* v, {_BATCH_ARGS}, bool add"
 
 
 def _names(parameters: str) -> str:
@@ -287,44 +287,44 @@ def _function(name: str, parameters: str, t: int, lines: list[str], part: int) -
     return f"#if PART < 0 || PART == {part}\n{head} {{\n{body}\n}}\n#else\n{head};\n#endif"
 
 
-class _At:
+class _CallContext:
     """What operation t's surroundings are called in the source."""
 
-    def __init__(self, writer: _Writer, t: int, back: bool = False, only: str | None = None) -> None:
+    def __init__(self, writer: CppEmitter, t: int, back: bool = False, only: str | None = None) -> None:
         self.writer, self.t, self.op, self.only = writer, t, writer.graph.ops[t], only
-        self.blocks, self.lanes = writer.blocks, writer.lanes
+        self.packs, self.simd_width = writer.blocks, writer.lanes
         rooms = writer.scratch_back if back else writer.scratch
-        self.scratch, self.kept = f"v + {rooms[t].offset}", f"v + {writer.kept[t].offset}"
+        self.workspace, self.saved = f"v + {rooms[t].offset}", f"v + {writer.kept[t].offset}"
         self.written: set[int] = set()
 
     @property
-    def y(self) -> str:
+    def out(self) -> str:
         return f"v + {self.writer.values[self.op.output].offset}"
 
     @property
-    def dy(self) -> str:
+    def grad_out(self) -> str:
         return f"v + {self.writer.gradients[self.op.output].offset}"
 
-    def x(self, i: int = 0) -> str:
+    def input(self, i: int = 0) -> str:
         return f"v + {self.writer.values[self.op.inputs[i]].offset}"
 
-    def dx(self, i: int = 0) -> str:
+    def grad_input(self, i: int = 0) -> str:
         place = None if self.only == "weights" else self.writer.gradients.get(self.op.inputs[i])
         return "nullptr" if place is None else f"v + {place.offset}"
 
-    def add(self, i: int = 0) -> str:
+    def accumulate(self, i: int = 0) -> str:
         """All but the first writer on the way back add; an operation that reads a value twice is two writers."""
         v = self.op.inputs[i]
         first = v not in self.writer.written and v not in self.op.inputs[:i]
         return "false" if first else "true"
 
-    def w(self, i: int) -> str:
+    def weight(self, i: int) -> str:
         place = self.op.weights[i]
         if place is not None and place.value is not None:
             return f"(float*)(v + {self.writer.values[place.value].offset}) + {place.offset}"
         return "nullptr" if place is None else f"{'p' if place.trained else 'q'} + {place.offset}"
 
-    def dw(self, i: int) -> str:
+    def grad_weight(self, i: int) -> str:
         place = self.op.weights[i]
         if place is not None and place.value is not None:
             room = self.writer.gradients.get(place.value)
@@ -332,16 +332,16 @@ class _At:
         lost = place is None or not place.trained or self.only == "inputs"
         return "nullptr" if lost or place is None else f"g + {place.offset}"
 
-    def from_table(self) -> bool:
-        return self.op.inputs[0] == 0 and self.writer.graph.inputs == 1
+    def reads_model_input(self) -> bool:
+        return self.op.inputs[0] == 0 and self.writer.graph.num_inputs == 1
 
-    def from_rows(self) -> bool:
-        return self.from_table() and self.writer.by_rows
+    def reads_input_rows(self) -> bool:
+        return self.reads_model_input() and self.writer.by_rows
 
 
-def _place(buffers: list[_Buffer]) -> int:
+def plan_memory(buffers: list[Buffer]) -> int:
     """Give each buffer the first place that nothing alive at the same time overlaps; the total."""
-    placed: list[_Buffer] = []
+    placed: list[Buffer] = []
     for b in sorted(buffers, key=lambda b: -b.size):
         at = 0
         for other in sorted(placed, key=lambda o: o.offset):

@@ -325,7 +325,7 @@ def _batch_norm(call: Call, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNor
     if not (layer.training and layer.track_running_stats) or layer.momentum is None:
         raise Unsupported(f"the layer {call.where!r} keeps no running statistics")
     running = (layer.running_mean, layer.running_var)
-    if any(op.mixes and call.builder.place(layer.running_mean) in op.weights for op in call.builder.ops):
+    if any(op.is_batch_dependent and call.builder.place(layer.running_mean) in op.weights for op in call.builder.ops):
         raise Unsupported(f"the layer {call.where!r} is used twice")
     return call.builder.emit(
         ops.BatchNorm, (x,), x.shape, (layer.weight, layer.bias, *running),

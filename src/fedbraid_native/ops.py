@@ -28,27 +28,27 @@ class Place:
     value: int | None = None
 
 
-class At(Protocol):
+class CallContext(Protocol):
     """What an operation's surroundings are called in the source, at the moment of one of its calls."""
 
-    blocks: int
-    lanes: int
+    packs: int
+    simd_width: int
 
     @property
-    def y(self) -> str: ...
+    def out(self) -> str: ...
     @property
-    def dy(self) -> str: ...
+    def grad_out(self) -> str: ...
     @property
-    def kept(self) -> str: ...
+    def saved(self) -> str: ...
     @property
-    def scratch(self) -> str: ...
-    def x(self, i: int = 0) -> str: ...
-    def dx(self, i: int = 0) -> str: ...  # "nullptr" where nobody asks for it
-    def add(self, i: int = 0) -> str: ...  # whether dx holds another operation's share already
-    def w(self, i: int) -> str: ...
-    def dw(self, i: int) -> str: ...  # "nullptr" where the weight is not trained
-    def from_table(self) -> bool: ...  # whether the input is the model's
-    def from_rows(self) -> bool: ...  # and is read as it lies in the table
+    def workspace(self) -> str: ...
+    def input(self, i: int = 0) -> str: ...
+    def grad_input(self, i: int = 0) -> str: ...  # "nullptr" where nobody asks for it
+    def accumulate(self, i: int = 0) -> str: ...  # whether dx holds another operation's share already
+    def weight(self, i: int) -> str: ...
+    def grad_weight(self, i: int) -> str: ...  # "nullptr" where the weight is not trained
+    def reads_model_input(self) -> bool: ...  # whether the input is the model's
+    def reads_input_rows(self) -> bool: ...  # and is read as it lies in the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,58 +58,58 @@ class Op:
     inputs: tuple[int, ...]
     output: int
     weights: tuple[Place | None, ...] = ()
-    reads_inputs: ClassVar[bool] = True  # on the way back; where nobody does, a value's room is used again
-    reads_output: ClassVar[bool] = False
-    mixes: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
-    moves: ClassVar[bool] = True  # with its inputs, so that there is a gradient
+    backward_needs_input: ClassVar[bool] = True  # on the way back; where nobody does, a value's room is used again
+    backward_needs_output: ClassVar[bool] = False
+    is_batch_dependent: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
+    is_differentiable: ClassVar[bool] = True  # with its inputs, so that there is a gradient
 
     @property
-    def computed(self) -> tuple[int, ...]:
+    def weight_values(self) -> tuple[int, ...]:
         """The values that its weights are."""
         return tuple(w.value for w in self.weights if w is not None and w.value is not None)
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        return self.inputs + self.computed
+    def operands(self) -> tuple[int, ...]:
+        return self.inputs + self.weight_values
 
     @property
-    def trains(self) -> bool:
+    def has_trainable_weights(self) -> bool:
         """Whether a weight of its own is trained."""
         return any(w is not None and w.trained for w in self.weights)
 
     @property
-    def once(self) -> bool:
+    def writes_grad_once(self) -> bool:
         """Whether each number of a weight's gradient is written once for all samples of a chunk."""
         return True
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         """What the way there leaves for the way back, in vectors per block."""
         return 0
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         """Room that a call needs for itself, in vectors."""
         return 0
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         raise NotImplementedError
 
-    def forward(self, L: str, at: At) -> str:
+    def forward(self, L: str, at: CallContext) -> str:
         """The call on the way there."""
-        return f"{L}::forward({at.x()}, {at.y}, nb);"
+        return f"{L}::forward({at.input()}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         """The calls on the way back."""
-        yield f"{L}::backward<{at.add()}>({at.y if self.reads_output else at.x()}, {at.dy}, {at.dx()}, nb);"
+        yield f"{L}::backward<{at.accumulate()}>({at.out if self.backward_needs_output else at.input()}, {at.grad_out}, {at.grad_input()}, nb);"
 
-    def squares(self, L: str, at: At) -> Iterator[str] | None:
+    def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
         """Calls that add each sample's squared gradient of the weights to `squares`, after the way back to the inputs.
 
         None where there are none, though there are weights.
         """
-        return None if self.trains else iter(())
+        return None if self.has_trainable_weights else iter(())
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
         """That the room made here is what the kernels take."""
         return iter(())
 
@@ -140,60 +140,60 @@ class Linear(Op):
     rows: int = 1
 
     @property
-    def once(self) -> bool:
+    def writes_grad_once(self) -> bool:
         return self.rows == 1
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         i, o = (-(-n // lanes) * lanes for n in (self.i, self.o))
         if self.rows > 1 and (i, o) == (self.i, self.o) and min(i, o) >= WIDE_ROWS:
             return i * o // lanes + PIECE * (i + o) + max(i, o) + max(i, o) // lanes
         return (i + o) * (blocks if self.rows == 1 else min(PIECE, blocks * self.rows))
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Linear<{self.i}, {self.o}>"
 
-    def forward(self, L: str, at: At) -> str:
-        if at.from_rows():
-            return f"{L}::forward_rows(rows, {at.w(0)}, {at.w(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        if at.reads_input_rows():
+            return f"{L}::forward_rows(rows, {at.weight(0)}, {at.weight(1)}, {at.out}, nb);"
         if self.rows > 1:
-            to = f"{at.y}, {at.scratch}, nb, {self.rows}, samples"
-            return f"{self._sequence}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {to});"
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, nb);"
+            to = f"{at.out}, {at.workspace}, nb, {self.rows}, samples"
+            return f"{self._sequence}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {to});"
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, nb);"
 
     @property
     def _sequence(self) -> str:
         return f"Sequence<{self.i}, {self.o}>"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dw(0) != "nullptr":
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_weight(0) != "nullptr":
             if self.rows > 1:
-                to = f"{at.dw(0)}, {at.scratch}, nb, {self.rows}, samples"
-                yield f"{L}::weight_sequence({at.x()}, {at.dy}, {to});"
-            elif at.from_table() and self.i % at.lanes == 0:  # the rows are what the turned inputs would be
-                to = f"{at.dw(0)}, (float*)({at.scratch})"
-                yield f"{L}::weight_rows(rows, {at.dy}, {to}, nb, samples, add);"
+                to = f"{at.grad_weight(0)}, {at.workspace}, nb, {self.rows}, samples"
+                yield f"{L}::weight_sequence({at.input()}, {at.grad_out}, {to});"
+            elif at.reads_model_input() and self.i % at.simd_width == 0:  # the rows are what the turned inputs would be
+                to = f"{at.grad_weight(0)}, (float*)({at.workspace})"
+                yield f"{L}::weight_rows(rows, {at.grad_out}, {to}, nb, samples, add);"
             else:
-                yield f"{L}::weight({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb, samples, add);"
-        if at.dw(1) != "nullptr":
-            yield f"{L}::bias({at.dy}, {at.dw(1)}, nb * {self.rows}, {self.o}, add);"
-        if at.dx() != "nullptr" and self.rows > 1:
-            to = f"{at.dx()}, {at.scratch}, nb, {self.rows}, samples"
-            yield f"{self._sequence}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {to});"
-        elif at.dx() != "nullptr":
-            yield f"{L}::backward_input<{at.add()}>({at.dy}, {at.w(0)}, {at.dx()}, nb);"
+                yield f"{L}::weight({at.input()}, {at.grad_out}, {at.grad_weight(0)}, {at.workspace}, nb, samples, add);"
+        if at.grad_weight(1) != "nullptr":
+            yield f"{L}::bias({at.grad_out}, {at.grad_weight(1)}, nb * {self.rows}, {self.o}, add);"
+        if at.grad_input() != "nullptr" and self.rows > 1:
+            to = f"{at.grad_input()}, {at.workspace}, nb, {self.rows}, samples"
+            yield f"{self._sequence}::backward_input<{at.accumulate()}>({at.grad_out}, {at.weight(0)}, {to});"
+        elif at.grad_input() != "nullptr":
+            yield f"{L}::backward_input<{at.accumulate()}>({at.grad_out}, {at.weight(0)}, {at.grad_input()}, nb);"
 
-    def squares(self, L: str, at: At) -> Iterator[str]:
+    def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str]:
         if self.rows > 1:
-            yield f"Squares<{L}>::of_sequence({at.x()}, {at.dy}, squares, nb, {self.rows}, {self._trained()});"
-        elif at.from_rows():
-            yield f"Squares<{L}>::of_rows(rows, {at.dy}, squares, nb, {self._trained()});"
+            yield f"Squares<{L}>::of_sequence({at.input()}, {at.grad_out}, squares, nb, {self.rows}, {self._trained()});"
+        elif at.reads_input_rows():
+            yield f"Squares<{L}>::of_rows(rows, {at.grad_out}, squares, nb, {self._trained()});"
         else:
-            yield f"Squares<{L}>::of({at.x()}, {at.dy}, squares, nb, {self._trained()});"
+            yield f"Squares<{L}>::of({at.input()}, {at.grad_out}, squares, nb, {self._trained()});"
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        n = at.blocks if self.rows == 1 else min(PIECE, at.blocks * self.rows)
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        n = at.packs if self.rows == 1 else min(PIECE, at.packs * self.rows)
         room = f"{L}::turned * {n}" if self.rows == 1 else f"{self._sequence}::scratch({L}::turned * {n})"
-        yield f"{room} == {self.scratch(at.lanes, at.blocks)}"
+        yield f"{room} == {self.workspace_size(at.simd_width, at.packs)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,28 +205,28 @@ class Turned(Op):
     rows: int = 1
 
     @property
-    def once(self) -> bool:
+    def writes_grad_once(self) -> bool:
         return self.rows == 1
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         i, o = (-(-n // lanes) * lanes for n in (self.i, self.o))
         return (i + o) * (blocks if self.rows == 1 else min(PIECE, blocks * self.rows))
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Linear<{self.o}, {self.i}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::backward_input<false>({at.x()}, {at.w(0)}, {at.y}, nb * {self.rows});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::backward_input<false>({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dw(0) != "nullptr" and self.rows > 1:
-            to = f"{at.dw(0)}, {at.scratch}, nb, {self.rows}, samples"
-            yield f"{L}::weight_sequence({at.dy}, {at.x()}, {to});"
-        elif at.dw(0) != "nullptr":
-            yield f"{L}::weight({at.dy}, {at.x()}, {at.dw(0)}, {at.scratch}, nb, samples, add);"
-        if at.dx() != "nullptr":
-            flags = f"{self.o}, {self.i}, 1, {self.o}, {at.add()}"
-            yield f"{L}::run<{flags}>({at.dy}, {at.w(0)}, nullptr, {at.dx()}, nb * {self.rows});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_weight(0) != "nullptr" and self.rows > 1:
+            to = f"{at.grad_weight(0)}, {at.workspace}, nb, {self.rows}, samples"
+            yield f"{L}::weight_sequence({at.grad_out}, {at.input()}, {to});"
+        elif at.grad_weight(0) != "nullptr":
+            yield f"{L}::weight({at.grad_out}, {at.input()}, {at.grad_weight(0)}, {at.workspace}, nb, samples, add);"
+        if at.grad_input() != "nullptr":
+            flags = f"{self.o}, {self.i}, 1, {self.o}, {at.accumulate()}"
+            yield f"{L}::run<{flags}>({at.grad_out}, {at.weight(0)}, nullptr, {at.grad_input()}, nb * {self.rows});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,23 +239,23 @@ class Embedding(Op):
     skip: int = -1
 
     @property
-    def once(self) -> bool:
+    def writes_grad_once(self) -> bool:
         return False
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         return -(-self.f // lanes) * lanes
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Embedding<{self.count}, {self.f}, {self.t}, {self.skip}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward({at.x()}, {at.dy}, {at.dw(0)}, {at.scratch}, nb, samples);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward({at.input()}, {at.grad_out}, {at.grad_weight(0)}, {at.workspace}, nb, samples);"
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
 
 
 _CELLS = {"GruCell": (3, 4, 2), "LstmCell": (4, 5, 4), "TanhCell": (1, 1, 1)}  # GATES, KEPT, JOINT
@@ -274,17 +274,17 @@ class Recurrent(Op):
     t: int
     reversed: bool = False
     cells: bool = False
-    reads_output: ClassVar[bool] = True
+    backward_needs_output: ClassVar[bool] = True
 
     @property
-    def once(self) -> bool:
+    def writes_grad_once(self) -> bool:
         return False
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return self.t * self.h * _CELLS[self.cell][1]
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         gates, _, joint = _CELLS[self.cell]
         i, h, g, j = (-(-n // lanes) * lanes for n in (self.i, self.h, gates * self.h, joint * self.h))
         more = blocks * max(gates * self.h, 2 * self.h)
@@ -293,7 +293,7 @@ class Recurrent(Op):
         packed = gates * h * max(i, h) // lanes + 1
         return packed + (self.t * blocks + 1) * (i + 2 * h) + more + i // lanes + 1
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         options = [self.reversed, self.cells, len(self.inputs) > 1]
         while not options[-1] and len(options) > 1:
             options.pop()
@@ -302,24 +302,24 @@ class Recurrent(Op):
     def _first(self, of: Callable[[int], str]) -> str:
         return ", ".join(of(i) if len(self.inputs) > i else "nullptr" for i in (1, 2))
 
-    def forward(self, L: str, at: At) -> str:
-        weights = ", ".join(at.w(k) for k in range(4))
-        given = f"{at.x()}, {self._first(at.x)}, {weights}"
-        return f"{L}::forward({given}, {at.y}, {at.kept}, {at.scratch}, nb, samples);"
+    def forward(self, L: str, at: CallContext) -> str:
+        weights = ", ".join(at.weight(k) for k in range(4))
+        given = f"{at.input()}, {self._first(at.input)}, {weights}"
+        return f"{L}::forward({given}, {at.out}, {at.saved}, {at.workspace}, nb, samples);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        grads = ", ".join(at.dw(k) for k in range(4))
-        add = at.add() if at.dx() != "nullptr" else "false"
-        states = [self._first(at.x), self._first(at.dx), self._first(at.add).replace("nullptr", "false")]
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        grads = ", ".join(at.grad_weight(k) for k in range(4))
+        add = at.accumulate() if at.grad_input() != "nullptr" else "false"
+        states = [self._first(at.input), self._first(at.grad_input), self._first(at.accumulate).replace("nullptr", "false")]
         first = f", {{{', '.join(states)}}}" if len(self.inputs) > 1 else ""
         yield (
-            f"{L}::backward<{add}>({at.x()}, {at.y}, {at.w(0)}, {at.w(1)}, {at.dy}, {at.dx()}, {grads},"
-            f" {at.kept}, {at.scratch}, nb, samples{first});"
+            f"{L}::backward<{add}>({at.input()}, {at.out}, {at.weight(0)}, {at.weight(1)}, {at.grad_out}, {at.grad_input()}, {grads},"
+            f" {at.saved}, {at.workspace}, nb, samples{first});"
         )
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::kept == {self.kept}"
-        yield f"{L}::scratch({at.blocks}) == {self.scratch(at.lanes, at.blocks)}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::kept == {self.saved_size}"
+        yield f"{L}::scratch({at.packs}) == {self.workspace_size(at.simd_width, at.packs)}"
 
 
 # Images -----------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class Conv(Op):
     rows: int = 1
 
     @property
-    def once(self) -> bool:
+    def writes_grad_once(self) -> bool:
         return self.groups == 1
 
     @property
@@ -367,10 +367,10 @@ class Conv(Op):
         return self.i * (self.h + 2 * py) * (self.w + 2 * px) if bordered else 0
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return self._kept * self.groups * self.rows
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         if tile := self._tile:
             places, inputs, both = (tile + 2) ** 2, -(-self.i // lanes) * lanes, self.i + self.o
             panel = max(8 if tile == 2 else 4, min(64, 147456 // lanes // places // both // 4 * 4))
@@ -379,30 +379,30 @@ class Conv(Op):
         far = [n + d * (k - 1) for n, d, k in zip((self.h, self.w), self.dilation, self.kernel)]
         return weights // lanes + 1 + self.o * math.prod(far)
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         numbers = (self.i, self.h, self.w, self.o, *self.kernel, *self.stride, *self.padding)
         more = () if self.dilation == (1, 1) else self.dilation
         return f"Conv<{', '.join(map(str, (*numbers, *more)))}>"
 
-    def forward(self, L: str, at: At) -> str:
-        x, w, b, y, kept, loop, nb = self._where(L, at.x(), at.w(0), at.w(1), at.y, at.kept)
-        return f"{loop}{L}::forward({x}, {w}, {b}, {y}, {kept}, {at.scratch}, {nb});"
+    def forward(self, L: str, at: CallContext) -> str:
+        x, w, b, y, kept, loop, nb = self._where(L, at.input(), at.weight(0), at.weight(1), at.out, at.saved)
+        return f"{loop}{L}::forward({x}, {w}, {b}, {y}, {kept}, {at.workspace}, {nb});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        x, dw, db, dy, kept, loop, nb = self._where(L, at.x(), at.dw(0), at.dw(1), at.dy, at.kept)
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        x, dw, db, dy, kept, loop, nb = self._where(L, at.input(), at.grad_weight(0), at.grad_weight(1), at.grad_out, at.saved)
         if (dw, db) != ("nullptr", "nullptr"):
-            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {at.scratch}, {nb}, add);"
-        if at.dx() != "nullptr":
-            dx, w, _, dy, _, loop, nb = self._where(L, at.dx(), at.w(0), "nullptr", at.dy, at.kept)
-            yield f"{loop}{L}::backward_input<{at.add()}>({dy}, {w}, {dx}, {at.scratch}, {nb});"
+            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {at.workspace}, {nb}, add);"
+        if at.grad_input() != "nullptr":
+            dx, w, _, dy, _, loop, nb = self._where(L, at.grad_input(), at.weight(0), "nullptr", at.grad_out, at.saved)
+            yield f"{loop}{L}::backward_input<{at.accumulate()}>({dy}, {w}, {dx}, {at.workspace}, {nb});"
 
-    def squares(self, L: str, at: At) -> Iterator[str] | None:
+    def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
         if self.rows > 1:
             return None
         loop = (
             f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
         )
-        each = f"{at.x()} + k * {L}::in_size, {at.dy} + k * {L}::out_size, {at.kept} + k * {L}::kept"
+        each = f"{at.input()} + k * {L}::in_size, {at.grad_out} + k * {L}::out_size, {at.saved} + k * {L}::kept"
         return iter([f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"])
 
     def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
@@ -415,8 +415,8 @@ class Conv(Op):
         each = ["nullptr" if at.startswith("nullptr") else at for at in each]
         return each[0], each[1], each[2], f"{y} + k * {L}::out_size", f"{kept} + k * {L}::kept", loop, "1"
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
         yield f"{L}::kept == {self._kept}"
 
 
@@ -432,7 +432,7 @@ class Pool(Op):
     padding: tuple[int, int] = (0, 0)
     beyond: tuple[int, int] = (0, 0)  # how far the last windows reach out
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         numbers = (self.c, self.h, self.w, *self.kernel, *self.stride, *self.padding, *self.beyond)
         return f"Pool<{', '.join(map(str, numbers))}>"
 
@@ -442,14 +442,14 @@ class MaxPool(Pool):
     """The largest of a window, and of 0 where a ReLU is part of it."""
 
     rectify: bool = False
-    reads_output: ClassVar[bool] = True
+    backward_needs_output: ClassVar[bool] = True
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::max_forward<{flag(self.rectify)}>({at.x()}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::max_forward<{flag(self.rectify)}>({at.input()}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        flags = f"{flag(self.rectify)}, {at.add()}"
-        yield f"{L}::max_backward<{flags}>({at.x()}, {at.y}, {at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        flags = f"{flag(self.rectify)}, {at.accumulate()}"
+        yield f"{L}::max_backward<{flags}>({at.input()}, {at.out}, {at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,30 +470,30 @@ class Pooled(Conv):
         return cls(**given | {"output": pool.output}, pool=pool)
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         pooled = [(n - k) // k + 1 for n, k in zip((self.pool.h, self.pool.w), self.pool.kernel)]
         return self._kept + (self.o * math.prod(pooled) + 3) // 4
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         taps = self.i * math.prod(self.kernel)
         return self.o * taps // lanes + 1 + min(12, self.o) * (self.pool.h * self.pool.w + taps)
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         taps, rectify = math.prod(self.kernel), flag(self.pool.rectify)
-        return f"Pooled<{super().type()}, {self.pool.type()}, {self.i}, {taps}, {rectify}>"
+        return f"Pooled<{super().cpp_type()}, {self.pool.cpp_type()}, {self.i}, {taps}, {rectify}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {at.kept}, {at.scratch}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.saved}, {at.workspace}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward({at.x()}, {at.dy}, {at.dw(0)}, {at.dw(1)}, {at.kept}, {at.scratch}, nb, add);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward({at.input()}, {at.grad_out}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.saved}, {at.workspace}, nb, add);"
 
-    def squares(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::squares({at.x()}, {at.dy}, {at.kept}, {at.scratch}, squares, nb, {self._trained()});"
+    def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::squares({at.input()}, {at.grad_out}, {at.saved}, {at.workspace}, squares, nb, {self._trained()});"
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::scratch == {self.scratch(at.lanes, at.blocks)}"
-        yield f"{L}::kept == {self.kept}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
+        yield f"{L}::kept == {self.saved_size}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -501,13 +501,13 @@ class MeanPool(Pool):
     """The mean of a window; `divisor` 0 counts the places inside the image."""
 
     divisor: int = 0
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::mean_forward<{self.divisor}>({at.x()}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::mean_forward<{self.divisor}>({at.input()}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::mean_backward<{self.divisor}, {at.add()}>({at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::mean_backward<{self.divisor}, {at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,25 +517,25 @@ class Transposed(Op):
     conv: Conv  # from the output to the input
 
     @property
-    def kept(self) -> int:
-        return self.conv.kept
+    def saved_size(self) -> int:
+        return self.conv.saved_size
 
-    def scratch(self, lanes: int, blocks: int) -> int:
-        return self.conv.scratch(lanes, blocks)
+    def workspace_size(self, lanes: int, blocks: int) -> int:
+        return self.conv.workspace_size(lanes, blocks)
 
-    def type(self) -> str:
-        return f"Transposed<{self.conv.type()}, {self.conv.i}>"
+    def cpp_type(self) -> str:
+        return f"Transposed<{self.conv.cpp_type()}, {self.conv.i}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {at.scratch}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.workspace}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        add = at.add() if at.dx() != "nullptr" else "false"
-        to = f"{at.dx()}, {at.dw(0)}, {at.dw(1)}, {at.kept}, {at.scratch}, nb, add"
-        yield f"{L}::backward<{add}>({at.x()}, {at.w(0)}, {at.dy}, {to});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        add = at.accumulate() if at.grad_input() != "nullptr" else "false"
+        to = f"{at.grad_input()}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.saved}, {at.workspace}, nb, add"
+        yield f"{L}::backward<{add}>({at.input()}, {at.weight(0)}, {at.grad_out}, {to});"
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield from self.conv.agreements(f"{self.conv.type()}", at)
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield from self.conv.size_checks(f"{self.conv.cpp_type()}", at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,13 +546,13 @@ class Adaptive(Op):
     h: int
     w: int
     out: tuple[int, int]
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Adaptive<{self.c}, {self.h}, {self.w}, {self.out[0]}, {self.out[1]}>"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -564,13 +564,13 @@ class Border(Op):
     w: int
     first: tuple[int, int]
     out: tuple[int, int]
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Border<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -585,9 +585,9 @@ class Depths(Op):
     stride: int
     padding: int
     dilation: int
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         numbers = (
             self.c,
             self.d,
@@ -600,8 +600,8 @@ class Depths(Op):
         )
         return f"Depths<{', '.join(map(str, numbers))}>"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -615,41 +615,41 @@ class Norm(Op):
     rows: int = 1
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return 2 * self.groups * self.rows
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         return 2 * self.c
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"GroupNorm<{self.c}, {self.each}, {self.groups}>"
 
-    def forward(self, L: str, at: At) -> str:
-        rest = f"{at.kept}, {number(self.eps)}, nb * {self.rows}"
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.w(1)}, {at.y}, {rest});"
+    def forward(self, L: str, at: CallContext) -> str:
+        rest = f"{at.saved}, {number(self.eps)}, nb * {self.rows}"
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {rest});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        wanted = at.dx() != "nullptr"
-        flags = f"{at.add() if wanted else 'false'}, {flag(wanted)}"
-        rest = f"{at.dy}, {at.dx()}, {at.dw(0)}, {at.dw(1)}, {at.scratch}, nb * {self.rows}, add"
-        yield f"{L}::backward<{flags}>({at.x()}, {at.w(0)}, {at.kept}, {rest});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        wanted = at.grad_input() != "nullptr"
+        flags = f"{at.accumulate() if wanted else 'false'}, {flag(wanted)}"
+        rest = f"{at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.workspace}, nb * {self.rows}, add"
+        yield f"{L}::backward<{flags}>({at.input()}, {at.weight(0)}, {at.saved}, {rest});"
 
-    def squares(self, L: str, at: At) -> Iterator[str] | None:
+    def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
         if not all(w is not None and w.trained for w in self.weights):
-            return super().squares(L, at)
+            return super().emit_grad_norms(L, at)
         return self._squares(L, at)
 
-    def _squares(self, L: str, at: At) -> Iterator[str]:
+    def _squares(self, L: str, at: CallContext) -> Iterator[str]:
         step = self.rows * self.c * self.each
-        given = f"{at.x()} + n * {step}, {at.w(0)}, {at.kept} + n * {self.kept}, {at.dy} + n * {step}"
+        given = f"{at.input()} + n * {step}, {at.weight(0)}, {at.saved} + n * {self.saved_size}, {at.grad_out} + n * {step}"
         yield (
-            f"for (int n = 0; n < nb; n++) {L}::backward<false, false>({given}, nullptr, nullptr, nullptr, {at.scratch},"
-            f" {self.rows}, false), squares[n] += square_sum({at.scratch}, {L}::sums);"
+            f"for (int n = 0; n < nb; n++) {L}::backward<false, false>({given}, nullptr, nullptr, nullptr, {at.workspace},"
+            f" {self.rows}, false), squares[n] += square_sum({at.workspace}, {L}::sums);"
         )
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::sums == {self.scratch(at.lanes, at.blocks)}"
-        yield f"{L}::kept * {self.rows} == {self.kept}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::sums == {self.workspace_size(at.simd_width, at.packs)}"
+        yield f"{L}::kept * {self.rows} == {self.saved_size}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -660,28 +660,28 @@ class BatchNorm(Op):
     each: int
     eps: float
     momentum: float
-    mixes: ClassVar[bool] = True
+    is_batch_dependent: ClassVar[bool] = True
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return 3 * self.c
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"BatchNorm<{self.c}, {self.each}>"
 
-    def forward(self, L: str, at: At) -> str:
-        weights = ", ".join(at.w(k) for k in range(4))
-        return f"{L}::forward({at.x()}, {weights}, {at.y}, {at.kept}, {number(self.eps)}, key, samples, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        weights = ", ".join(at.weight(k) for k in range(4))
+        return f"{L}::forward({at.input()}, {weights}, {at.out}, {at.saved}, {number(self.eps)}, key, samples, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        wanted = at.dx() != "nullptr"
-        flags = f"{at.add() if wanted else 'false'}, {flag(wanted)}"
-        grads = ", ".join(at.dw(k) for k in range(4))
-        given = f"{at.x()}, {at.w(0)}, {at.w(2)}, {at.w(3)}, {at.kept}, {at.dy}, {at.dx()}"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        wanted = at.grad_input() != "nullptr"
+        flags = f"{at.accumulate() if wanted else 'false'}, {flag(wanted)}"
+        grads = ", ".join(at.grad_weight(k) for k in range(4))
+        given = f"{at.input()}, {at.weight(0)}, {at.weight(2)}, {at.weight(3)}, {at.saved}, {at.grad_out}, {at.grad_input()}"
         yield f"{L}::backward<{flags}>({given}, {grads}, {number(self.momentum)}, samples, nb, add);"
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::kept == {self.kept}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::kept == {self.saved_size}"
 
 
 # Numbers one by one -----------------------------------------------------------------------------------
@@ -693,10 +693,10 @@ class Map(Op):
 
     function: str
     n: int
-    reads_inputs: ClassVar[bool] = False
-    reads_output: ClassVar[bool] = True
+    backward_needs_input: ClassVar[bool] = False
+    backward_needs_output: ClassVar[bool] = True
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Map<{self.function}, {self.n}>"
 
 
@@ -705,18 +705,18 @@ class Add(Op):
     """The sum of two values of one shape."""
 
     n: int
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Add<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i in range(2):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::backward<{at.add(i)}>({at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::backward<{at.accumulate(i)}>({at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 # Where numbers lie ------------------------------------------------------------------------------------
@@ -732,14 +732,14 @@ class Slice(Op):
     start: int
     count: int
     step: int = 1
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         numbers = (self.outer, self.dim, self.inner, self.start, self.count, self.step)
         return f"Slice<{', '.join(map(str, numbers))}>"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -749,18 +749,18 @@ class Concat(Op):
     outer: int
     a: int
     b: int
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Concat<{self.outer}, {self.a}, {self.b}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i in range(2):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::backward<{i}, {at.add(i)}>({at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::backward<{i}, {at.accumulate(i)}>({at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -770,19 +770,19 @@ class Permute(Op):
     sizes: Shape
     order: Shape
     rows: int = 1
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         steps = [math.prod(self.sizes[d + 1 :]) for d in self.order]
         sizes = [self.sizes[d] for d in self.order]
         pad = 4 - len(sizes)
         return f"Permute<{', '.join(map(str, [1] * pad + sizes + [0] * pad + steps))}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, nb * {self.rows});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, nb * {self.rows});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, nb * {self.rows});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb * {self.rows});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -793,16 +793,16 @@ class Mean(Op):
     dim: int
     inner: int
     scale: float
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward<false>({at.x()}, {at.y}, {number(self.scale)}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward<false>({at.input()}, {at.out}, {number(self.scale)}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, {number(self.scale)}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, {number(self.scale)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -812,16 +812,16 @@ class Expand(Op):
     outer: int
     dim: int
     inner: int
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::backward<false>({at.x()}, {at.y}, 1.f, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::backward<false>({at.input()}, {at.out}, 1.f, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::forward<{at.add()}>({at.dy}, {at.dx()}, 1.f, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::forward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, 1.f, nb);"
 
 
 # Rows and their neighbours ----------------------------------------------------------------------------
@@ -831,8 +831,8 @@ class Expand(Op):
 class Curve(Map):
     """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu, Clamp with its ends."""
 
-    reads_inputs: ClassVar[bool] = True
-    reads_output: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = True
+    backward_needs_output: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -844,23 +844,23 @@ class Rms(Op):
     eps: float
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return self.rows
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         return self.n
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"RmsNorm<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        rest = f"{at.y}, {at.kept}, {number(self.eps)}, nb * {self.rows}"
-        return f"{L}::forward({at.x()}, {at.w(0)}, {rest});"
+    def forward(self, L: str, at: CallContext) -> str:
+        rest = f"{at.out}, {at.saved}, {number(self.eps)}, nb * {self.rows}"
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {rest});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        rest = f"{at.kept}, {at.dy}, {at.dx()}, {at.dw(0)}, {at.scratch}, nb * {self.rows}, add"
-        add = at.add() if at.dx() != "nullptr" else "false"
-        yield f"{L}::backward<{add}>({at.x()}, {at.w(0)}, {rest});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        rest = f"{at.saved}, {at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, {at.workspace}, nb * {self.rows}, add"
+        add = at.accumulate() if at.grad_input() != "nullptr" else "false"
+        yield f"{L}::backward<{add}>({at.input()}, {at.weight(0)}, {rest});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -871,17 +871,17 @@ class Softmax(Op):
     rows: int
     inner: int = 1
     log: bool = False
-    reads_inputs: ClassVar[bool] = False
-    reads_output: ClassVar[bool] = True
+    backward_needs_input: ClassVar[bool] = False
+    backward_needs_output: ClassVar[bool] = True
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"{'LogSoftmax' if self.log else 'Softmax'}<{self.n}, {self.inner}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, nb * {self.rows});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, nb * {self.rows});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.y}, {at.dy}, {at.dx()}, nb * {self.rows});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.out}, {at.grad_out}, {at.grad_input()}, nb * {self.rows});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -891,16 +891,16 @@ class Dropout(Op):
     n: int
     each: int
     p: float
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Dropout<{self.n}, {self.each}, {self.output}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, key, {_drop(self.p)}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, key, {_drop(self.p)}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, key, {_drop(self.p)}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, key, {_drop(self.p)}, nb);"
 
 
 def _drop(p: float) -> str:
@@ -939,42 +939,42 @@ class Attention(Op):
     each: bool = False
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return self.heads * self.t * self.s
 
-    def scratch(self, lanes: int, blocks: int) -> int:
+    def workspace_size(self, lanes: int, blocks: int) -> int:
         return 2 * self.t * self.s
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         sizes = (self.t, self.s, self.d, self.e, self.heads, *self.where, self.output)
         return f"Attention<{', '.join(map(str, sizes))}>"
 
-    def _given(self, at: At) -> str:
-        return ", ".join(f"{at.x(i)} + {self.where[i].start}" for i in range(3))
+    def _given(self, at: CallContext) -> str:
+        return ", ".join(f"{at.input(i)} + {self.where[i].start}" for i in range(3))
 
-    def forward(self, L: str, at: At) -> str:
-        absent = at.x(3) if len(self.inputs) > 3 else "nullptr"
-        mask = f"{at.w(0)}, {self.t * self.s if self.each else 0}"
-        rest = f"{at.y}, {at.kept}, {at.scratch}, key, {number(self.scale)}, {_drop(self.p)}, nb"
+    def forward(self, L: str, at: CallContext) -> str:
+        absent = at.input(3) if len(self.inputs) > 3 else "nullptr"
+        mask = f"{at.weight(0)}, {self.t * self.s if self.each else 0}"
+        rest = f"{at.out}, {at.saved}, {at.workspace}, key, {number(self.scale)}, {_drop(self.p)}, nb"
         return f"{L}::forward({self._given(at)}, {mask}, {absent}, {rest});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        to = [at.dx(i) if at.dx(i) == "nullptr" else f"{at.dx(i)} + {self.where[i].start}" for i in range(3)]
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        to = [at.grad_input(i) if at.grad_input(i) == "nullptr" else f"{at.grad_input(i)} + {self.where[i].start}" for i in range(3)]
         add = ", ".join(self._add(at, i) for i in range(3))
-        rest = f"{at.kept}, {at.scratch}, key, {number(self.scale)}, {_drop(self.p)}, nb"
-        yield f"{L}::backward<{add}>({self._given(at)}, {at.dy}, {', '.join(to)}, {rest});"
+        rest = f"{at.saved}, {at.workspace}, key, {number(self.scale)}, {_drop(self.p)}, nb"
+        yield f"{L}::backward<{add}>({self._given(at)}, {at.grad_out}, {', '.join(to)}, {rest});"
 
-    def _add(self, at: At, i: int) -> str:
+    def _add(self, at: CallContext, i: int) -> str:
         """Chunks of one value that lie beside each other are one writer."""
         beside = [
             j
             for j in range(i)
             if self.inputs[j] == self.inputs[i] and self.where[j].start != self.where[i].start
         ]
-        return at.add(beside[0] if beside else i)
+        return at.accumulate(beside[0] if beside else i)
 
-    def agreements(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::kept == {self.kept} && {L}::scratch == {self.scratch(at.lanes, at.blocks)}"
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::kept == {self.saved_size} && {L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -988,16 +988,16 @@ class Product(Op):
     a: tuple[int, int, int]  # steps of count, m and k
     b: tuple[int, int, int]  # of count, n and k
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Products<{', '.join(map(str, (self.count, self.m, self.n, self.k, *self.a, *self.b)))}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i, name in enumerate("ab"):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::backward_{name}<{at.add(i)}>({at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::backward_{name}<{at.accumulate(i)}>({at.input(1 - i)}, {at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 # Arithmetic -------------------------------------------------------------------------------------------
@@ -1010,16 +1010,16 @@ class Affine(Op):
     n: int
     a: float = 1.0
     b: float = 0.0
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Affine<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, {number(self.a)}, {number(self.b)}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, {number(self.a)}, {number(self.b)}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.dy}, {at.dx()}, {number(self.a)}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, {number(self.a)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1028,16 +1028,16 @@ class Multiply(Op):
 
     n: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Multiply<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i in range(2):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::backward<{at.add(i)}>({at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::backward<{at.accumulate(i)}>({at.input(1 - i)}, {at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1045,18 +1045,18 @@ class Divide(Op):
     """The quotient of two values of one shape."""
 
     n: int
-    reads_output: ClassVar[bool] = True
+    backward_needs_output: ClassVar[bool] = True
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Divide<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i, name in enumerate(("above", "below")):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::{name}<{at.add(i)}>({at.x(1)}, {at.y}, {at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::{name}<{at.accumulate(i)}>({at.input(1)}, {at.out}, {at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1065,17 +1065,17 @@ class Shift(Op):
 
     n: int
     rows: int
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Shift<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.y}, nb * {self.rows});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        add = at.add() if at.dx() != "nullptr" else "false"
-        yield f"{L}::backward<{add}>({at.dy}, {at.dx()}, {at.dw(0)}, nb * {self.rows}, add);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        add = at.accumulate() if at.grad_input() != "nullptr" else "false"
+        yield f"{L}::backward<{add}>({at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, nb * {self.rows}, add);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1085,16 +1085,16 @@ class Scale(Op):
     n: int
     rows: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Scale<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.w(0)}, {at.y}, nb * {self.rows});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        add = at.add() if at.dx() != "nullptr" else "false"
-        rest = f"{at.dy}, {at.dx()}, {at.dw(0)}, nb * {self.rows}, add"
-        yield f"{L}::backward<{add}>({at.x()}, {at.w(0)}, {rest});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        add = at.accumulate() if at.grad_input() != "nullptr" else "false"
+        rest = f"{at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, nb * {self.rows}, add"
+        yield f"{L}::backward<{add}>({at.input()}, {at.weight(0)}, {rest});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1103,15 +1103,15 @@ class Given(Op):
 
     n: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Given<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.w(0)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.weight(0)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dw(0) != "nullptr":
-            yield f"{L}::backward({at.dy}, {at.dw(0)}, nb, add);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_weight(0) != "nullptr":
+            yield f"{L}::backward({at.grad_out}, {at.grad_weight(0)}, nb, add);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1122,22 +1122,22 @@ class Fill(Op):
     rows: int
     value: float
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Fill<{self.n}>"
 
-    def _mask(self, at: At) -> str:
-        return at.x(1) if len(self.inputs) > 1 else at.w(0)
+    def _mask(self, at: CallContext) -> str:
+        return at.input(1) if len(self.inputs) > 1 else at.weight(0)
 
     @property
     def _rows(self) -> str:
         return f"nb * {self.rows}, {self.n if len(self.inputs) > 1 else 0}"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {self._mask(at)}, {number(self.value)}, {at.y}, {self._rows});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {self._mask(at)}, {number(self.value)}, {at.out}, {self._rows});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dx() != "nullptr":
-            yield f"{L}::backward<{at.add()}>({self._mask(at)}, {at.dy}, {at.dx()}, {self._rows});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_input() != "nullptr":
+            yield f"{L}::backward<{at.accumulate()}>({self._mask(at)}, {at.grad_out}, {at.grad_input()}, {self._rows});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1146,16 +1146,16 @@ class Choose(Op):
 
     n: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Choose<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.x(2)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.input(2)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i in (1, 2):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::backward<{flag(i == 1)}, {at.add(i)}>({at.x(0)}, {at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::backward<{flag(i == 1)}, {at.accumulate(i)}>({at.input(0)}, {at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1165,16 +1165,16 @@ class Extreme(Op):
     n: int
     larger: bool
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Extreme<{self.n}, {flag(self.larger)}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i in range(2):
-            if at.dx(i) != "nullptr":
-                yield f"{L}::backward<{at.add(i)}>({at.x(i)}, {at.x(1 - i)}, {at.dy}, {at.dx(i)}, nb);"
+            if at.grad_input(i) != "nullptr":
+                yield f"{L}::backward<{at.accumulate(i)}>({at.input(i)}, {at.input(1 - i)}, {at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1185,13 +1185,13 @@ class Largest(Op):
     dim: int
     inner: int
     shared: bool
-    reads_output: ClassVar[bool] = True
+    backward_needs_output: ClassVar[bool] = True
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Largest<{self.outer}, {self.dim}, {self.inner}, {flag(self.shared)}>"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        yield f"{L}::backward<{at.add()}>({at.x()}, {at.y}, {at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.input()}, {at.out}, {at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1201,13 +1201,13 @@ class Compare(Op):
     n: int
     value: float
     how: str  # = ! < > l g, the last two for at most and at least
-    moves: ClassVar[bool] = False
+    is_differentiable: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Compare<{self.n}, '{self.how}'>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, {number(self.value)}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, {number(self.value)}, nb);"
 
 
 # Parameters alone -------------------------------------------------------------------------------------
@@ -1223,15 +1223,15 @@ class Taken(Op):
 
     n: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Taken<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.w(0)}, {_floats(at.y)});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.weight(0)}, {_floats(at.out)});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dw(0) != "nullptr":
-            yield f"{L}::backward({_floats(at.dy)}, {at.dw(0)});"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_weight(0) != "nullptr":
+            yield f"{L}::backward({_floats(at.grad_out)}, {at.grad_weight(0)});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1243,18 +1243,18 @@ class Sum(Op):
     inner: int
     scale: float = 1.0
     spread: bool = False
-    reads_inputs: ClassVar[bool] = False
+    backward_needs_input: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Sums<{self.outer}, {self.dim}, {self.inner}>"
 
-    def forward(self, L: str, at: At) -> str:
+    def forward(self, L: str, at: CallContext) -> str:
         way = "spread" if self.spread else "sum"
-        return f"{L}::{way}<false>({_floats(at.x())}, {_floats(at.y)}, {number(self.scale)});"
+        return f"{L}::{way}<false>({_floats(at.input())}, {_floats(at.out)}, {number(self.scale)});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         way = "sum" if self.spread else "spread"
-        yield f"{L}::{way}<{at.add()}>({_floats(at.dy)}, {_floats(at.dx())}, {number(self.scale)});"
+        yield f"{L}::{way}<{at.accumulate()}>({_floats(at.grad_out)}, {_floats(at.grad_input())}, {number(self.scale)});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1265,17 +1265,17 @@ class Matrices(Op):
     k: int
     n: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Matrices<{self.m}, {self.k}, {self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({_floats(at.x(0))}, {_floats(at.x(1))}, {_floats(at.y)});"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({_floats(at.input(0))}, {_floats(at.input(1))}, {_floats(at.out)});"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
         for i, way in enumerate(("first", "second")):
-            if at.dx(i) != "nullptr":
-                to = f"{_floats(at.dy)}, {_floats(at.dx(i))}"
-                yield f"{L}::{way}<{at.add(i)}>({_floats(at.x(1 - i))}, {to});"
+            if at.grad_input(i) != "nullptr":
+                to = f"{_floats(at.grad_out)}, {_floats(at.grad_input(i))}"
+                yield f"{L}::{way}<{at.accumulate(i)}>({_floats(at.input(1 - i))}, {to});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1283,13 +1283,13 @@ class Still(Op):
     """The same n numbers, taken for given on the way back."""
 
     n: int
-    moves: ClassVar[bool] = False
+    is_differentiable: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Affine<{self.n}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x()}, {at.y}, 1.f, 0.f, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, 1.f, 0.f, nb);"
 
 
 # Losses -----------------------------------------------------------------------------------------------
@@ -1306,20 +1306,20 @@ class Entropy(Op):
     skip: int
 
     @property
-    def kept(self) -> int:
+    def saved_size(self) -> int:
         return self.t
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Entropy<{self.c}, {self.t}, {self.steps[0]}, {self.steps[1]}, {self.skip}>"
 
-    def forward(self, L: str, at: At) -> str:
-        given = f"{at.x(0)}, {at.x(1)}, {at.w(0)}"
-        return f"{L}::forward({given}, {at.y}, {at.kept}, {number(self.smooth)}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}"
+        return f"{L}::forward({given}, {at.out}, {at.saved}, {number(self.smooth)}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dx() != "nullptr":
-            given = f"{at.x(0)}, {at.x(1)}, {at.w(0)}, {at.kept}, {at.dy}"
-            yield f"{L}::backward<{at.add()}>({given}, {at.dx()}, {number(self.smooth)}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_input() != "nullptr":
+            given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}, {at.saved}, {at.grad_out}"
+            yield f"{L}::backward<{at.accumulate()}>({given}, {at.grad_input()}, {number(self.smooth)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1332,15 +1332,15 @@ class Pick(Op):
     inner: int
     skip: int
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"Pick<{self.outer}, {self.n}, {self.k}, {self.inner}, {self.skip}>"
 
-    def forward(self, L: str, at: At) -> str:
-        return f"{L}::forward({at.x(0)}, {at.x(1)}, {at.y}, nb);"
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
-    def backward(self, L: str, at: At) -> Iterator[str]:
-        if at.dx() != "nullptr":
-            yield f"{L}::backward<{at.add()}>({at.x(1)}, {at.dy}, {at.dx()}, nb);"
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        if at.grad_input() != "nullptr":
+            yield f"{L}::backward<{at.accumulate()}>({at.input(1)}, {at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1349,7 +1349,7 @@ class OneHot(Op):
 
     n: int
     c: int
-    moves: ClassVar[bool] = False
+    is_differentiable: ClassVar[bool] = False
 
-    def type(self) -> str:
+    def cpp_type(self) -> str:
         return f"OneHot<{self.n}, {self.c}>"

@@ -29,49 +29,49 @@ class Graph:
     output: int
     layout: ParamLayout
     constants: Tensor  # numbers that are not trained
-    inputs: int  # how many of the values are given
-    limits: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
-    result: Shape  # of the output, as the model gives it
-    computed: frozenset[int] = frozenset()  # values made of parameters alone, the same for all samples
+    num_inputs: int  # how many of the values are given
+    index_bounds: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
+    output_shape: Shape  # of the output, as the model gives it
+    unbatched: frozenset[int] = frozenset()  # values made of parameters alone, the same for all samples
     targets: bool = False  # whether they are given too, behind the inputs, and the output is the loss
-    skip: int | None = None  # what a target may be besides
+    ignore_index: int | None = None  # what a target may be besides
 
     @property
-    def tokens(self) -> list[int | None]:
+    def vocab_sizes(self) -> list[int | None]:
         """How many different numbers each input may be, where it is of numbers of things."""
-        return [None if limit is None else int(limit.min()) for limit in self.limits[: self.inputs]]
+        return [None if limit is None else int(limit.min()) for limit in self.index_bounds[: self.num_inputs]]
 
     @property
-    def given(self) -> int:
+    def num_sample_inputs(self) -> int:
         """How many of the values are a sample's own."""
-        return self.inputs + self.targets
+        return self.num_inputs + self.targets
 
     @cached_property
-    def mixes(self) -> bool:
+    def is_batch_dependent(self) -> bool:
         """Whether a sample's output depends on the other samples of its batch."""
-        return any(op.mixes for op in self.ops)
+        return any(op.is_batch_dependent for op in self.ops)
 
     @property
-    def once(self) -> bool:
+    def writes_every_grad_once(self) -> bool:
         """Whether every parameter's gradient is written exactly once: none is spare, tied or used again."""
-        if self.computed:
+        if self.unbatched:
             return False
-        writers = [op for op in self.ops if op.trains and op.output in self.moving]
+        writers = [op for op in self.ops if op.has_trainable_weights and op.output in self.needs_grad]
         used = [w.offset for op in writers for w in op.weights if w is not None and w.trained]
-        return sorted(used) == [s.offset for s in self.layout] and all(op.once for op in writers)
+        return sorted(used) == [s.offset for s in self.layout] and all(op.writes_grad_once for op in writers)
 
     @cached_property
-    def moving(self) -> set[int]:
+    def needs_grad(self) -> set[int]:
         """The values that depend on a trained parameter and move the output, and so need a gradient."""
-        moving: set[int] = set()
+        needed: set[int] = set()
         for op in self.ops:
-            if op.moves and (op.trains or moving.intersection(op.reads)):
-                moving.add(op.output)
+            if op.is_differentiable and (op.has_trainable_weights or needed.intersection(op.operands)):
+                needed.add(op.output)
         seen = {self.output}
         for op in reversed(self.ops):
-            if op.moves and op.output in seen:
-                seen.update(op.reads)
-        return moving & seen
+            if op.is_differentiable and op.output in seen:
+                seen.update(op.operands)
+        return needed & seen
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ class Builder:
         skips = self.skips.get(count, set())
         return Graph(
             self.shapes, ops, output.id, self.layout, constants, count, self.limits, output.shape, frozenset(self.shared),
-            targets=len(self.counts) > 1, skip=next(iter(skips)) if len(skips) == 1 else None,
+            targets=len(self.counts) > 1, ignore_index=next(iter(skips)) if len(skips) == 1 else None,
         )  # fmt: skip
 
     def _inputs(self, node: fx.Node) -> Any:
@@ -609,7 +609,7 @@ def _used(ops: list[Op], output: int) -> list[Op]:
     needed, kept = {output}, []
     for op in reversed(ops):
         if op.output in needed:
-            needed.update(op.reads)
+            needed.update(op.operands)
             kept.append(op)
     return kept[::-1]
 

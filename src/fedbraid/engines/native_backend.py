@@ -83,14 +83,14 @@ class Native:
         self.examples = examples
         self.threads = threads or torch.get_num_threads() or os.cpu_count() or 1
         self.size, self.classifies = task.full_layout.size, task.loss in ("cross_entropy", "logistic")
-        self.guesses = self.classifies and task.like[1].ndim == 1
+        self.predicts_classes = self.classifies and task.like[1].ndim == 1
         self.graph, self.loss, self.flags, self.statistics = (
             graph,
             _kind(task),
             flags,
             task.full_layout.buffers,
         )
-        self.task, self.fillers = task, [_filler(leaf) for leaf in tree.leaves(task.like[0])]
+        self.task, self.padding_rows = task, [_filler(leaf) for leaf in tree.leaves(task.like[0])]
         self._compile(ROOM)
         self._plain: TorchGradient | None = None  # for inputs longer than any that train
         self._looked_at: Tree = None  # a table whose numbers are known to be in range
@@ -104,7 +104,7 @@ class Native:
         """Load the library, with room for so many samples of a client where they depend on each other."""
         private = self.examples is not None
         try:
-            self.source, self.most = generate(self.graph, self.loss, lanes(), batch, private), batch
+            self.source, self.batch_capacity = generate(self.graph, self.loss, lanes(), batch, private), batch
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         try:
@@ -112,11 +112,11 @@ class Native:
         except CompileError as why:
             raise NativeUnavailable(str(why)) from why
         self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
-        self._evaluate, self._together = lib.fedbraid_evaluate, lib.fedbraid_gradient
+        self._evaluate, self._sum_gradient = lib.fedbraid_evaluate, lib.fedbraid_gradient
         p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
         more: list[Any] = [f, f, p, p] if private else []
-        self._together.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
-        self._gradient.argtypes = [*self._together.argtypes, *more]
+        self._sum_gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
+        self._gradient.argtypes = [*self._sum_gradient.argtypes, *more]
         self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
 
     def alone(self) -> Native:
@@ -129,12 +129,12 @@ class Native:
         m, size = batch.rows.shape
         if y.shape != (m, self.size):
             raise EngineError(f"parameters of shape {tuple(y.shape)} for {m} clients of {self.size}")
-        if self.graph.mixes and size > self.most:
+        if self.graph.is_batch_dependent and size > self.batch_capacity:
             self._compile(-(-size // ROOM) * ROOM)
         at, rows = y.to(torch.float32).contiguous(), batch.rows.to(torch.int64).contiguous()
         targets, wanted = batch.targets, rows
         if self.graph.targets:
-            self._look_at_targets(targets)
+            self._check_label_bounds(targets)
             if (
                 targets.dtype != torch.float32 or not targets.is_contiguous()
             ):  # of those alone that are asked for
@@ -142,7 +142,7 @@ class Native:
         targets = self._targets(targets)
         weight = None if batch.weight is None else batch.weight.to(torch.float32).contiguous()
         noise = None if batch.noise is None else torch.from_numpy(batch.noise.view(np.int64))
-        self._look_at(batch.inputs)
+        self._check_index_bounds(batch.inputs)
         inputs = _lone(batch.inputs)
         plain = batch.augment is None and isinstance(inputs, Tensor)
         if not (plain and inputs.is_contiguous() and inputs.dtype == torch.float32):
@@ -152,7 +152,7 @@ class Native:
         if len(self._buffer) != m:
             self._buffer = torch.empty(m, self.size)
         losses = torch.empty(m)
-        more = () if self.examples is None else self._private(self.examples, batch)
+        more = () if self.examples is None else self._dp_arguments(self.examples, batch)
         _raise(
             self._gradient(
                 at.data_ptr(), self.graph.constants.data_ptr(), None if noise is None else noise.data_ptr(),
@@ -169,7 +169,7 @@ class Native:
             self._buffer[:, self.statistics] = 0
         return self._buffer, losses
 
-    def _private(self, own: ExamplePrivacy, batch: Batch) -> tuple[Any, ...]:
+    def _dp_arguments(self, own: ExamplePrivacy, batch: Batch) -> tuple[Any, ...]:
         """What clipping and noising takes besides: norm, deviation, planned samples, keys of the noise."""
         secret = batch.secret()
         keys = None if secret.keys is None else secret.keys.ctypes.data
@@ -178,9 +178,9 @@ class Native:
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""
         x = x.to(torch.float32).contiguous()
-        self._look_at(inputs)
+        self._check_index_bounds(inputs)
         if self.graph.targets:
-            self._look_at_targets(targets)
+            self._check_label_bounds(targets)
         whole = self._whole(inputs)
         if whole is None or self.graph.targets:  # which knows no outputs, and so no classes
             self._plain = self._plain or TorchGradient(self.task)
@@ -190,7 +190,7 @@ class Native:
     def _judged(self, x: Tensor, whole: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         inputs, targets = _rows(whole), self._targets(targets)
         losses = torch.empty(len(inputs))
-        best = torch.empty(len(inputs), dtype=torch.int64) if self.guesses else None
+        best = torch.empty(len(inputs), dtype=torch.int64) if self.predicts_classes else None
         _raise(
             self._evaluate(
                 x.data_ptr(), self.graph.constants.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
@@ -202,7 +202,7 @@ class Native:
     def _whole(self, inputs: Tree) -> Tree | None:
         """Inputs of other lengths padded to the one that the code is made for; None where they are longer."""
         found = []
-        for leaf, shape, filler in zip(tree.leaves(inputs), self.graph.shapes, self.fillers):
+        for leaf, shape, filler in zip(tree.leaves(inputs), self.graph.shapes, self.padding_rows):
             leaf = leaf.values if isinstance(leaf, Padded) else leaf
             if leaf.shape[1:] != shape:
                 more = shape[0] - leaf.shape[1] if shape else 0
@@ -215,21 +215,21 @@ class Native:
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(torch.int64 if self.classifies else torch.float32).contiguous()
 
-    def _look_at(self, inputs: Tree) -> None:
+    def _check_index_bounds(self, inputs: Tree) -> None:
         """Refuse numbers that name no row of the model's table."""
         if inputs is self._looked_at:
             return
-        for leaf, limit in zip(tree.leaves(inputs), self.graph.limits):
+        for leaf, limit in zip(tree.leaves(inputs), self.graph.index_bounds):
             leaf = leaf.values if isinstance(leaf, Padded) else leaf
             if limit is not None and leaf.numel():
                 _refuse_beyond(leaf, limit)
         self._looked_at = inputs
 
-    def _look_at_targets(self, targets: Tensor) -> None:
+    def _check_label_bounds(self, targets: Tensor) -> None:
         """Refuse numbers of classes that the loss does not know."""
         if targets is self._labels:
             return
-        limit, skip = self.graph.limits[self.graph.inputs], self.graph.skip
+        limit, skip = self.graph.index_bounds[self.graph.num_inputs], self.graph.ignore_index
         if limit is not None and targets.numel():
             some = targets if skip is None else targets.masked_fill(targets == skip, 0)
             _refuse_beyond(some, limit, "a label is {}, but the loss knows 0 to {} only")
@@ -242,7 +242,7 @@ class Native:
         module = task.full_layout.load(task.module(), at).eval()
         with torch.no_grad():
             want = task.per_example(task.run(module, tree.numbers(x)), y)
-        self._look_at(x)
+        self._check_index_bounds(x)
         got, _ = _aside(self._judged, at, self._whole(x), y)
         if not torch.allclose(got, want, rtol=1e-3, atol=1e-4):
             raise NativeUnavailable(
@@ -252,8 +252,8 @@ class Native:
 
     def _prove(self, task: Task, module: torch.nn.Module, y: Tensor) -> None:
         """Refuse to train by a gradient that is not autograd's: two models whose code is the same may differ in a hook."""
-        count = TRIED if self.graph.mixes else 4
-        if self.graph.mixes and len(task.rows) < count:
+        count = TRIED if self.graph.is_batch_dependent else 4
+        if self.graph.is_batch_dependent and len(task.rows) < count:
             return  # statistics of a few samples say nothing
         inputs, targets = _first(task, count)
         batch = Batch(inputs, targets, torch.arange(len(targets))[None])
@@ -272,7 +272,7 @@ class Native:
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in slots]
         )
         plain = self.alone()
-        plain.examples, plain._gradient = None, self._together
+        plain.examples, plain._gradient = None, self._sum_gradient
         got, _ = _aside(plain, y[None].clone(), batch)
         off = float(torch.linalg.vector_norm(got[0, : len(want)] - want))
         if off > 0.01 * float(torch.linalg.vector_norm(want)) + 1e-6:
@@ -443,7 +443,7 @@ def _followed(task: Task) -> Graph:
         graph = _judged(task, sample, targets)
     else:
         graph = _plain(task, sample, targets)
-    if padded and (graph.mixes or not _blind_to_padding(task, given, inputs)):
+    if padded and (graph.is_batch_dependent or not _blind_to_padding(task, given, inputs)):
         raise Unsupported("outputs depend on padding, so that batches are cut to their longest")
     return graph
 
@@ -459,8 +459,8 @@ def _judged(task: Task, sample: Tree, targets: Tensor) -> Graph:
     graph = trace(
         lambda: _LossWrapper(module, sample, task.per_example), task.full_layout, (sample, targets[:1])
     )
-    if graph.result:
-        raise Unsupported(f"the loss gives {graph.result} for each sample, not one number")
+    if graph.output_shape:
+        raise Unsupported(f"the loss gives {graph.output_shape} for each sample, not one number")
     return graph
 
 
@@ -469,11 +469,11 @@ def _plain(task: Task, sample: Tree, targets: Tensor) -> Graph:
     module = task.module()
     graph = trace(lambda: _ModelWrapper(module, sample), task.full_layout, (sample,))
     wanted = tuple(targets.shape[1:])
-    fits = len(graph.result) > 0 and graph.result[1:] == wanted
+    fits = len(graph.output_shape) > 0 and graph.output_shape[1:] == wanted
     if task.loss != "cross_entropy":
-        fits = math.prod(graph.result) == math.prod(wanted)
+        fits = math.prod(graph.output_shape) == math.prod(wanted)
     if not fits:
-        raise Unsupported(f"the model's outputs have shape {graph.result} for targets of {wanted}")
+        raise Unsupported(f"the model's outputs have shape {graph.output_shape} for targets of {wanted}")
     if task.loss != "mse" and targets.is_floating_point() and not bool((targets == targets.long()).all()):
         raise Unsupported("the targets are not numbers of classes")
     return graph

@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 KINDS = {
-    "products": r"columns|Product<|products|Correlate|weight_block|Narrow|::dot|weight_rows",
+    "products": r"columns|BatchMatmul<|products|Correlate|weight_block|Narrow|::dot|weight_rows",
     "first convolution and its pooling": r"Pooled",
     "tiles there and back": r"Winograd",
     "norms": r"Norm|Rms",

@@ -196,7 +196,7 @@ def test_random_convolutions_by_tiles(channels, size, padding):
                      lambda: nn.AdaptiveAvgPool2d(1), *to_three(c))  # fmt: skip
 
     task = make_task(model, (a, *size))
-    assert all(op._tile for op in native._graph(task).ops if isinstance(op, ops.Conv))
+    assert all(op._tile for op in native._graph(task).ops if isinstance(op, ops.Conv2d))
     grad = Native(task, threads=2, flags=QUICK)
     assert_equals_autograd(task, grad, 2, 13)
     assert_same_bits(task, grad)
@@ -1377,7 +1377,9 @@ def assert_same_zeros(task, grad, y, batch, got) -> None:
 
 
 def autograd_with_zeros(task, y, batch, i, noise, monkeypatch):
-    layers = iter([op for op in native._graph(task).ops if isinstance(op, (ops.Dropout, ops.Attention))])
+    layers = iter(
+        [op for op in native._graph(task).ops if isinstance(op, (ops.Dropout, ops.ScaledDotProductAttention))]
+    )
 
     def dropout(x, p=0.5, training=True, inplace=False):
         return x * kept(noise, len(x), next(layers).output, x[0].numel(), p).view_as(x)

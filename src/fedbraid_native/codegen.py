@@ -78,7 +78,9 @@ class CppEmitter:
         self.by_rows = self._reads_rows_directly()
         self.written: set[int] = set()  # values whose gradient has been written so far
         n = len(graph.ops)
-        made = dict.fromkeys(range(graph.num_sample_inputs), 0) | {op.output: t for t, op in enumerate(graph.ops)}
+        made = dict.fromkeys(range(graph.num_sample_inputs), 0) | {
+            op.output: t for t, op in enumerate(graph.ops)
+        }
         uses = {v: [t for t, op in enumerate(graph.ops) if v in op.operands] or [n] for v in made}
         needed = {v: max([uses[v][-1], *self._read_in_backward(v)]) for v in made}
         needed |= {op.output: 2 * n - t for t, op in enumerate(graph.ops) if op.backward_needs_output}
@@ -112,7 +114,8 @@ class CppEmitter:
         return [
             2 * len(self.graph.ops) - t
             for t, op in ops
-            if ((v in op.inputs and op.backward_needs_input) or v in op.weight_values) and op.output in self.moving
+            if ((v in op.inputs and op.backward_needs_input) or v in op.weight_values)
+            and op.output in self.moving
         ]
 
     def _reads_rows_directly(self) -> bool:
@@ -140,7 +143,10 @@ class CppEmitter:
         }
 
     def _loss(self) -> str:
-        classes, places = self.graph.output_shape[0] if self.graph.output_shape else 1, math.prod(self.graph.output_shape[1:])
+        classes, places = (
+            self.graph.output_shape[0] if self.graph.output_shape else 1,
+            math.prod(self.graph.output_shape[1:]),
+        )
         sizes = f"{classes}, {places}" if self.loss == "cross_entropy" else f"{classes * places}"
         if self.loss == "own":
             sizes = str(self.sizes[self.graph.num_inputs])
@@ -150,7 +156,9 @@ class CppEmitter:
         """The model's source, and in how many pieces it is."""
         ops = self.graph.ops
         types = [f"typedef {op.cpp_type()} L{t};" for t, op in enumerate(ops)]
-        there = {t: self._shared(op, [op.forward(f"L{t}", _CallContext(self, t))]) for t, op in enumerate(ops)}
+        there = {
+            t: self._shared(op, [op.forward(f"L{t}", _CallContext(self, t))]) for t, op in enumerate(ops)
+        }
         back = {t: list(self._backward(t, ops[t])) for t in reversed(range(len(ops)))}
         part, parts = self.partition_units(there, back)
         zero = "if (!add) std::memset(g, 0, sizeof(float) * parameters), add = true;"

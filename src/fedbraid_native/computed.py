@@ -51,7 +51,7 @@ class _Made:
         made = None if at is None else at.value
         if made is not None and math.prod(self.builder.shapes[made]) == math.prod(shape):
             return Value(made, shape)
-        return self.emit(ops.Taken, (), shape, (x,), n=math.prod(shape))
+        return self.emit(ops.LoadParam, (), shape, (x,), n=math.prod(shape))
 
     def emit(
         self, kind: type[ops.Op], inputs: tuple[Value, ...], shape: Shape, weights: Any = (), **more: Any
@@ -61,10 +61,10 @@ class _Made:
         return out
 
     def curve(self, function: str, x: Value) -> Value:
-        return self.emit(ops.Curve, (x,), x.shape, function=function, n=1)
+        return self.emit(ops.UnarySavingInput, (x,), x.shape, function=function, n=1)
 
     def affine(self, x: Value, a: float, b: float = 0.0) -> Value:
-        return self.emit(ops.Affine, (x,), x.shape, n=1, a=a, b=b)
+        return self.emit(ops.AffineScalar, (x,), x.shape, n=1, a=a, b=b)
 
     def pair(self, kind: type[ops.Op], x: Value, y: Value, **more: Any) -> Value:
         return self.emit(
@@ -103,7 +103,7 @@ class _Made:
 
     def over(self, x: Value, by: Value) -> Value:
         """Each number over its row's."""
-        return self.emit(ops.Divide, (x, self.spread(by, x.shape)), x.shape, n=1)
+        return self.emit(ops.Div, (x, self.spread(by, x.shape)), x.shape, n=1)
 
 
 _Handle = Callable[[_Made], Value | None]
@@ -116,7 +116,9 @@ def _bent(function: str) -> _Handle:
 def _mapped(function: str) -> _Handle:
     def handle(made: _Made) -> Value | None:
         x = made.operand()
-        return made.emit(ops.Map, (x,), x.shape, function=function, n=1) if len(made.node.args) == 1 else None
+        return (
+            made.emit(ops.Unary, (x,), x.shape, function=function, n=1) if len(made.node.args) == 1 else None
+        )
 
     return handle
 
@@ -133,13 +135,13 @@ def _add(made: _Made, sign: float = 1.0) -> Value | None:
     return made.pair(ops.Add, made.operand(), other if sign > 0 else made.affine(other, sign))
 
 
-def _multiply(made: _Made, kind: type[ops.Op] = ops.Multiply) -> Value | None:
+def _multiply(made: _Made, kind: type[ops.Op] = ops.Mul) -> Value | None:
     if len(made.node.args) + len(made.node.kwargs) != 2:
         return None
     for at, other in ((0, 1), (1, 0)):
         number = made.argument(at, "other")
-        if isinstance(number, (int, float)) and not (at == 0 and kind is ops.Divide):
-            return made.affine(made.operand(other), 1 / number if kind is ops.Divide else float(number))
+        if isinstance(number, (int, float)) and not (at == 0 and kind is ops.Div):
+            return made.affine(made.operand(other), 1 / number if kind is ops.Div else float(number))
     return made.pair(kind, made.operand(), made.operand(1, "other"))
 
 
@@ -194,15 +196,15 @@ def _weight_norm(made: _Made) -> Value:
     """torch._weight_norm(v, g, dim): v over its length in all dimensions but one, times g."""
     v, g, dim = made.operand(), made.operand(1, "g"), made.argument(2, "dim", 0)
     rest = None if dim == -1 else [d for d in range(len(v.shape)) if d != dim]
-    by = made.emit(ops.Divide, (g, made.length(v, rest)), g.shape, n=1)
-    return made.emit(ops.Multiply, (v, made.spread(by, v.shape)), v.shape, n=1)
+    by = made.emit(ops.Div, (g, made.length(v, rest)), g.shape, n=1)
+    return made.emit(ops.Mul, (v, made.spread(by, v.shape)), v.shape, n=1)
 
 
 def _matmul(made: _Made) -> Value | None:
     a, b = made.operand(), made.operand(1, "other")
     if len(a.shape) != 2 or len(b.shape) != 2:
         return None
-    return made.emit(ops.Matrices, (a, b), made.shape, m=a.shape[0], k=a.shape[1], n=b.shape[1])
+    return made.emit(ops.Matmul, (a, b), made.shape, m=a.shape[0], k=a.shape[1], n=b.shape[1])
 
 
 _HANDLES: dict[str, _Handle] = {
@@ -214,7 +216,7 @@ _HANDLES: dict[str, _Handle] = {
     "add": _add,
     "sub": lambda made: _add(made, -1.0),
     "mul": _multiply,
-    **dict.fromkeys(("div", "truediv"), lambda made: _multiply(made, ops.Divide)),
+    **dict.fromkeys(("div", "truediv"), lambda made: _multiply(made, ops.Div)),
     "pow": _power,
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp),
     "sum": _sum(False),

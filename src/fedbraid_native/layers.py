@@ -121,7 +121,7 @@ def _conv(call: Call, layer: nn.Conv2d | nn.Conv1d, x: Value) -> Value:
         raise Unsupported(f"the convolution {call.where!r} has dilation and a stride")
     out = list(call.shape[1:])
     return call.builder.emit(
-        ops.Conv, (x,), (layer.out_channels, *out),
+        ops.Conv2d, (x,), (layer.out_channels, *out),
         (layer.weight, layer.bias), i=channels // layer.groups, h=height, w=width, o=layer.out_channels // layer.groups,
         kernel=kernel, stride=stride, padding=border, groups=layer.groups, dilation=apart,
     )  # fmt: skip
@@ -132,11 +132,11 @@ def _transposed(call: Call, layer: nn.ConvTranspose1d | nn.ConvTranspose2d, x: V
     if layer.groups > 1 or any(d != 1 for d in layer.dilation):
         raise Unsupported(f"the convolution {call.where!r} has groups or dilation")
     rows, columns = (1, call.shape[1]) if flat else call.shape[1:]
-    back = ops.Conv(
+    back = ops.Conv2d(
         inputs=(), output=-1, i=layer.out_channels, h=rows, w=columns, o=channels, kernel=_both(layer.kernel_size, flat),
         stride=_both(layer.stride, flat), padding=_both(layer.padding, flat, 0),
     )  # fmt: skip
-    return call.builder.emit(ops.Transposed, (x,), call.shape, (layer.weight, layer.bias), conv=back)
+    return call.builder.emit(ops.ConvTranspose2d, (x,), call.shape, (layer.weight, layer.bias), conv=back)
 
 
 def _volume(call: Call, layer: nn.Conv3d, x: Value) -> Value:
@@ -154,11 +154,11 @@ def _volume(call: Call, layer: nn.Conv3d, x: Value) -> Value:
         raise Unsupported(f"the convolution {call.where!r} has dilation and a stride")
     (c, d, h, w), (o, depth, *sides) = x.shape, call.shape
     seen = call.builder.emit(
-        ops.Depths, (x,), (depth, c * kernel[0], h, w), c=c, d=d, inner=h * w, out=depth, kernel=kernel[0],
+        ops.Im2colDepth, (x,), (depth, c * kernel[0], h, w), c=c, d=d, inner=h * w, out=depth, kernel=kernel[0],
         stride=stride[0], padding=border[0], dilation=apart[0],
     )  # fmt: skip
     made = call.builder.emit(
-        ops.Conv, (seen,), (depth, o, *sides), (layer.weight, layer.bias), i=c * kernel[0] // layer.groups, h=h, w=w,
+        ops.Conv2d, (seen,), (depth, o, *sides), (layer.weight, layer.bias), i=c * kernel[0] // layer.groups, h=h, w=w,
         o=o // layer.groups, kernel=kernel[1:], stride=stride[1:], padding=border[1:], groups=layer.groups,
         dilation=apart[1:], rows=depth,
     )  # fmt: skip
@@ -177,7 +177,7 @@ def _border(call: Call, sides: Any, x: Value) -> Value:
     columns, rows = call.shape[-1], call.shape[-2] if len(x.shape) > 1 else 1
     height = x.shape[-2] if len(x.shape) > 1 else 1
     return call.builder.emit(
-        ops.Border, (x,), call.shape, c=math.prod(x.shape[:-2]), h=height, w=x.shape[-1], first=(whole[2], whole[0]),
+        ops.ConstantPad2d, (x,), call.shape, c=math.prod(x.shape[:-2]), h=height, w=x.shape[-1], first=(whole[2], whole[0]),
         out=(rows, columns),
     )  # fmt: skip
 
@@ -212,7 +212,9 @@ def _bilinear(call: Call, layer: nn.Bilinear, x: Value) -> Value | None:
     seen = call.builder.emit(ops.Linear, (other,), (o, i), (layer.weight.view(o * i, j), None), i=j, o=o * i)
     out = Value(times(call.builder, seen, Value(x.id, (i, 1))).id, (o,))
     return (
-        out if layer.bias is None else call.builder.emit(ops.Shift, (out,), (o,), (layer.bias,), n=o, rows=1)
+        out
+        if layer.bias is None
+        else call.builder.emit(ops.AddParam, (out,), (o,), (layer.bias,), n=o, rows=1)
     )
 
 
@@ -220,7 +222,7 @@ def _max_pool(call: Call, layer: nn.MaxPool2d | nn.MaxPool1d, x: Value) -> Value
     flat = isinstance(layer, nn.MaxPool1d)
     if any(d != 1 for d in _pair(layer.dilation)) or layer.return_indices:
         raise Unsupported(f"the pooling {call.where!r} has dilation or return_indices")
-    return _pool(call, ops.MaxPool, x, flat, layer)
+    return _pool(call, ops.MaxPool2d, x, flat, layer)
 
 
 def _avg_pool(call: Call, layer: nn.AvgPool2d | nn.AvgPool1d, x: Value) -> Value:
@@ -229,10 +231,10 @@ def _avg_pool(call: Call, layer: nn.AvgPool2d | nn.AvgPool1d, x: Value) -> Value
     flat = isinstance(layer, nn.AvgPool1d)
     area = math.prod(_both(layer.kernel_size, flat))
     divisor = getattr(layer, "divisor_override", None) or (area if layer.count_include_pad else 0)
-    return _pool(call, ops.MeanPool, x, flat, layer, divisor=divisor)
+    return _pool(call, ops.AvgPool2d, x, flat, layer, divisor=divisor)
 
 
-def _pool(call: Call, kind: type[ops.Pool], x: Value, flat: bool, layer: Any, **more: Any) -> Value:
+def _pool(call: Call, kind: type[ops.Pool2d], x: Value, flat: bool, layer: Any, **more: Any) -> Value:
     channels, height, width = _image(call, x)
     kernel, stride = _both(layer.kernel_size, flat), _both(layer.stride or layer.kernel_size, flat)
     border = _both(layer.padding, flat, 0)
@@ -268,10 +270,10 @@ def _adaptive_pool(call: Call, layer: Any, x: Value) -> Value:
         raise Unsupported(f"the pooling {call.where!r} cuts {height}x{width} into uneven windows")
     if not even:
         return call.builder.emit(
-            ops.Adaptive, (x,), shape, c=channels, h=height, w=width, out=(rows, columns)
+            ops.AdaptiveAvgPool2d, (x,), shape, c=channels, h=height, w=width, out=(rows, columns)
         )
     kernel = (height // rows, width // columns)
-    kind: type[ops.Pool] = ops.MaxPool if largest else ops.MeanPool
+    kind: type[ops.Pool2d] = ops.MaxPool2d if largest else ops.AvgPool2d
     more: dict[str, Any] = {} if largest else {"divisor": math.prod(kernel)}
     return call.builder.emit(
         kind, (x,), shape, c=channels, h=height, w=width, kernel=kernel, stride=kernel, **more,
@@ -300,7 +302,7 @@ def _pool_volume(call: Call, layer: Any, x: Value) -> Value:
     if (largest and any(n != 1 for n in _triple(getattr(layer, "dilation", 1)))) or (up and not largest):
         raise Unsupported(f"the pooling {call.where!r} has dilation, or is a mean with ceil_mode")
     beyond = [_windows(*size, up)[1] for size in zip((d, h, w), kernel, stride, border)]
-    kind: type[ops.Pool] = ops.MaxPool if largest else ops.MeanPool
+    kind: type[ops.Pool2d] = ops.MaxPool2d if largest else ops.AvgPool2d
     more: list[dict[str, Any]] = (
         [{}, {}] if largest else [{"divisor": divisor}, {"divisor": 1 if divisor else 0}]
     )
@@ -316,7 +318,7 @@ def _pool_volume(call: Call, layer: Any, x: Value) -> Value:
 
 def _group_norm(call: Call, layer: nn.GroupNorm, x: Value) -> Value:
     return call.builder.emit(
-        ops.Norm, (x,), x.shape, (layer.weight, layer.bias),
+        ops.GroupNorm, (x,), x.shape, (layer.weight, layer.bias),
         c=x.shape[0], each=math.prod(x.shape[1:]), groups=layer.num_groups, eps=layer.eps,
     )  # fmt: skip
 
@@ -325,7 +327,10 @@ def _batch_norm(call: Call, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNor
     if not (layer.training and layer.track_running_stats) or layer.momentum is None:
         raise Unsupported(f"the layer {call.where!r} keeps no running statistics")
     running = (layer.running_mean, layer.running_var)
-    if any(op.is_batch_dependent and call.builder.place(layer.running_mean) in op.weights for op in call.builder.ops):
+    if any(
+        op.is_batch_dependent and call.builder.place(layer.running_mean) in op.weights
+        for op in call.builder.ops
+    ):
         raise Unsupported(f"the layer {call.where!r} is used twice")
     return call.builder.emit(
         ops.BatchNorm, (x,), x.shape, (layer.weight, layer.bias, *running),
@@ -339,14 +344,14 @@ def _instance_norm(
     if layer.track_running_stats:
         raise Unsupported(f"the layer {call.where!r} keeps running statistics")
     return call.builder.emit(
-        ops.Norm, (x,), x.shape, (layer.weight, layer.bias),
+        ops.GroupNorm, (x,), x.shape, (layer.weight, layer.bias),
         c=x.shape[0], each=math.prod(x.shape[1:]), groups=x.shape[0], eps=layer.eps,
     )  # fmt: skip
 
 
 def _map(function: str) -> Callable[[Call, nn.Module, Value], Value]:
     def make(call: Call, layer: nn.Module, x: Value) -> Value:
-        return call.builder.emit(ops.Map, (x,), x.shape, function=function, n=math.prod(x.shape))
+        return call.builder.emit(ops.Unary, (x,), x.shape, function=function, n=math.prod(x.shape))
 
     return make
 
@@ -386,7 +391,7 @@ def _softmax(call: Call, layer: nn.Softmax | nn.LogSoftmax, x: Value) -> Value:
 def _layer_norm(call: Call, layer: nn.LayerNorm, x: Value) -> Value:
     n = math.prod(layer.normalized_shape)
     return call.builder.emit(
-        ops.Norm, (x,), x.shape, (layer.weight, layer.bias),
+        ops.GroupNorm, (x,), x.shape, (layer.weight, layer.bias),
         c=n, each=1, groups=1, eps=layer.eps, rows=math.prod(x.shape) // n,
     )  # fmt: skip
 
@@ -395,7 +400,7 @@ def _rms_norm(call: Call, layer: nn.RMSNorm, x: Value) -> Value:
     n = math.prod(layer.normalized_shape)
     eps = torch.finfo(torch.float32).eps if layer.eps is None else layer.eps
     return call.builder.emit(
-        ops.Rms, (x,), x.shape, (layer.weight,), n=n, rows=math.prod(x.shape) // n, eps=eps
+        ops.RMSNorm, (x,), x.shape, (layer.weight,), n=n, rows=math.prod(x.shape) // n, eps=eps
     )
 
 
@@ -412,7 +417,7 @@ def _glu(call: Call, layer: nn.GLU, x: Value) -> Value:
     half = x.shape[dim] // 2
     a, b = (part(call.builder, x, dim, start, half) for start in (0, half))
     gate = _map("Sigmoid")(call, layer, b)
-    return call.builder.emit(ops.Multiply, (a, gate), a.shape, n=math.prod(a.shape))
+    return call.builder.emit(ops.Mul, (a, gate), a.shape, n=math.prod(a.shape))
 
 
 def _prelu(call: Call, layer: Any, x: Value) -> Value:
@@ -426,10 +431,10 @@ def _prelu(call: Call, layer: Any, x: Value) -> Value:
     above, below = (between(call, x, *ends) for ends in ((0.0, math.inf), (-math.inf, 0.0)))
     shape = (count, *[1] * len(x.shape[1:])) if count > 1 else (1,) * len(x.shape)
     if inner == 1 and count > 1:
-        below = call.builder.emit(ops.Scale, (below,), x.shape, (weight,), n=count, rows=1)
+        below = call.builder.emit(ops.MulParam, (below,), x.shape, (weight,), n=count, rows=1)
     else:
         by = repeated(call.builder, same_for_all(call, weight, shape), x.shape)
-        below = call.builder.emit(ops.Multiply, (below, by), x.shape, n=math.prod(x.shape))
+        below = call.builder.emit(ops.Mul, (below, by), x.shape, n=math.prod(x.shape))
     return total(call, above, below)
 
 
@@ -487,7 +492,7 @@ def _recurrent(call: Call, layer: nn.RNNBase, x: Value) -> Any:
             names = [f"{n}{end}" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
             mine = [part(call.builder, state, 0, len(last), 1, drop=True) for state in first]
             made = call.builder.emit(
-                ops.Recurrent, (x, *mine), (steps + cells, layer.hidden_size),
+                ops.RNN, (x, *mine), (steps + cells, layer.hidden_size),
                 tuple(getattr(layer, n, None) for n in names), cell=_CELLS[layer.mode], i=x.shape[1],
                 h=layer.hidden_size, t=steps, reversed=bool(back), cells=cells,
             )  # fmt: skip
@@ -716,7 +721,7 @@ def _normalised(call: Call) -> Value | None:
         math.inf,
     )
     full = repeated(call.builder, Value(length.id, (*x.shape[:d], 1, *x.shape[d + 1 :])), x.shape)
-    return call.builder.emit(ops.Divide, (x, full), x.shape, n=math.prod(x.shape))
+    return call.builder.emit(ops.Div, (x, full), x.shape, n=math.prod(x.shape))
 
 
 def _length(call: Call) -> Value | None:

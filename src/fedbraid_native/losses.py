@@ -52,7 +52,7 @@ def _both(call: Call, given: Given, nodes: Given) -> tuple[Value, Value]:
 
 
 def _product(call: Call, a: Value, b: Value) -> Value:
-    return call.builder.emit(ops.Multiply, (a, b), a.shape, n=math.prod(a.shape))
+    return call.builder.emit(ops.Mul, (a, b), a.shape, n=math.prod(a.shape))
 
 
 def _minus(call: Call, a: Value, b: Value) -> Value:
@@ -138,7 +138,7 @@ def _cross_entropy(call: Call, given: Given, nodes: Given) -> Value | None:
     if not _even(t.shape, steps[1:]):
         root, steps = x, (places,) + (1,) * len(t.shape)
     return call.builder.emit(
-        ops.Entropy, (root, t), t.shape, (weight,),
+        ops.CrossEntropyLoss, (root, t), t.shape, (weight,),
         c=x.shape[0], t=places, steps=(steps[0], steps[-1] if t.shape else 1), smooth=smooth, skip=skip,
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _scaled(call: Call, x: Value, weight: Constant | None) -> Value:
         return x
     full = weight.tensor.view(-1, *[1] * len(x.shape[1:])).expand(x.shape).contiguous()
     n = math.prod(x.shape)
-    return call.builder.emit(ops.Scale, (x,), x.shape, (Constant(full, weight.trained),), n=n, rows=1)
+    return call.builder.emit(ops.MulParam, (x,), x.shape, (Constant(full, weight.trained),), n=n, rows=1)
 
 
 def _nll(call: Call, given: Given, nodes: Given) -> Value:
@@ -177,7 +177,7 @@ def _nll(call: Call, given: Given, nodes: Given) -> Value:
     each = _scaled(call, x, _weights(call, given))
     inner = math.prod(t.shape)
     picked = call.builder.emit(
-        ops.Pick, (each, t), t.shape, outer=1, n=x.shape[0], k=1, inner=inner, skip=skip
+        ops.Gather, (each, t), t.shape, outer=1, n=x.shape[0], k=1, inner=inner, skip=skip
     )
     return affine(call, picked, -1.0)
 
@@ -199,7 +199,7 @@ def gather(call: Call) -> Value | None:
     if not call.builder.limit(index, x.shape[d]):
         raise Unsupported(f"{call.where!r} picks by numbers that the model computed")
     return call.builder.emit(
-        ops.Pick, (x, index), index.shape,
+        ops.Gather, (x, index), index.shape,
         outer=math.prod(before), n=x.shape[d], k=index.shape[d], inner=math.prod(after), skip=NOBODY,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def getitem(call: Call) -> Any:
             inner = math.prod(x.shape[1:])
             t = repeated(call.builder, Value(t.id, (1,)), (inner,))
             return call.builder.emit(
-                ops.Pick, (x, t), x.shape[1:], outer=1, n=x.shape[0], k=1, inner=inner, skip=NOBODY
+                ops.Gather, (x, t), x.shape[1:], outer=1, n=x.shape[0], k=1, inner=inner, skip=NOBODY
             )
     return values.getitem(call)
 

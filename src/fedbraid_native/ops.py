@@ -17,7 +17,7 @@ WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as i
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightRef:
     """Where a tensor's numbers lie: in the vector that is trained, among the constants beside it, or in a value.
 
     Such a value is computed from parameters alone, and the same for all samples.
@@ -57,8 +57,10 @@ class Op:
 
     inputs: tuple[int, ...]
     output: int
-    weights: tuple[Place | None, ...] = ()
-    backward_needs_input: ClassVar[bool] = True  # on the way back; where nobody does, a value's room is used again
+    weights: tuple[WeightRef | None, ...] = ()
+    backward_needs_input: ClassVar[bool] = (
+        True  # on the way back; where nobody does, a value's room is used again
+    )
     backward_needs_output: ClassVar[bool] = False
     is_batch_dependent: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
     is_differentiable: ClassVar[bool] = True  # with its inputs, so that there is a gradient
@@ -169,7 +171,9 @@ class Linear(Op):
             if self.rows > 1:
                 to = f"{at.grad_weight(0)}, {at.workspace}, nb, {self.rows}, samples"
                 yield f"{L}::weight_sequence({at.input()}, {at.grad_out}, {to});"
-            elif at.reads_model_input() and self.i % at.simd_width == 0:  # the rows are what the turned inputs would be
+            elif (
+                at.reads_model_input() and self.i % at.simd_width == 0
+            ):  # the rows are what the turned inputs would be
                 to = f"{at.grad_weight(0)}, (float*)({at.workspace})"
                 yield f"{L}::weight_rows(rows, {at.grad_out}, {to}, nb, samples, add);"
             else:
@@ -197,7 +201,7 @@ class Linear(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turned(Op):
+class LinearTransposed(Op):
     """Each of `rows` rows of i numbers times a matrix [i][o]: a linear map from o to i, the other way round."""
 
     i: int
@@ -262,7 +266,7 @@ _CELLS = {"GruCell": (3, 4, 2), "LstmCell": (4, 5, 4), "TanhCell": (1, 1, 1)}  #
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recurrent(Op):
+class RNN(Op):
     """One layer of a recurrent net in one direction: [t][i] to [t][h]; weights wi, wh, bi, bh.
 
     With `cells` the last cell is one more row. More inputs are the state before the first step, and the cell.
@@ -297,7 +301,7 @@ class Recurrent(Op):
         options = [self.reversed, self.cells, len(self.inputs) > 1]
         while not options[-1] and len(options) > 1:
             options.pop()
-        return f"Recurrent<{self.cell}, {self.i}, {self.h}, {self.t}, {', '.join(map(flag, options))}>"
+        return f"RNN<{self.cell}, {self.i}, {self.h}, {self.t}, {', '.join(map(flag, options))}>"
 
     def _first(self, of: Callable[[int], str]) -> str:
         return ", ".join(of(i) if len(self.inputs) > i else "nullptr" for i in (1, 2))
@@ -310,7 +314,11 @@ class Recurrent(Op):
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         grads = ", ".join(at.grad_weight(k) for k in range(4))
         add = at.accumulate() if at.grad_input() != "nullptr" else "false"
-        states = [self._first(at.input), self._first(at.grad_input), self._first(at.accumulate).replace("nullptr", "false")]
+        states = [
+            self._first(at.input),
+            self._first(at.grad_input),
+            self._first(at.accumulate).replace("nullptr", "false"),
+        ]
         first = f", {{{', '.join(states)}}}" if len(self.inputs) > 1 else ""
         yield (
             f"{L}::backward<{add}>({at.input()}, {at.out}, {at.weight(0)}, {at.weight(1)}, {at.grad_out}, {at.grad_input()}, {grads},"
@@ -326,7 +334,7 @@ class Recurrent(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conv(Op):
+class Conv2d(Op):
     """A convolution of [i][h][w], for each of `groups` groups of i inputs and o outputs, of each of `rows` images."""
 
     i: int
@@ -382,18 +390,22 @@ class Conv(Op):
     def cpp_type(self) -> str:
         numbers = (self.i, self.h, self.w, self.o, *self.kernel, *self.stride, *self.padding)
         more = () if self.dilation == (1, 1) else self.dilation
-        return f"Conv<{', '.join(map(str, (*numbers, *more)))}>"
+        return f"Conv2d<{', '.join(map(str, (*numbers, *more)))}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         x, w, b, y, kept, loop, nb = self._where(L, at.input(), at.weight(0), at.weight(1), at.out, at.saved)
         return f"{loop}{L}::forward({x}, {w}, {b}, {y}, {kept}, {at.workspace}, {nb});"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        x, dw, db, dy, kept, loop, nb = self._where(L, at.input(), at.grad_weight(0), at.grad_weight(1), at.grad_out, at.saved)
+        x, dw, db, dy, kept, loop, nb = self._where(
+            L, at.input(), at.grad_weight(0), at.grad_weight(1), at.grad_out, at.saved
+        )
         if (dw, db) != ("nullptr", "nullptr"):
             yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {at.workspace}, {nb}, add);"
         if at.grad_input() != "nullptr":
-            dx, w, _, dy, _, loop, nb = self._where(L, at.grad_input(), at.weight(0), "nullptr", at.grad_out, at.saved)
+            dx, w, _, dy, _, loop, nb = self._where(
+                L, at.grad_input(), at.weight(0), "nullptr", at.grad_out, at.saved
+            )
             yield f"{loop}{L}::backward_input<{at.accumulate()}>({dy}, {w}, {dx}, {at.workspace}, {nb});"
 
     def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
@@ -402,7 +414,9 @@ class Conv(Op):
         loop = (
             f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
         )
-        each = f"{at.input()} + k * {L}::in_size, {at.grad_out} + k * {L}::out_size, {at.saved} + k * {L}::kept"
+        each = (
+            f"{at.input()} + k * {L}::in_size, {at.grad_out} + k * {L}::out_size, {at.saved} + k * {L}::kept"
+        )
         return iter([f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"])
 
     def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
@@ -421,7 +435,7 @@ class Conv(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pool(Op):
+class Pool2d(Op):
     """What both poolings are: windows of each channel."""
 
     c: int
@@ -434,11 +448,11 @@ class Pool(Op):
 
     def cpp_type(self) -> str:
         numbers = (self.c, self.h, self.w, *self.kernel, *self.stride, *self.padding, *self.beyond)
-        return f"Pool<{', '.join(map(str, numbers))}>"
+        return f"Pool2d<{', '.join(map(str, numbers))}>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaxPool(Pool):
+class MaxPool2d(Pool2d):
     """The largest of a window, and of 0 where a ReLU is part of it."""
 
     rectify: bool = False
@@ -453,19 +467,19 @@ class MaxPool(Pool):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pooled(Conv):
+class ConvMaxPool2d(Conv2d):
     """A convolution of the model's input, and the largest of each window of it: windows neither overlap nor leave it."""
 
-    pool: MaxPool
+    pool: MaxPool2d
 
     @classmethod
-    def suits(cls, conv: Conv, pool: MaxPool) -> bool:
+    def suits(cls, conv: Conv2d, pool: MaxPool2d) -> bool:
         """Whether a convolution of an input and a pooling of what it gives are one."""
         whole = pool.kernel == pool.stride and pool.padding == pool.beyond == (0, 0)
         return conv.groups == conv.rows == 1 and not conv._tile and whole
 
     @classmethod
-    def of(cls, conv: Conv, pool: MaxPool) -> Pooled:
+    def of(cls, conv: Conv2d, pool: MaxPool2d) -> ConvMaxPool2d:
         given = {f.name: getattr(conv, f.name) for f in fields(conv)}
         return cls(**given | {"output": pool.output}, pool=pool)
 
@@ -480,7 +494,7 @@ class Pooled(Conv):
 
     def cpp_type(self) -> str:
         taps, rectify = math.prod(self.kernel), flag(self.pool.rectify)
-        return f"Pooled<{super().cpp_type()}, {self.pool.cpp_type()}, {self.i}, {taps}, {rectify}>"
+        return f"ConvMaxPool2d<{super().cpp_type()}, {self.pool.cpp_type()}, {self.i}, {taps}, {rectify}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.saved}, {at.workspace}, nb);"
@@ -497,7 +511,7 @@ class Pooled(Conv):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanPool(Pool):
+class AvgPool2d(Pool2d):
     """The mean of a window; `divisor` 0 counts the places inside the image."""
 
     divisor: int = 0
@@ -511,10 +525,10 @@ class MeanPool(Pool):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transposed(Op):
+class ConvTranspose2d(Op):
     """The way back through a convolution, taken forward."""
 
-    conv: Conv  # from the output to the input
+    conv: Conv2d  # from the output to the input
 
     @property
     def saved_size(self) -> int:
@@ -524,7 +538,7 @@ class Transposed(Op):
         return self.conv.workspace_size(lanes, blocks)
 
     def cpp_type(self) -> str:
-        return f"Transposed<{self.conv.cpp_type()}, {self.conv.i}>"
+        return f"ConvTranspose2d<{self.conv.cpp_type()}, {self.conv.i}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.workspace}, nb);"
@@ -539,7 +553,7 @@ class Transposed(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive(Op):
+class AdaptiveAvgPool2d(Op):
     """The mean of windows that cut [c][h][w] as evenly as can be."""
 
     c: int
@@ -549,14 +563,14 @@ class Adaptive(Op):
     backward_needs_input: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Adaptive<{self.c}, {self.h}, {self.w}, {self.out[0]}, {self.out[1]}>"
+        return f"AdaptiveAvgPool2d<{self.c}, {self.h}, {self.w}, {self.out[0]}, {self.out[1]}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Border(Op):
+class ConstantPad2d(Op):
     """Zeros around [c][h][w], from so many above and to the left on."""
 
     c: int
@@ -567,14 +581,14 @@ class Border(Op):
     backward_needs_input: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Border<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
+        return f"ConstantPad2d<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depths(Op):
+class Im2colDepth(Op):
     """[c][d][inner] to [out][c][kernel][inner]: what each place along the depth sees, zeros where that is outside."""
 
     c: int
@@ -598,14 +612,14 @@ class Depths(Op):
             self.padding,
             self.dilation,
         )
-        return f"Depths<{', '.join(map(str, numbers))}>"
+        return f"Im2colDepth<{', '.join(map(str, numbers))}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm(Op):
+class GroupNorm(Op):
     """GroupNorm of [c][each] in each of `rows` rows; LayerNorm is one group of channels of one number."""
 
     c: int
@@ -688,7 +702,7 @@ class BatchNorm(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Map(Op):
+class Unary(Op):
     """A function of each number whose slope its value tells: Relu, Tanh, Sigmoid, or Leaky with its slope."""
 
     function: str
@@ -697,7 +711,7 @@ class Map(Op):
     backward_needs_output: ClassVar[bool] = True
 
     def cpp_type(self) -> str:
-        return f"Map<{self.function}, {self.n}>"
+        return f"Unary<{self.function}, {self.n}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -743,7 +757,7 @@ class Slice(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Concat(Op):
+class Cat(Op):
     """[outer][a] and [outer][b] to [outer][a + b]."""
 
     outer: int
@@ -752,7 +766,7 @@ class Concat(Op):
     backward_needs_input: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Concat<{self.outer}, {self.a}, {self.b}>"
+        return f"Cat<{self.outer}, {self.a}, {self.b}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
@@ -828,7 +842,7 @@ class Expand(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve(Map):
+class UnarySavingInput(Unary):
     """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu, Clamp with its ends."""
 
     backward_needs_input: ClassVar[bool] = True
@@ -836,7 +850,7 @@ class Curve(Map):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rms(Op):
+class RMSNorm(Op):
     """RMSNorm of each of `rows` rows of n numbers."""
 
     n: int
@@ -851,7 +865,7 @@ class Rms(Op):
         return self.n
 
     def cpp_type(self) -> str:
-        return f"RmsNorm<{self.n}>"
+        return f"RMSNorm<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         rest = f"{at.out}, {at.saved}, {number(self.eps)}, nb * {self.rows}"
@@ -909,7 +923,7 @@ def _drop(p: float) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeadStrides:
     """Where the rows of all heads lie in a block of a value: its size, steps of head and row, and the first's place."""
 
     block: int
@@ -918,11 +932,11 @@ class Rows:
     start: int = 0
 
     def __str__(self) -> str:
-        return f"Rows<{self.block}, {self.head}, {self.row}>"
+        return f"HeadStrides<{self.block}, {self.head}, {self.row}>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Op):
+class ScaledDotProductAttention(Op):
     """From t queries, s keys (of d numbers) and values (of e) of each head to [t][heads * e].
 
     A fourth input says which keys are absent; the weight at 0 is added to the scores, one for all heads or `each`.
@@ -933,7 +947,7 @@ class Attention(Op):
     d: int
     e: int
     heads: int
-    where: tuple[Rows, Rows, Rows, Rows]  # queries, keys, values, outputs
+    where: tuple[HeadStrides, HeadStrides, HeadStrides, HeadStrides]  # queries, keys, values, outputs
     scale: float
     p: float  # of dropping a weight
     each: bool = False
@@ -947,7 +961,7 @@ class Attention(Op):
 
     def cpp_type(self) -> str:
         sizes = (self.t, self.s, self.d, self.e, self.heads, *self.where, self.output)
-        return f"Attention<{', '.join(map(str, sizes))}>"
+        return f"ScaledDotProductAttention<{', '.join(map(str, sizes))}>"
 
     def _given(self, at: CallContext) -> str:
         return ", ".join(f"{at.input(i)} + {self.where[i].start}" for i in range(3))
@@ -959,7 +973,12 @@ class Attention(Op):
         return f"{L}::forward({self._given(at)}, {mask}, {absent}, {rest});"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        to = [at.grad_input(i) if at.grad_input(i) == "nullptr" else f"{at.grad_input(i)} + {self.where[i].start}" for i in range(3)]
+        to = [
+            at.grad_input(i)
+            if at.grad_input(i) == "nullptr"
+            else f"{at.grad_input(i)} + {self.where[i].start}"
+            for i in range(3)
+        ]
         add = ", ".join(self._add(at, i) for i in range(3))
         rest = f"{at.saved}, {at.workspace}, key, {number(self.scale)}, {_drop(self.p)}, nb"
         yield f"{L}::backward<{add}>({self._given(at)}, {at.grad_out}, {', '.join(to)}, {rest});"
@@ -978,7 +997,7 @@ class Attention(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product(Op):
+class BatchMatmul(Op):
     """`count` matrix products a sample, [m][k] by [k][n]; where count, row and column of both inputs lie."""
 
     count: int
@@ -1004,7 +1023,7 @@ class Product(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Affine(Op):
+class AffineScalar(Op):
     """a x + b for two numbers a and b."""
 
     n: int
@@ -1013,7 +1032,7 @@ class Affine(Op):
     backward_needs_input: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Affine<{self.n}>"
+        return f"AffineScalar<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.out}, {number(self.a)}, {number(self.b)}, nb);"
@@ -1023,13 +1042,13 @@ class Affine(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Multiply(Op):
+class Mul(Op):
     """The product of two values of one shape."""
 
     n: int
 
     def cpp_type(self) -> str:
-        return f"Multiply<{self.n}>"
+        return f"Mul<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
@@ -1041,14 +1060,14 @@ class Multiply(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divide(Op):
+class Div(Op):
     """The quotient of two values of one shape."""
 
     n: int
     backward_needs_output: ClassVar[bool] = True
 
     def cpp_type(self) -> str:
-        return f"Divide<{self.n}>"
+        return f"Div<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
@@ -1060,7 +1079,7 @@ class Divide(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shift(Op):
+class AddParam(Op):
     """The same n numbers, trained or not, added to each of `rows` rows."""
 
     n: int
@@ -1068,7 +1087,7 @@ class Shift(Op):
     backward_needs_input: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Shift<{self.n}>"
+        return f"AddParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
@@ -1079,14 +1098,14 @@ class Shift(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale(Op):
+class MulParam(Op):
     """Each of `rows` rows times the same n numbers, trained or not."""
 
     n: int
     rows: int
 
     def cpp_type(self) -> str:
-        return f"Scale<{self.n}>"
+        return f"MulParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
@@ -1098,13 +1117,13 @@ class Scale(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given(Op):
+class ExpandParam(Op):
     """The same n numbers, trained or not, for every sample."""
 
     n: int
 
     def cpp_type(self) -> str:
-        return f"Given<{self.n}>"
+        return f"ExpandParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.weight(0)}, {at.out}, nb);"
@@ -1115,7 +1134,7 @@ class Given(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fill(Op):
+class MaskedFill(Op):
     """A number where a mask says so: the second input, or the weight at 0, which all rows of n numbers share."""
 
     n: int
@@ -1123,7 +1142,7 @@ class Fill(Op):
     value: float
 
     def cpp_type(self) -> str:
-        return f"Fill<{self.n}>"
+        return f"MaskedFill<{self.n}>"
 
     def _mask(self, at: CallContext) -> str:
         return at.input(1) if len(self.inputs) > 1 else at.weight(0)
@@ -1141,13 +1160,13 @@ class Fill(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choose(Op):
+class Where(Op):
     """The second value where the first, a mask, says so, else the third."""
 
     n: int
 
     def cpp_type(self) -> str:
-        return f"Choose<{self.n}>"
+        return f"Where<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.input(2)}, {at.out}, nb);"
@@ -1159,14 +1178,14 @@ class Choose(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extreme(Op):
+class MinMax(Op):
     """The larger, or the smaller, of two values of one shape."""
 
     n: int
     larger: bool
 
     def cpp_type(self) -> str:
-        return f"Extreme<{self.n}, {flag(self.larger)}>"
+        return f"MinMax<{self.n}, {flag(self.larger)}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
@@ -1178,7 +1197,7 @@ class Extreme(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Largest(Op):
+class Amax(Op):
     """[outer][dim][inner] to [outer][inner]: the largest over dim; equals share the gradient, or the first takes it."""
 
     outer: int
@@ -1188,14 +1207,14 @@ class Largest(Op):
     backward_needs_output: ClassVar[bool] = True
 
     def cpp_type(self) -> str:
-        return f"Largest<{self.outer}, {self.dim}, {self.inner}, {flag(self.shared)}>"
+        return f"Amax<{self.outer}, {self.dim}, {self.inner}, {flag(self.shared)}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         yield f"{L}::backward<{at.accumulate()}>({at.input()}, {at.out}, {at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Op):
+class CompareScalar(Op):
     """1 where a comparison with a number holds, else 0: a mask, which has no gradient."""
 
     n: int
@@ -1204,7 +1223,7 @@ class Compare(Op):
     is_differentiable: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Compare<{self.n}, '{self.how}'>"
+        return f"CompareScalar<{self.n}, '{self.how}'>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.out}, {number(self.value)}, nb);"
@@ -1218,13 +1237,13 @@ def _floats(place: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken(Op):
+class LoadParam(Op):
     """A tensor's n numbers, trained or not, to compute with."""
 
     n: int
 
     def cpp_type(self) -> str:
-        return f"Taken<{self.n}>"
+        return f"LoadParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.weight(0)}, {_floats(at.out)});"
@@ -1258,7 +1277,7 @@ class Sum(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrices(Op):
+class Matmul(Op):
     """The product of two matrices, [m][k] by [k][n]."""
 
     m: int
@@ -1266,7 +1285,7 @@ class Matrices(Op):
     n: int
 
     def cpp_type(self) -> str:
-        return f"Matrices<{self.m}, {self.k}, {self.n}>"
+        return f"Matmul<{self.m}, {self.k}, {self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({_floats(at.input(0))}, {_floats(at.input(1))}, {_floats(at.out)});"
@@ -1279,14 +1298,14 @@ class Matrices(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Still(Op):
+class Detach(Op):
     """The same n numbers, taken for given on the way back."""
 
     n: int
     is_differentiable: ClassVar[bool] = False
 
     def cpp_type(self) -> str:
-        return f"Affine<{self.n}>"
+        return f"AffineScalar<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.out}, 1.f, 0.f, nb);"
@@ -1296,7 +1315,7 @@ class Still(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entropy(Op):
+class CrossEntropyLoss(Op):
     """Cross-entropy of c classes at t places; the weight at 0 weighs classes, and the class `skip` costs nothing."""
 
     c: int
@@ -1310,7 +1329,7 @@ class Entropy(Op):
         return self.t
 
     def cpp_type(self) -> str:
-        return f"Entropy<{self.c}, {self.t}, {self.steps[0]}, {self.steps[1]}, {self.skip}>"
+        return f"CrossEntropyLoss<{self.c}, {self.t}, {self.steps[0]}, {self.steps[1]}, {self.skip}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}"
@@ -1323,7 +1342,7 @@ class Entropy(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pick(Op):
+class Gather(Op):
     """From [outer][n][inner] by the numbers [outer][k][inner] of the second input; `skip` gives 0."""
 
     outer: int
@@ -1333,7 +1352,7 @@ class Pick(Op):
     skip: int
 
     def cpp_type(self) -> str:
-        return f"Pick<{self.outer}, {self.n}, {self.k}, {self.inner}, {self.skip}>"
+        return f"Gather<{self.outer}, {self.n}, {self.k}, {self.inner}, {self.skip}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"

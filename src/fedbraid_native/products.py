@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fedbraid_native import ops, values
 from fedbraid_native.errors import Unsupported
-from fedbraid_native.ops import Rows, Shape
+from fedbraid_native.ops import HeadStrides, Shape
 from fedbraid_native.trace import Builder, Constant, Value
 from fedbraid_native.values import Call
 
@@ -37,7 +37,7 @@ def _by_matrix(call: Call, x: Value, matrix: Constant) -> Value:
     if not matrix.tensor.is_contiguous() and matrix.tensor.t().is_contiguous():
         turned = Constant(matrix.tensor.t(), matrix.trained)
         return call.builder.emit(ops.Linear, (x,), shape, (turned, None), i=i, o=o, rows=rows)
-    return call.builder.emit(ops.Turned, (x,), shape, (matrix,), i=i, o=o, rows=rows)
+    return call.builder.emit(ops.LinearTransposed, (x,), shape, (matrix,), i=i, o=o, rows=rows)
 
 
 def _matrices(call: Call, node: Any, x: Any) -> Value:
@@ -64,7 +64,7 @@ def times(builder: Builder, a: Value, b: Value) -> Value:
     last = len(b.shape) - 1
     b = values.moved_to(builder, b, (*range(last - 1), last, last - 1))
     (a, by_a), (b, by_b) = (_as_matrices(builder, x) for x in (a, b))
-    return builder.emit(ops.Product, (a, b), shape, count=count, m=m, n=n, k=k, a=by_a, b=by_b)
+    return builder.emit(ops.BatchMatmul, (a, b), shape, count=count, m=m, n=n, k=k, a=by_a, b=by_b)
 
 
 def _as_matrices(builder: Builder, x: Value) -> tuple[Value, tuple[int, int, int]]:
@@ -151,9 +151,9 @@ def scaled_dot_product(call: Call) -> Value | None:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     where = [_rows(call.builder, x) for x in (q, k, v)]
     heads, e = math.prod(q.shape[:-2]), v.shape[-1]
-    to = Rows(t * heads * e, e, heads * e)
+    to = HeadStrides(t * heads * e, e, heads * e)
     out = call.builder.emit(
-        ops.Attention, (*(x for x, _ in where), *([] if absent is None else [absent])), (t, heads, e), (mask,),
+        ops.ScaledDotProductAttention, (*(x for x, _ in where), *([] if absent is None else [absent])), (t, heads, e), (mask,),
         t=t, s=s, d=q.shape[-1], e=e, heads=heads, where=(*(at for _, at in where), to), scale=scale, p=p,
         each=mask is not None and mask.numel() > t * s,
     )  # fmt: skip
@@ -161,12 +161,12 @@ def scaled_dot_product(call: Call) -> Value | None:
     return turned if turned.shape == call.shape else Value(turned.id, call.shape)
 
 
-def _rows(builder: Builder, x: Value) -> tuple[Value, Rows]:
+def _rows(builder: Builder, x: Value) -> tuple[Value, HeadStrides]:
     """Where the rows of all heads of a value lie."""
     root, (head, row, column) = _as_matrices(builder, x)
     if column != 1:
         root, head, row = x, x.shape[-2] * x.shape[-1], x.shape[-1]
-    return root, Rows(math.prod(x.shape), head, row)
+    return root, HeadStrides(math.prod(x.shape), head, row)
 
 
 def _mask(call: Call, node: Any, mask: Any, scores: Shape) -> tuple[Tensor | None, Value | None]:
@@ -179,7 +179,7 @@ def _mask(call: Call, node: Any, mask: Any, scores: Shape) -> tuple[Tensor | Non
             raise Unsupported(
                 f"the attention {call.where!r} has a mask of each sample other than a comparison for its keys"
             )
-        return None, call.builder.emit(ops.Compare, (mask,), mask.shape, n=s, value=0.0, how="=")
+        return None, call.builder.emit(ops.CompareScalar, (mask,), mask.shape, n=s, value=0.0, how="=")
     if mask.trained:
         raise Unsupported(f"the attention {call.where!r} has a mask that is trained")
     numbers = mask.tensor
@@ -201,13 +201,13 @@ def attend(
     e, heads = layer.embed_dim, layer.num_heads
     t, s, d = query.shape[0], key.shape[0], e // heads
     parts = _projected(call, layer, query, key, value)
-    where = [Rows(x.shape[0] * x.shape[1], d, x.shape[1], start) for x, start in parts]
+    where = [HeadStrides(x.shape[0] * x.shape[1], d, x.shape[1], start) for x, start in parts]
     inputs = [x for x, _ in parts]
     if absent is not None:
         inputs.append(_mask_of_keys(call, absent))
     seen = call.builder.emit(
-        ops.Attention, tuple(inputs), (t, e), (_added(call, mask, t, s),), t=t, s=s, d=d, e=d, heads=heads,
-        where=(*where, Rows(t * e, d, e)), scale=1 / math.sqrt(d), p=layer.dropout,
+        ops.ScaledDotProductAttention, tuple(inputs), (t, e), (_added(call, mask, t, s),), t=t, s=s, d=d, e=d, heads=heads,
+        where=(*where, HeadStrides(t * e, d, e)), scale=1 / math.sqrt(d), p=layer.dropout,
     )  # fmt: skip
     out = layer.out_proj
     return call.builder.emit(ops.Linear, (seen,), (t, e), (out.weight, out.bias), i=e, o=e, rows=t)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbraid_native.errors import Unsupported
-from fedbraid_native.ops import Conv, Map, MaxPool, Op, Place, Pooled, Shape, Still
+from fedbraid_native.ops import Conv2d, ConvMaxPool2d, Detach, MaxPool2d, Op, Shape, Unary, WeightRef
 
 Inputs = Any  # a tensor, or a tuple or dict of tensors, samples first
 
@@ -30,7 +30,9 @@ class Graph:
     layout: ParamLayout
     constants: Tensor  # numbers that are not trained
     num_inputs: int  # how many of the values are given
-    index_bounds: list[Tensor | None]  # what an input's numbers must be below, where they are numbers of things
+    index_bounds: list[
+        Tensor | None
+    ]  # what an input's numbers must be below, where they are numbers of things
     output_shape: Shape  # of the output, as the model gives it
     unbatched: frozenset[int] = frozenset()  # values made of parameters alone, the same for all samples
     targets: bool = False  # whether they are given too, behind the inputs, and the output is the loss
@@ -403,7 +405,7 @@ class Builder:
         self.ops.append(kind(inputs=tuple(v.id for v in inputs), output=out.id, weights=places, **constants))
         return out
 
-    def place(self, tensor: Tensor | Constant | None) -> Place | None:
+    def place(self, tensor: Tensor | Constant | None) -> WeightRef | None:
         """Where a parameter, a view of one, or any constant lies."""
         if tensor is None:
             return None
@@ -411,21 +413,21 @@ class Builder:
         numbers = constant.tensor.detach()
         found = self._trained.get(numbers.untyped_storage().data_ptr())
         if found is not None and numbers.is_contiguous():
-            return Place(found[0] + int(numbers.storage_offset() - found[1].storage_offset()))
+            return WeightRef(found[0] + int(numbers.storage_offset() - found[1].storage_offset()))
         if constant.trained:
             return self._place_of_computed(numbers)
         at = self._count
         self._constants.append(numbers.to(torch.float32).contiguous())
         self._count += numbers.numel()
-        return Place(at, trained=False)
+        return WeightRef(at, trained=False)
 
-    def _place_of_computed(self, numbers: Tensor) -> Place:
+    def _place_of_computed(self, numbers: Tensor) -> WeightRef:
         from fedbraid_native import computed
 
         node = self._made.get(numbers.untyped_storage().data_ptr())
         if node is None or not numbers.is_contiguous():
             raise Unsupported("the model computes with a trained tensor outside a layer")
-        return Place(int(numbers.storage_offset()), value=computed.value(self, node).id)
+        return WeightRef(int(numbers.storage_offset()), value=computed.value(self, node).id)
 
     def came_from(self, made: Value, x: Value, moved: Callable[[Tensor], Tensor]) -> None:
         """Remember which numbers of an input a value is, if the one that it was made from is some."""
@@ -498,7 +500,7 @@ class Builder:
         """A value that is taken for given on the way back; an input is anyway."""
         if x.id in self.places or x.id in self.masks:
             return x
-        return self.emit(Still, (x,), x.shape, n=math.prod(x.shape))
+        return self.emit(Detach, (x,), x.shape, n=math.prod(x.shape))
 
     def _only_shaped(self, node: fx.Node) -> bool:
         """Whether a value only tells the shape or type of something that does not depend on it."""
@@ -626,10 +628,10 @@ def _joined(ops: list[Op], output: int, inputs: int) -> list[Op]:
     for op in ops:
         last = fused[-1] if fused else None
         if last is not None and last.output in op.inputs and users[last.output] == 1:
-            if _is_relu(last) and isinstance(op, MaxPool):
+            if _is_relu(last) and isinstance(op, MaxPool2d):
                 fused[-1] = replace(op, inputs=last.inputs, rectify=True)
                 continue
-            if isinstance(last, MaxPool) and _is_relu(op):
+            if isinstance(last, MaxPool2d) and _is_relu(op):
                 fused[-1] = replace(last, output=op.output, rectify=True)
                 continue
         fused.append(op)
@@ -640,17 +642,17 @@ def _pooled(ops: list[Op], users: list[int], inputs: int) -> list[Op]:
     joined: list[Op] = []
     for op in ops:
         match (joined[-1] if joined else None), op:
-            case Conv() as conv, MaxPool() as pool if (
+            case Conv2d() as conv, MaxPool2d() as pool if (
                 pool.inputs == (conv.output,)
                 and users[conv.output] == 1
                 and conv.inputs[0] < inputs
-                and Pooled.suits(conv, pool)
+                and ConvMaxPool2d.suits(conv, pool)
             ):
-                joined[-1] = Pooled.of(conv, pool)
+                joined[-1] = ConvMaxPool2d.of(conv, pool)
             case _:
                 joined.append(op)
     return joined
 
 
 def _is_relu(op: Op) -> bool:
-    return isinstance(op, Map) and op.function == "Relu"
+    return isinstance(op, Unary) and op.function == "Relu"

@@ -86,11 +86,11 @@ def dimension(call: Call, dim: int) -> int:
 
 def curve(call: Call, function: str, x: Value) -> Value:
     """A function whose slope its argument tells."""
-    return call.builder.emit(ops.Curve, (x,), x.shape, function=function, n=math.prod(x.shape))
+    return call.builder.emit(ops.UnarySavingInput, (x,), x.shape, function=function, n=math.prod(x.shape))
 
 
 def affine(call: Call, x: Value, a: float, b: float = 0.0) -> Value:
-    return call.builder.emit(ops.Affine, (x,), x.shape, n=math.prod(x.shape), a=float(a), b=float(b))
+    return call.builder.emit(ops.AffineScalar, (x,), x.shape, n=math.prod(x.shape), a=float(a), b=float(b))
 
 
 def bent(function: str) -> Handle:
@@ -298,7 +298,7 @@ def concat(builder: Builder, values: list[Value], dim: int) -> Value:
         outer, rest = math.prod(whole.shape[:dim]), whole.shape[dim + 1 :]
         a, b = (math.prod(v.shape[dim:]) for v in (whole, other))
         shape = (*whole.shape[:dim], whole.shape[dim] + other.shape[dim], *rest)
-        whole = builder.emit(ops.Concat, (whole, other), shape, outer=outer, a=a, b=b)
+        whole = builder.emit(ops.Cat, (whole, other), shape, outer=outer, a=a, b=b)
     return whole
 
 
@@ -348,7 +348,7 @@ def largest(call: Call, shared: bool, smallest: bool = False) -> Value | None:
     for d in sorted((dimension(call, d) for d in dims), reverse=True):
         outer, dim, inner = math.prod(x.shape[:d]), x.shape[d], math.prod(x.shape[d + 1 :])
         shape = x.shape[:d] + x.shape[d + 1 :]
-        x = call.builder.emit(ops.Largest, (x,), shape, outer=outer, dim=dim, inner=inner, shared=shared)
+        x = call.builder.emit(ops.Amax, (x,), shape, outer=outer, dim=dim, inner=inner, shared=shared)
     return affine(call, x, -1.0) if smallest else x
 
 
@@ -362,7 +362,7 @@ def extreme(call: Call, larger: bool) -> Any:
     second = call.argument(1, "other")
     if isinstance(second, (Value, Constant)):
         a, b = alike(call)
-        return call.builder.emit(ops.Extreme, (a, b), call.shape, n=math.prod(call.shape), larger=larger)
+        return call.builder.emit(ops.MinMax, (a, b), call.shape, n=math.prod(call.shape), larger=larger)
     found = largest(call, False, not larger)
     if found is None or not isinstance(call.result, tuple):
         return None
@@ -406,7 +406,7 @@ def attribute(call: Call) -> Value | None:
 
 def same_for_all(call: Call, constant: Constant, shape: Any) -> Value:
     """A tensor that no sample changes, as a value."""
-    return call.builder.emit(ops.Given, (), tuple(shape), (constant,), n=math.prod(shape))
+    return call.builder.emit(ops.ExpandParam, (), tuple(shape), (constant,), n=math.prod(shape))
 
 
 def _aligned(call: Call, node: fx.Node, constant: Constant) -> Shape:
@@ -517,7 +517,7 @@ def add(call: Call, sign: float = 1.0) -> Value | None:
     if isinstance(rest, Constant) and (theirs > 0 or not rest.trained):
         value = value if mine > 0 else affine(call, value, -1.0)
         moved = Constant(rest.tensor if theirs > 0 else -rest.tensor, rest.trained)
-        if (done := _with_rows(call, ops.Shift, value, node, moved)) is not None:
+        if (done := _with_rows(call, ops.AddParam, value, node, moved)) is not None:
             return done
     a, b = (as_value(call, n, v) for n, v in zip(nodes, (x, other)))
     return total(call, a, b if sign > 0 else affine(call, b, -1.0))
@@ -544,9 +544,9 @@ def multiply(call: Call, divide: bool = False) -> Value | None:
             return affine(call, x, 1 / number if divide else number)
         if isinstance(other, Constant) and not (divide and other.trained):
             by = Constant(1 / other.tensor, False) if divide else other
-            if (done := _with_rows(call, ops.Scale, x, second, by)) is not None:
+            if (done := _with_rows(call, ops.MulParam, x, second, by)) is not None:
                 return done
-    kind = ops.Divide if divide else ops.Multiply
+    kind = ops.Div if divide else ops.Mul
     return call.builder.emit(kind, alike(call), call.shape, n=math.prod(call.shape))
 
 
@@ -566,7 +566,9 @@ def compare(call: Call) -> Value | None:
     if not isinstance(x, Value) or not isinstance(value, (int, float)) or call.result.dtype != torch.bool:
         return None
     how = _COMPARISONS[name(call.node.target)]
-    mask = call.builder.emit(ops.Compare, (x,), x.shape, n=math.prod(x.shape), value=float(value), how=how)
+    mask = call.builder.emit(
+        ops.CompareScalar, (x,), x.shape, n=math.prod(x.shape), value=float(value), how=how
+    )
     call.builder.masks.add(mask.id)
     return mask
 
@@ -585,9 +587,11 @@ def _filled(call: Call, x: Value, node: fx.Node, mask: Any, value: Any) -> Value
         assert hidden is not None
         n = hidden.tensor.numel()
         rows = math.prod(call.shape) // n
-        return call.builder.emit(ops.Fill, (x,), call.shape, (hidden,), n=n, rows=rows, value=number)
+        return call.builder.emit(ops.MaskedFill, (x,), call.shape, (hidden,), n=n, rows=rows, value=number)
     full = expanded(call, node, mask)
-    return call.builder.emit(ops.Fill, (x, full), call.shape, n=math.prod(call.shape), rows=1, value=number)
+    return call.builder.emit(
+        ops.MaskedFill, (x, full), call.shape, n=math.prod(call.shape), rows=1, value=number
+    )
 
 
 def where(call: Call) -> Value | None:
@@ -603,4 +607,4 @@ def where(call: Call) -> Value | None:
     if isinstance(mask, Constant):
         mask = Constant(mask.tensor.float(), False)
     given = tuple(as_value(call, n, v) for n, v in zip((at, first, second), (mask, a, b)))
-    return call.builder.emit(ops.Choose, given, call.shape, n=math.prod(call.shape))
+    return call.builder.emit(ops.Where, given, call.shape, n=math.prod(call.shape))

@@ -2,7 +2,7 @@
 // of them are those of samples, on vectors of neighbours; here are those that look at a tensor's shape.
 
 template <int N>
-struct Taken {
+struct LoadParam {
     OP void forward(const float* w, float* y) { std::memcpy(y, w, sizeof(float) * N); }
     OP void backward(const float* dy, float* dw) {
         for (int k = 0; k < N; k++) dw[k] += dy[k];
@@ -43,7 +43,7 @@ struct Sums {
 
 // [M][K] by [K][N].
 template <int M, int K, int N>
-struct Matrices {
+struct Matmul {
     INLINE float dot(const float* a, const float* b) {
         V s = {};
         int n = 0;

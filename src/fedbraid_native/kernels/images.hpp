@@ -6,7 +6,7 @@
 // tiles of o. Only the rows first, first + GAP, ... before `last` of `in` are read: the others are zero. Places of the
 // kernel lie DY and DX apart; where DY is not 1, GAP is.
 template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int OY, int OX, int GAP = 1, int DY = 1, int DX = 1>
-struct Correlate {
+struct DirectConv {
     static constexpr Tile tile = best_tile(O, OX, 1, 4);
     static constexpr int taps = I * KY * KX;
 
@@ -74,7 +74,7 @@ struct Correlate {
 // The way back through a convolution of stride 1 whose rows of dx fit in registers: no border is needed, and
 // none of its zeros multiplied. dx[i][y][x] = sum over (o, ky, kx) of dy[o][y + PY - ky][x + PX - kx] w[o][i][ky][kx].
 template <int I, int H, int W, int O, int KY, int KX, int PY, int PX>
-struct Narrow {
+struct SmallConv {
     static constexpr int OY = H + 2 * PY - KY + 1, OX = W + 2 * PX - KX + 1;
     static constexpr int at_once = (ACCUMULATORS + 5) / (W + KX) < I ? (ACCUMULATORS + 5) / (W + KX) : I;
 
@@ -387,7 +387,7 @@ struct Winograd {
 // Conv2d ----------------------------------------------------------------------------------------------------
 
 template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY = 1, int DX = 1>
-struct Conv {
+struct Conv2d {
     static_assert((DY == 1 || SY == 1) && (DX == 1 || SX == 1), "a kernel with gaps and a stride");
     static constexpr int HP = H + 2 * PY, WP = W + 2 * PX, FY = DY * (KY - 1), FX = DX * (KX - 1);
     static constexpr int OY = (HP - FY - 1) / SY + 1, OX = (WP - FX - 1) / SX + 1;
@@ -395,8 +395,8 @@ struct Conv {
     static constexpr bool padded = PY || PX;
     static constexpr int in_size = I * H * W, out_size = O * OY * OX;
     static constexpr int weights = O * I * KY * KX;
-    typedef Correlate<I, HP, WP, O, KY, KX, SY, SX, OY, OX, 1, DY, DX> Forward;
-    typedef Correlate<O, HB, WB, I, KY, KX, 1, 1, H, W, SY, DY, DX> Backward;
+    typedef DirectConv<I, HP, WP, O, KY, KX, SY, SX, OY, OX, 1, DY, DX> Forward;
+    typedef DirectConv<O, HB, WB, I, KY, KX, 1, 1, H, W, SY, DY, DX> Backward;
     static constexpr bool dense = DY == 1 && DX == 1;
     // Whether tiles pay: not for few channels, nor where many of a tile's outputs fall outside the image; and which.
     static constexpr int places(int T) {
@@ -449,12 +449,12 @@ struct Conv {
 
     template <bool ADD>
     OP void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
-        typedef Narrow<I, H, W, O, KY, KX, PY, PX> Rows;
+        typedef SmallConv<I, H, W, O, KY, KX, PY, PX> HeadStrides;
         if constexpr (tiled) {
             TilesBack::weights(w, 9, I * 9, true, (float*)scratch);
             TilesBack::template run<ADD>(dy, (float*)scratch, nullptr, dx, scratch + packed, nb);
-        } else if constexpr (dense && SY == 1 && SX == 1 && Rows::pays) {
-            for (int n = 0; n < nb; n++) Rows::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
+        } else if constexpr (dense && SY == 1 && SX == 1 && HeadStrides::pays) {
+            for (int n = 0; n < nb; n++) HeadStrides::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
         } else {
             backward_bordered<ADD>(dy, w, dx, scratch, nb);
         }
@@ -554,7 +554,7 @@ struct Conv {
 
 // A convolution the other way round: C goes from what this gives to what this gets, and shares its weights.
 template <class C, int O>
-struct Transposed {
+struct ConvTranspose2d {
     static constexpr int plane = C::in_size / O;
 
     OP void forward(const V* x, const float* w, const float* b, V* y, V* scratch, int nb) {
@@ -584,7 +584,7 @@ struct Transposed {
 
 // EY and EX: how far the last windows may reach beyond the border.
 template <int C, int H, int W, int KY, int KX, int SY, int SX, int PY, int PX, int EY = 0, int EX = 0>
-struct Pool {
+struct Pool2d {
     static constexpr int OY = (H + 2 * PY + EY - KY) / SY + 1, OX = (W + 2 * PX + EX - KX) / SX + 1;
     static constexpr int in_size = C * H * W, out_size = C * OY * OX;
     static constexpr bool apart = SY == KY && SX == KX && !PY && !PX && !EY && !EX;  // windows neither overlap nor leave the image
@@ -660,7 +660,7 @@ struct Pool {
 
 // The mean of windows that cut an image as evenly as can be, where they overlap.
 template <int C, int H, int W, int OY, int OX>
-struct Adaptive {
+struct AdaptiveAvgPool2d {
     static constexpr int in_size = C * H * W;
 
     // f(offset of the plane, of the output, window) for each output.
@@ -693,7 +693,7 @@ struct Adaptive {
 
 // [C][D][INNER] to [O][C][K][INNER]: what a window along the depth sees at each of its places.
 template <int C, int D, int INNER, int O, int K, int S, int P, int A>
-struct Depths {
+struct Im2colDepth {
     // f(place in x or -1, place in y) for each plane.
     template <class F>
     INLINE void planes(int nb, F f) {
@@ -725,7 +725,7 @@ struct Depths {
 
 // Zeros around an image, or less of it where a border is negative: [C][H][W] to [C][OY][OX].
 template <int C, int H, int W, int TOP, int LEFT, int OY, int OX>
-struct Border {
+struct ConstantPad2d {
     template <class F>
     INLINE void rows(int nb, F f) {
         constexpr int first = LEFT > 0 ? LEFT : 0, last = LEFT + W < OX ? LEFT + W : OX;
@@ -752,7 +752,7 @@ struct Border {
 // Nothing of the convolution itself is kept but which place of a window was the largest, and of its gradient there are
 // only a few channels of a block at a time, so that both stay in the cache.
 template <class C, class P, int I, int TAPS, bool RECTIFY>
-struct Pooled {
+struct ConvMaxPool2d {
     typedef int8_t VB __attribute__((vector_size(LANES)));
     static constexpr int O = C::out_size / (C::OY * C::OX), plane = C::OY * C::OX, pooled = P::OY * P::OX, each = I * TAPS;
     static constexpr int most = O < 12 ? O : 12;  // channels at a time

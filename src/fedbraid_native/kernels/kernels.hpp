@@ -521,7 +521,7 @@ struct Sigmoid {
 };
 
 template <class F, int N>
-struct Map {
+struct Unary {
     OP void forward(const V* x, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = F::value(x[k]);
     }

@@ -201,7 +201,7 @@ struct RecurrentRows {
 
 // With CELL, the last cell follows the outputs; with FIRST, it starts from states (and cells) that it is given.
 template <class Cell, int I, int H, int T, bool REVERSED, bool CELL = false, bool FIRST = false>
-struct Recurrent {
+struct RNN {
     static constexpr int G = Cell::GATES * H, K = Cell::KEPT * H, J = Cell::JOINT * H;
     static constexpr int kept = T * K, R = T + CELL;
     typedef Linear<I, G> Input;
@@ -209,11 +209,11 @@ struct Recurrent {
     typedef Linear<H, J> Joint;
     typedef Linear<H, G == J ? H : G - J> Rest;
     static constexpr int most(int a, int b) { return a > b ? a : b; }
-    typedef RecurrentRows<Cell, I, H, T, REVERSED, CELL> Rows;
-    static constexpr bool by_rows = Rows::pays && !FIRST;
+    typedef RecurrentRows<Cell, I, H, T, REVERSED, CELL> HeadStrides;
+    static constexpr bool by_rows = HeadStrides::pays && !FIRST;
     static constexpr int64_t scratch(int blocks) {
         int64_t here = most(blocks * most(G, 2 * H), PIECE * most(Input::turned, Joint::turned));
-        return by_rows ? Rows::scratch(blocks) : here;
+        return by_rows ? HeadStrides::scratch(blocks) : here;
     }
 
     INLINE int when(int s) { return REVERSED ? T - 1 - s : s; }
@@ -227,7 +227,7 @@ struct Recurrent {
     OP void forward(const V* x, const V* h0, const V* c0, const float* wi, const float* wh, const float* bi,
                     const float* bh, V* y, V* kept, V* from_h, int nb, int samples) {
         if constexpr (by_rows)
-            Rows::forward(x, wi, wh, bi, bh, y, kept, from_h, nb, samples);
+            HeadStrides::forward(x, wi, wh, bi, bh, y, kept, from_h, nb, samples);
         else
             forward_blocks(x, h0, c0, wi, wh, bi, bh, y, kept, from_h, nb);
     }
@@ -261,7 +261,7 @@ struct Recurrent {
     OP void backward(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi,
                      float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb, int samples, Start at = {}) {
         if constexpr (by_rows)
-            Rows::template backward<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, samples);
+            HeadStrides::template backward<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, samples);
         else
             backward_blocks<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, at);
     }

@@ -56,7 +56,7 @@ struct Slice {
 };
 
 template <int OUTER, int A, int B>
-struct Concat {
+struct Cat {
     OP void forward(const V* a, const V* b, V* y, int nb) {
         for (int64_t o = 0; o < nb * OUTER; o++) {
             std::memcpy((void*)(y + o * (A + B)), a + o * A, sizeof(V) * A);
@@ -183,7 +183,7 @@ INLINE V inverse_root(V x) {
 }
 
 template <int N>
-struct RmsNorm {
+struct RMSNorm {
     static constexpr int kept = 1;
 
     OP void forward(const V* x, const float* w, V* y, V* stats, float eps, int rows) {
@@ -273,7 +273,7 @@ struct LogSoftmax {
 // Minus the logarithm of the softmax of Z's class, at T places of C classes each: `w` weighs classes, `smooth` is the share
 // that is all classes' instead, and the class SKIP costs nothing. Classes lie CS apart, places TS.
 template <int C, int T, int CS, int TS, int SKIP>
-struct Entropy {
+struct CrossEntropyLoss {
     // The class, and what it weighs; numbers beyond were refused before.
     struct Named {
         int id[LANES];
@@ -331,7 +331,7 @@ struct Entropy {
 
 // From [OUTER][N][INNER], by numbers [OUTER][K][INNER] of places along N; SKIP gives 0.
 template <int OUTER, int N, int K, int INNER, int SKIP>
-struct Pick {
+struct Gather {
     INLINE int64_t at(int64_t k, float number) {
         int id = int(number);
         return (k / (K * INNER) * N + (id < 0 || id >= N ? 0 : id)) * INNER + k % INNER;
@@ -361,7 +361,7 @@ struct OneHot {
 
 // The largest along DIM; the first of equals takes the gradient, or all of them share it.
 template <int OUTER, int DIM, int INNER, bool SHARED>
-struct Largest {
+struct Amax {
     OP void forward(const V* x, V* y, int nb) {
         for (int64_t o = 0; o < nb * OUTER; o++)
             for (int i = 0; i < INNER; i++) {
@@ -392,7 +392,7 @@ struct Largest {
 
 // a x + b
 template <int N>
-struct Affine {
+struct AffineScalar {
     OP void forward(const V* x, V* y, float a, float b, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = x[k] * a + b;
     }
@@ -403,7 +403,7 @@ struct Affine {
 };
 
 template <int N>
-struct Multiply {
+struct Mul {
     OP void forward(const V* a, const V* b, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = a[k] * b[k];
     }
@@ -414,7 +414,7 @@ struct Multiply {
 };
 
 template <int N>
-struct Divide {
+struct Div {
     OP void forward(const V* a, const V* b, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = a[k] / b[k];
     }
@@ -430,7 +430,7 @@ struct Divide {
 
 // The same N numbers added to each row.
 template <int N>
-struct Shift {
+struct AddParam {
     OP void forward(const V* x, const float* w, V* y, int rows) {
         for (int64_t r = 0; r < rows; r++)
             for (int k = 0; k < N; k++) y[r * N + k] = x[r * N + k] + w[k];
@@ -449,7 +449,7 @@ struct Shift {
 
 // Each row times the same N numbers.
 template <int N>
-struct Scale {
+struct MulParam {
     OP void forward(const V* x, const float* w, V* y, int rows) {
         for (int64_t r = 0; r < rows; r++)
             for (int k = 0; k < N; k++) y[r * N + k] = x[r * N + k] * w[k];
@@ -471,7 +471,7 @@ struct Scale {
 
 // The same N numbers for every sample.
 template <int N>
-struct Given {
+struct ExpandParam {
     OP void forward(const float* w, V* y, int nb) {
         for (int n = 0; n < nb; n++)
             for (int k = 0; k < N; k++) y[n * N + k] = splat(w[k]);
@@ -490,7 +490,7 @@ INLINE VI on(const float* mask, int64_t k) { return (splat(mask[k]) > 0.5f); }
 INLINE VI on(const V* mask, int64_t k) { return mask[k] > 0.5f; }
 
 template <int N>
-struct Fill {
+struct MaskedFill {
     template <class M>
     OP void forward(const V* x, const M* mask, float value, V* y, int rows, int64_t step) {
         for (int64_t r = 0; r < rows; r++)
@@ -507,7 +507,7 @@ struct Fill {
 };
 
 template <int N>
-struct Choose {
+struct Where {
     OP void forward(const V* mask, const V* a, const V* b, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = pick(on(mask, k), a[k], b[k]);
     }
@@ -522,7 +522,7 @@ struct Choose {
 
 // The larger or the smaller of two; equals share the gradient.
 template <int N, bool LARGER>
-struct Extreme {
+struct MinMax {
     OP void forward(const V* a, const V* b, V* y, int nb) {
         for (int k = 0; k < N * nb; k++) y[k] = pick(LARGER ? a[k] > b[k] : a[k] < b[k], a[k], b[k]);
     }
@@ -540,7 +540,7 @@ struct Extreme {
 
 // C[i][j] = sum over k of A[i][k] B[j][k], sample by sample: all three are V, at these strides.
 template <int M, int N, int K, int AI, int AK, int BJ, int BK, int CI, int CJ>
-struct Product {
+struct BatchMatmul {
     static constexpr Tile tile = best_tile(M, N);
 
     template <int TM, int TN, bool ADD>
@@ -587,26 +587,26 @@ struct Products {
     }
     OP void forward(const V* a, const V* b, V* y, int nb) {
         each(nb, [=](int64_t at, int64_t bt, int64_t to) {
-            Product<M, N, K, AI, AK, BJ, BK, N, 1>::template run<false>(a + at, b + bt, y + to);
+            BatchMatmul<M, N, K, AI, AK, BJ, BK, N, 1>::template run<false>(a + at, b + bt, y + to);
         });
     }
     template <bool ADD>
     OP void backward_a(const V* b, const V* dy, V* da, int nb) {
         each(nb, [=](int64_t at, int64_t bt, int64_t to) {
-            Product<M, K, N, N, 1, BK, BJ, AI, AK>::template run<ADD>(dy + to, b + bt, da + at);
+            BatchMatmul<M, K, N, N, 1, BK, BJ, AI, AK>::template run<ADD>(dy + to, b + bt, da + at);
         });
     }
     template <bool ADD>
     OP void backward_b(const V* a, const V* dy, V* db, int nb) {
         each(nb, [=](int64_t at, int64_t bt, int64_t to) {
-            Product<N, K, M, 1, N, AK, AI, BJ, BK>::template run<ADD>(dy + to, a + at, db + bt);
+            BatchMatmul<N, K, M, 1, N, AK, AI, BJ, BK>::template run<ADD>(dy + to, a + at, db + bt);
         });
     }
 };
 
 // Where row r of head h of block n lies.
 template <int BLOCK, int HEAD, int ROW>
-struct Rows {
+struct HeadStrides {
     static constexpr int row = ROW;
     INLINE int64_t at(int64_t n, int64_t h) { return n * BLOCK + h * HEAD; }
 };
@@ -614,7 +614,7 @@ struct Rows {
 // T queries and S keys of D numbers, S values of E. `mask` is added to the scores, [T][S], one for all heads or one for
 // each; `absent` says which places of a sample are no keys, V[S].
 template <int T, int S, int D, int E, int HEADS, class Q, class K, class W, class O, uint32_t LAYER>
-struct Attention {
+struct ScaledDotProductAttention {
     static constexpr int kept = HEADS * T * S, scratch = 2 * T * S;
 
     OP void forward(const V* qs, const V* ks, const V* vs, const float* mask, int each, const V* absent, V* y, V* kept,
@@ -622,7 +622,7 @@ struct Attention {
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
                 V* p = kept + (int64_t)(n * HEADS + h) * T * S;
-                Product<T, S, D, Q::row, 1, K::row, 1, S, 1>::template run<false>(qs + Q::at(n, h), ks + K::at(n, h), p);
+                BatchMatmul<T, S, D, Q::row, 1, K::row, 1, S, 1>::template run<false>(qs + Q::at(n, h), ks + K::at(n, h), p);
                 for (int i = 0; i < T; i++) {
                     for (int j = 0; j < S; j++) {
                         V s = p[i * S + j] * root;
@@ -633,7 +633,7 @@ struct Attention {
                     softmax_row<S>(p + i * S);
                 }
                 if (drops(key) && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
-                Product<T, E, S, S, 1, 1, W::row, O::row, 1>::template run<false>(p, vs + W::at(n, h), y + O::at(n, h));
+                BatchMatmul<T, E, S, S, 1, 1, W::row, O::row, 1>::template run<false>(p, vs + W::at(n, h), y + O::at(n, h));
             }
     }
 
@@ -653,9 +653,9 @@ struct Attention {
                 const V *p = kept + (int64_t)(n * HEADS + h) * T * S, *o = dy + O::at(n, h);
                 bool some = drops(key) && drop > 0;
                 const V* u = some ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
-                if (dv) Product<S, E, T, 1, S, 1, O::row, W::row, 1>::template run<ADD_V>(u, o, dv + W::at(n, h));
+                if (dv) BatchMatmul<S, E, T, 1, S, 1, O::row, W::row, 1>::template run<ADD_V>(u, o, dv + W::at(n, h));
                 if (!dq && !dk) continue;
-                Product<T, S, E, O::row, 1, W::row, 1, S, 1>::template run<false>(o, vs + W::at(n, h), ds);
+                BatchMatmul<T, S, E, O::row, 1, W::row, 1, S, 1>::template run<false>(o, vs + W::at(n, h), ds);
                 if (some) dropped(ds, ds, key + n * LANES, h, drop, scale);
                 for (int i = 0; i < T; i++) {
                     const V* row = p + i * S;
@@ -663,15 +663,15 @@ struct Attention {
                     V along = sum(S, [=](int j) { return row[j] * to[j]; });
                     for (int j = 0; j < S; j++) to[j] = row[j] * (to[j] - along) * root;
                 }
-                if (dq) Product<T, D, S, S, 1, 1, K::row, Q::row, 1>::template run<ADD_Q>(ds, ks + K::at(n, h), dq + Q::at(n, h));
-                if (dk) Product<S, D, T, 1, S, 1, Q::row, K::row, 1>::template run<ADD_K>(ds, qs + Q::at(n, h), dk + K::at(n, h));
+                if (dq) BatchMatmul<T, D, S, S, 1, 1, K::row, Q::row, 1>::template run<ADD_Q>(ds, ks + K::at(n, h), dq + Q::at(n, h));
+                if (dk) BatchMatmul<S, D, T, 1, S, 1, Q::row, K::row, 1>::template run<ADD_K>(ds, qs + Q::at(n, h), dk + K::at(n, h));
             }
     }
 };
 
 // 1 where a comparison with a number holds.
 template <int N, char HOW>
-struct Compare {
+struct CompareScalar {
     INLINE VI holds(V x, float v) {
         return HOW == '=' ? x == v : HOW == '!' ? x != v : HOW == '<' ? x < v : HOW == '>' ? x > v : HOW == 'l' ? x <= v : x >= v;
     }

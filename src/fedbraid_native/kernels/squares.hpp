@@ -69,8 +69,8 @@ struct Squares<Linear<I, O>> {
 };
 
 template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY, int DX>
-struct Squares<Conv<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX>> {
-    typedef Conv<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX> C;
+struct Squares<Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX>> {
+    typedef Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX> C;
     static constexpr int HP = C::HP, WP = C::WP, OY = C::OY, OX = C::OX;
     static constexpr Tile tile = C::tile;
 

@@ -463,6 +463,22 @@ class Mean:
         return up(at.got, at)
 
 
+class SecureSum(Mean):
+    """The mean from sums of whole numbers modulo 2^b: Σ n_i s_i q_i, n_i samples and s_i the age in steps of 1/256."""
+
+    def __call__(self, updates, c):
+        top = 2 ** (self.o["bits"] - 1) - 1
+        step = self.o["range"] / top
+        weights = [int(w) * round(256 * s) for w, s in zip(c.raw, c.age)]
+        codes = [u / step for u in updates]
+        if any(np.abs(q - np.round(q)).max() > 1e-3 for q in codes):  # what the server made of what was sent
+            return sum(w * u for w, u in zip(weights, updates)) / (256 * c.raw.sum())
+        b = self.o["bits"] + int(256 * sum(c.raw)).bit_length()
+        total = sum(w * np.round(q).astype(int).astype(object) for w, q in zip(weights, codes)) % 2**b
+        total = np.array([int(v) - 2**b if v >= 2 ** (b - 1) else int(v) for v in total], float)
+        return step * total / (256 * c.raw.sum())
+
+
 class Mixing(Mean):
     """FedAsync's own form: x ← (1 − s(τ)) x + s(τ) y_i, the mean of it over a buffer."""
 
@@ -534,6 +550,7 @@ class Clusters(Mean):
 GATHERS: dict[str, type[Mean]] = {
     "mean": Mean,
     "mixing": Mixing,
+    "secure": SecureSum,
     "memory": Memory,
     "mifa": Mifa,
     "aced": Mifa,
@@ -685,7 +702,9 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
     rule = RULES[spec.rule.name](spec.rule)
     gather = GATHERS[spec.gather.name](spec.gather, setting)
     optimise, adjust = Optimizer(spec, setting), Adjust(spec.adjust, setting)
-    up, down = Uplink(spec.up, setting), Downlink(spec.down, setting)
+    grid = spec.gather.name == "secure" and f"shared({spec.gather['bits']}, {spec.gather['range']})"
+    up = Uplink(part("up", codec=grid) if grid else spec.up, setting)
+    down = Downlink(spec.down, setting)
     average = x = setting.x0
     server = rule.state(d)
     memories: dict[int, Named] = {}

@@ -144,6 +144,7 @@ GATHERS = {
     ],
     "aced": [part("aced", limit=1), part("aced", limit=2)],
     "mixing": [part("mixing")],
+    "secure": [part("secure", bits=bits, range=reach) for bits, reach in ((16, 8.0), (9, 4.0))],
 }
 OPTIMISERS: dict[str, list[tuple[Part, float]]] = {  # each with a rate that suits it
     "sgd": [(part("sgd"), 1.0), (part("sgd"), 0.7)],
@@ -201,6 +202,9 @@ def make(chosen: dict[str, str], seed: int) -> Case:
 
     optimizer, lr = one(OPTIMISERS[chosen["optimizer"]])
     up, down, schedule, uneven = chosen["up"], chosen["down"], chosen["schedule"], rng.random() < 0.6
+    secure = chosen["gather"] == "secure"
+    if secure and schedule in ("buffered+", "immediate+"):  # of which it wants to know the buffer
+        schedule = schedule[:-1]
     spec = Spec(
         rule=one(RULES[chosen["rule"]]),
         prox=one([0.0, 0.0, 0.0, 0.3]),
@@ -217,7 +221,7 @@ def make(chosen: dict[str, str], seed: int) -> Case:
     return Case(
         spec,
         schedule,
-        cohort=1 if schedule.startswith("immediate") else int(rng.integers(2, 5)),
+        cohort=1 if schedule.startswith("immediate") else int(rng.integers(3 if secure else 2, 5)),
         concurrency=int(rng.integers(3, 7)),
         batch=one([2, 3]) if uneven else None,
         steps=None if uneven else 3,
@@ -240,7 +244,11 @@ def algorithm(spec: Spec) -> fb.Algorithm:
     if spec.prox:
         rule = fb.chain(_rule(part("fedprox", mu=spec.prox))[0], rule)
     server = fb.pipeline(*state, *_optimizer(spec), *(_adjuster(p) for p in spec.adjust))
-    return fb.Algorithm(rule, _gather(spec), server, _up(spec.up), _down(spec.down))
+    made = fb.Algorithm(rule, _gather(spec), server, _up(spec.up), _down(spec.down))
+    if spec.gather.name != "secure":
+        return made
+    reach = {name: spec.gather["range"] for name, what in made.uploads.items() if what.width is None}
+    return fb.secure(made, bits=spec.gather["bits"], range=reach)
 
 
 def _rule(p: Part) -> tuple[Any, ...]:
@@ -297,7 +305,7 @@ def _gather(spec: Spec) -> Any:
 
     g, how = spec.gather, (spec.weights, Staleness(spec.staleness))
     match g.name:
-        case "mean":
+        case "mean" | "secure":
             return Mean(*how)
         case "mixing":
             return qafel.Mixing(*how)

@@ -39,7 +39,13 @@ DEFAULTS = {
         "fedbuff",
     ),
 }
-WRAPPERS = {"fedshift": "a", "with_codecs": "a up down", "error_feedback": "a", "hidden_state": "a"}
+WRAPPERS = {
+    "fedshift": "a",
+    "with_codecs": "a up down",
+    "error_feedback": "a",
+    "hidden_state": "a",
+    "secure": "a bits range neighbours threshold",
+}
 CODECS = {
     "identity": {}, "fp16": {}, "int8": {}, "int4": {}, "uniform": {"bits": 4}, "kmeans": {"bits": 4}, "qsgd": {"bits": 4},
     "topk": {"fraction": 0.5}, "shared": {"bits": 16, "range": 1.0},

@@ -193,7 +193,7 @@ def test_neighbours_are_mutual_and_as_many_as_asked(data):
 
 
 def test_chosen_neighbours_are_few_and_can_be_asked_for():
-    assert choose_neighbours(10, None, None) == (9, 6)
+    assert choose_neighbours(10, None, None) == (9, 5)
     assert choose_neighbours(1000, 20, None) == (20, 11)
     assert choose_neighbours(11, 5, 3) == (4, 3)
     k, t = choose_neighbours(1000, None, None)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.algorithms.scallion import scallion
+    from fedbraid.algorithms.secure import secure
     from fedbraid.core import lr_schedules
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec

@@ -40,6 +40,7 @@ from fedbraid.links.private import (
     scale_of,
     scaled,
 )
+from fedbraid.links.secure import ClippedBefore, SecureUplink
 
 log = logging.getLogger("fedbraid")
 
@@ -82,9 +83,11 @@ class Noised(Gather):
     seed: int | None = field(default=None, repr=False, compare=False)  # None: the operating system's noise
     uploads: Mapping[str, Upload] = field(default_factory=dict, repr=False, compare=False)
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
+    sums: Mean = field(default_factory=lambda: Mean("uniform"), repr=False, kw_only=True)
 
     def traits(self) -> GatherTraits:
         return GatherTraits(
+            sums_only=self.sums.traits().sums_only,
             steps_when_empty=True,
             planned_cohort=self.planned,
             quantized_fraction=self.share,
@@ -95,11 +98,7 @@ class Noised(Gather):
         return {"clip": torch.full((1,), self.clip, device=x.device)} if self.adaptive else {}
 
     def zero(self, x: Tensor) -> Cohort:
-        sums = {name: torch.zeros_like(x[:1].expand(w)) for name, w in self._widths(len(x)).items()}
-        return Cohort(Sums(sums, 0.0, 0))
-
-    def _widths(self, d: int) -> dict[str, int]:
-        return {name: d if what.width is None else what.width for name, what in self.uploads.items()}
+        return Cohort(self.sums.zero(x))
 
     def add(self, acc: Cohort, up: Uploads, s: Tree, x: Tensor) -> Cohort:
         own, below = {name: up.vectors[name] for name in self.uploads}, acc.below
@@ -112,23 +111,24 @@ class Noised(Gather):
         if not all(first):
             counts = torch.tensor(first, device=x.device)[:, None]
             own = {name: torch.where(counts, v, 0.0) for name, v in own.items()}
-        sums = Mean("uniform", self.staleness).add(acc.sums, up.having(own), s, x)
+        sums = self.sums.add(acc.sums, up.having(own), s, x)
         return Cohort(sums, acc.seen | {int(c) for c in up.clients}, below)
 
     def close(self, acc: Cohort, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         clip = s["clip"] if self.adaptive else self.clip
-        mean = {
-            name: (total + self.z_sum * clip * scale_of(self.uploads[name]) * self._draw(name, total, ctx.t))
-            / self.planned
-            for name, total in acc.sums.vectors.items()
-        }
+        x, mean = ctx.sent["x"][0], dict[str, Tensor]()
+        totals, metrics = self.sums.totals(acc.sums, ctx)
+        for name, what in self.uploads.items():
+            total = totals[name] if name in totals else torch.zeros_like(x[:1].expand(what.size(ctx.layout)))
+            noise = self.z_sum * clip * scale_of(what) * self._draw(name, total, ctx.t)
+            mean[name] = (total + noise) / self.planned
         u = mean if self.later else {**mean, **accounted(self.server, mean, self.uploads, ctx)}
         if not self.adaptive:
-            return u, s, {}
-        noise = self.z_below * float(self._draw("below", torch.zeros(1), ctx.t))
-        share = 0.5 + (acc.below + noise) / self.planned
+            return u, s, metrics
+        below = self.z_below * float(self._draw("below", torch.zeros(1), ctx.t))
+        share = 0.5 + (acc.below + below) / self.planned
         new = s["clip"] * math.exp(-PACE * (share - MEDIAN))
-        return {**u, "clip": new}, {"clip": new}, {"clip": float(new)}
+        return {**u, "clip": new}, {"clip": new}, {**metrics, "clip": float(new)}
 
     @property
     def z_below(self) -> float:
@@ -167,15 +167,17 @@ class SentClip(Transform):
         return u, {"clip": u["clip"]}
 
 
-def accounted(server: Transform, mean: Vectors, uploads: Mapping[str, Upload], ctx: ServerContext) -> Vectors:
-    """What server parts make of a mean, as if one client had sent it whose samples nobody knows."""
+def accounted(
+    server: Transform, mean: Vectors, uploads: Mapping[str, Upload], ctx: ServerContext, n: float = math.nan
+) -> Vectors:
+    """What server parts make of a mean, as if one client had sent it; of nan samples where nobody knows how many."""
     if not server.accounts():
         return {}
     one = torch.ones(1, 1, device=next(iter(mean.values())).device)
     declared = {**uploads, **{d.name: d for d in server.accounts()}}
     vectors = {name: v[None] for name, v in mean.items()}
     as_one = Uploads(
-        np.zeros(1, np.int64), vectors, math.nan * one, ctx.K * one, ctx.a * one, 0 * one, ctx.lr * one.double(), ctx.sent,
+        np.zeros(1, np.int64), vectors, n * one, ctx.K * one, ctx.a * one, 0 * one, ctx.lr * one.double(), ctx.sent,
         declared,
     )  # fmt: skip
     return {name: v[0] for name, v in server.account(as_one).items()}
@@ -254,19 +256,28 @@ def private(
         _check_own(who, clip, later)
         up = LocalNoise(a.up.codec, a.up, bound, own, noise, epsilon, delta)
         return replace(a, rule=rule, gather=_uniform(a.gather), server=server, up=up, name="")
-    _check_gather(who, a.gather)
+    secure = a.gather.traits().sums_only
+    if secure and clip == "adaptive":
+        raise ConfigError(
+            "clip='adaptive' follows the norms of single clients' uploads, which a secure sum hides; give clip a number"
+        )
+    if not secure:
+        _check_gather(who, a.gather)
     assert isinstance(a.gather, Mean)
     if later and a.stateful(Layout.from_shapes([("w", (2, 2))])):
         raise ConfigError(
             f"{who}'s clients remember what they sent, but its server rescales it before it is clipped; use fedavg or feddyn"
         )
     adaptive = clip == "adaptive"
+    sums = _uniform(a.gather) if secure else Mean("uniform", a.gather.staleness)
     gather = Noised(
-        bound, noise, epsilon, delta, a.gather.staleness, adaptive, later, uploads=uploads, server=server
-    )
+        bound, noise, epsilon, delta, a.gather.staleness, adaptive, later, uploads=uploads, server=server, sums=sums
+    )  # fmt: skip
     if adaptive:
         server = pipeline(server, SentClip(bound))
     link = Clipped(a.up.codec, a.up, bound, own, adaptive, later)
+    if isinstance(a.up, SecureUplink):
+        link = ClippedBefore(a.up.codec, a.up, bound, own)
     return replace(a, rule=rule, gather=gather, server=server, up=link, name="")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,10 +46,13 @@ class Codec:
         """Whether the expectation of what is decoded is what was encoded."""
         return False
 
-    @property
-    def is_summable(self) -> bool:
-        """Whether the codes of all clients lie on one grid, so that a sum of codes is the code of the sum."""
-        return False
+    def in_place_of_float32(self, codec: Codec) -> Codec:
+        """This codec with another one where it sends what it is given."""
+        return self
+
+    def grids(self) -> tuple[Any, ...]:
+        """The grids of whole numbers on which clients' codes lie, so that a sum of codes is the code of the sum."""
+        return ()
 
     def encode(self, v: Tensor, layout: Layout, seed: int = 0) -> bytes:
         """The message for one vector `[d]`; a stochastic codec draws from `seed` alone."""

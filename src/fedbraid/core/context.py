@@ -181,6 +181,7 @@ class ServerContext:
     sent: Vectors = field(
         default_factory=dict
     )  # [1, ·] each: this version's model and what else is sent with it
+    dropped: int = 0  # clients of a round that were asked and sent nothing in time
     server_data: ServerData | None = None  # where a transform's traits need it, in a run
 
 

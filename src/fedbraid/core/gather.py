@@ -32,7 +32,10 @@ class Gather:
         raise NotImplementedError
 
     def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
-        """(the update, the new state, numbers for the record of the step)."""
+        """(the update, the new state, numbers for the record of the step).
+
+        Numbers named `up:…` and `down:…` are bytes that it cost besides the uploads and the broadcast.
+        """
         raise NotImplementedError
 
     def remove_client(self, s: Tree, client: int) -> Tree:
@@ -83,11 +86,14 @@ class Mean(Gather):
         uniform = frozenset(name for name in sums if up.declared[name].uniform)
         return Sums(sums, acc.weight + float(p.sum()), acc.count + len(p), uniform)
 
+    def totals(self, acc: Sums, ctx: ServerContext) -> tuple[Vectors, Metrics]:
+        """The weighted sums, and numbers for the record of the step."""
+        return acc.vectors, {}
+
     def close(self, acc: Sums, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
-        mean = {
-            name: v / (acc.count if name in acc.uniform else acc.weight) for name, v in acc.vectors.items()
-        }
-        return mean, s, {}
+        totals, metrics = self.totals(acc, ctx)
+        mean = {name: v / (acc.count if name in acc.uniform else acc.weight) for name, v in totals.items()}
+        return mean, s, metrics
 
 
 @dataclass(frozen=True)

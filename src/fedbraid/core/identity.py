@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid.core.codec import F32, Framed, checked
+from fedbraid.core.codec import F32, Codec, Framed, checked
 from fedbraid.core.layout import Layout
 from fedbraid.core.wire import U8, finite
 
@@ -32,6 +32,9 @@ class Identity(Framed):
     @property
     def unbiased(self) -> bool:
         return True
+
+    def in_place_of_float32(self, codec: Codec) -> Codec:
+        return codec
 
     def _body_size(self, layout: Layout) -> int:
         return 4 * layout.size

@@ -59,9 +59,8 @@ class Shared(Framed):
     def unbiased(self) -> bool:
         return True
 
-    @property
-    def is_summable(self) -> bool:
-        return True
+    def grids(self) -> tuple[Shared, ...]:
+        return (self,)
 
     @property
     def top(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from fedbraid.core.codec import Codec
 from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
 from fedbraid.core.wire import kind_of
-from fedbraid.errors import ConfigError
+from fedbraid.errors import ConfigError, WireError
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +78,7 @@ class OfWeights(Wrapper):
 
 @dataclass(frozen=True, repr=False)
 class Mixed(Wrapper):
-    """Some clients use the codec, the others send float32.
+    """Some clients use the codec, the others send float32, or use `other`.
 
     share: that part of the clients, evenly spaced by id. clients: these very ids. One of the two.
 
@@ -87,6 +88,7 @@ class Mixed(Wrapper):
 
     share: float | None = None
     clients: tuple[int, ...] | None = None
+    other: Codec | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +98,10 @@ class Mixed(Wrapper):
             )
         if self.share is not None:
             number("share", self.share, "[0, 1]", "is not a part of the clients")
+        if self.other is not None and self.other.encodes_weights != self.encodes_weights:
+            raise ConfigError(
+                f"mixed({self.codec!r}, other={self.other!r}) mixes updates with weights; wrap both or none"
+            )
         if isinstance(self.codec.for_client(0), Mixed) or isinstance(self.codec, Mixed):
             raise ConfigError(f"mixed({self.codec!r}) mixes twice; name one codec")
         if self.clients is not None:
@@ -117,15 +123,27 @@ class Mixed(Wrapper):
     def quantized(self, clients: NDArray[np.int64]) -> int:
         return self.codec.quantized(clients[np.array([self.chosen(int(c)) for c in clients], bool)])
 
+    def grids(self) -> tuple[Any, ...]:
+        both = self.codec.grids(), self._plain.grids()
+        return both[0] + both[1] if all(both) else ()
+
+    def in_place_of_float32(self, codec: Codec) -> Codec:
+        return self if self.other is not None else replace(self, other=codec)
+
     def decode(self, data: bytes, layout: Layout) -> Tensor:
-        return (self._plain if kind_of(data) == Identity.kind else self.codec).decode(data, layout)
+        if self.other is None:
+            return (self._plain if kind_of(data) == Identity.kind else self.codec).decode(data, layout)
+        try:
+            return self.codec.decode(data, layout)
+        except WireError:
+            return self.other.decode(data, layout)
 
     def size(self, layout: Layout) -> int | None:
         return self.codec.size(layout)
 
     @property
     def _plain(self) -> Codec:
-        return OfWeights(Identity()) if self.encodes_weights else Identity()
+        return self.other or (OfWeights(Identity()) if self.encodes_weights else Identity())
 
     @cached_property
     def _part(self) -> Fraction:

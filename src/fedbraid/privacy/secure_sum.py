@@ -45,7 +45,7 @@ Words = NDArray[Any]  # uint32 up to 32 bits, uint64 beyond
 KEYS, SHARES, MASKED, UNMASK, DONE = range(1, 6)
 STAGES = {KEYS: "keys", SHARES: "shares", MASKED: "masked", UNMASK: "unmask"}
 MAGIC, VERSION = b"fS", 1
-MOST_BITS = 56
+MOST_BITS = 52  # whole numbers that float64 holds
 
 SEED, KEY = 32, 32  # bytes of a seed or secret key, and of a public key
 SHARE = 4 * shamir.pieces(SEED)  # bytes of one share
@@ -128,6 +128,11 @@ class Session:
         reduced: Words = numbers & self.word.type((1 << self.bits) - 1)
         return reduced
 
+    def signed(self, numbers: Words) -> NDArray[np.int64]:
+        """Sums as they were before they were counted modulo 2^bits, of whatever fits within ±2^(bits−1)."""
+        wide = numbers.astype(np.int64)
+        return wide - ((wide >> self.bits - 1) << self.bits)
+
     @property
     def masked_size(self) -> int:
         """The bytes of one client's masked numbers."""
@@ -165,24 +170,35 @@ class Session:
         return out
 
 
-def traffic(
-    session: Session, started: int, shared: int, masked: int, answered: int
-) -> dict[str, tuple[int, int]]:
-    """(bytes up, bytes down) of each stage, when so many clients finished it and all had all their neighbours till then.
-
-    The masked numbers themselves are left out of `masked`, whose bytes are those of the message around them and of the
-    question that follows.
-    """
-    k, head = session.neighbours, _HEADER.size
+def traffic(session: Session, masked: int) -> dict[str, int]:
+    """Bytes of all stages, by `up:` or `down:` and stage, where so many of the clients stayed from `masked` on."""
+    n, k, head = session.parties, session.neighbours, _HEADER.size
+    shares = n * (head + k * (_PARTY.size + SEALED))
     return {
-        "keys": (started * (head + 2 * KEY), started * (_SESSION.size + head + k * (_PARTY.size + 2 * KEY))),
-        "shares": (
-            shared * (head + k * (_PARTY.size + SEALED)),
-            shared * (head + k * (_PARTY.size + SEALED)),
-        ),
-        "masked": (masked * head, masked * (head + k * _ASKED.size)),
-        "unmask": (answered * (head + k * SHARE), 0),
+        "up:keys": n * (head + 2 * KEY),
+        "down:keys": n * (_SESSION.size + head + k * (_PARTY.size + 2 * KEY)),
+        "up:shares": shares,
+        "down:shares": shares,
+        "up:masked": masked * (head + session.masked_size),
+        "down:masked": masked * (head + k * _ASKED.size),
+        "up:unmask": masked * (head + k * SHARE),
     }
+
+
+def check_neighbours(session: Session, masked: int) -> None:
+    """Refuse a sum, as its server would, of which all parties shared and only the first so many sent their numbers."""
+    there = set(range(1, masked + 1))
+    for party in range(1, session.parties + 1 if masked < session.parties else 1):
+        near = session.neighbours_of(party) & there
+        if len(near) < session.threshold and (party in there or near):
+            raise too_few(session, "masked", party, len(near))
+
+
+def too_few(session: Session, stage: str, party: int, left: int) -> EngineError:
+    return EngineError(
+        f"the secure sum failed in stage {stage}: {left} neighbours of party {party} are left of {session.neighbours}, fewer"
+        f" than threshold={session.threshold}; wait longer, or use more neighbours= or a smaller threshold="
+    )
 
 
 # Parameters -----------------------------------------------------------------------------------------
@@ -196,10 +212,10 @@ def choose_neighbours(
     Safe is: with a share `corrupt` of clients on the server's side, that any honest one has `threshold` neighbours
     among them has a chance below 2⁻⁴⁰; with a share `gone` of clients dropping out, that any keeps fewer than
     `threshold` has one below 2⁻³⁰ (Bell et al. 2020, by hypergeometric tails). Where no ring is, everybody is everybody's
-    neighbour, and the threshold is two thirds.
+    neighbour, and the threshold is more than half of them.
 
     >>> choose_neighbours(20, None, None)
-    (19, 13)
+    (19, 10)
     >>> choose_neighbours(10_000, None, None)
     (196, 98)
     """
@@ -212,7 +228,7 @@ def choose_neighbours(
                     return k, t
     k = parties - 1 if neighbours is None else min(neighbours, parties - 1)
     k -= k % 2 and parties % 2
-    return k, threshold if threshold is not None else max(2, k // 2 + 1 if neighbours else -(-2 * k // 3))
+    return k, max(2, k // 2 + 1) if threshold is None else threshold
 
 
 def _tail(population: int, marked: int, drawn: int, least: int) -> float:
@@ -514,7 +530,7 @@ class SecureServer:
             }
         elif stage == MASKED:
             self.masked = set(arrived)
-            self._enough(self.alive, self.shared)
+            self._enough(self.alive, self.masked | self._pairs_of_gone())
             out = {u: b"".join(_ASKED.pack(v, v in self.masked) for v in self._asked(u)) for u in self.alive}
         else:
             self._enough(self.alive, self.masked | self._pairs_of_gone())
@@ -541,15 +557,10 @@ class SecureServer:
 
     def _enough(self, helpers: set[int], needed: Iterable[int]) -> None:
         """Refuse to go on where one of those needed has too few neighbours left to help."""
-        t = self.session.threshold
         for party in sorted(needed):
             left = len(self._near(party, helpers))
-            if left < t:
-                raise EngineError(
-                    f"the secure sum failed in stage {STAGES[self.stage]}: {left} neighbours of party {party} are left of"
-                    f" {self.session.neighbours}, fewer than threshold={t}; wait longer, or use more neighbours= or a"
-                    " smaller threshold="
-                )
+            if left < self.session.threshold:
+                raise too_few(self.session, STAGES[self.stage], party, left)
 
     def _unmask(self, arrived: dict[int, dict[int, NDArray[np.int64]]]) -> None:
         """Take every mask away that the numbers' own senders did not cancel."""

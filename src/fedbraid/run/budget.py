@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.algorithms.private import HiddenExamples, Noised, hiding, of_mean, with_noise
+from fedbraid.algorithms.secure import check_run
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work, batch_sizes, step_counts
@@ -310,6 +311,7 @@ def attach_privacy(
 ) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
+    check_run(algorithm, crowd.schedule, crowd.clients, crowd.even(), crowd.seed is None)
     if crowd.schedule.asynchronous and algorithm.rule.traits().decays_client_state:
         raise ConfigError(
             "memory that fades by steps is of rounds, where all know which step it is; leave out fade= with this schedule"

@@ -79,10 +79,11 @@ def advance(
             state.t, metrics.count if traits.planned_cohort is None else traits.planned_cohort, N, population.samples,
             lr, K, a, metrics.quantized_fraction if traits.quantized_fraction is None else traits.quantized_fraction,
             layout, sizes, metrics.max_staleness, {name: v[None] for name, v in state.sent[state.t].vectors.items()},
-            Held(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
+            tick.dropped if tick.is_synchronous else 0, Held(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
         u, gather, notes = algorithm.gather.close(acc, state.gather, ctx)
+        notes = metrics.charge(notes)
         new, average, server = two_strokes(algorithm, u, state.server, x, ctx)
     else:  # nobody came: the version counts on, and nothing moves
         new, average, gather, notes = x, state.average, state.gather, {}

@@ -49,6 +49,17 @@ class StepMetrics:
             for name, size in more.items():
                 total[name] = total.get(name, 0) + size
 
+    def charge(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Count the bytes among a gather's numbers for the record; the others."""
+        rest = {}
+        for name, value in numbers.items():
+            direction, _, what = name.partition(":")
+            if what and (total := {"up": self.up, "down": self.down}.get(direction)) is not None:
+                total[what] = total.get(what, 0) + int(value)
+            else:
+                rest[name] = value
+        return rest
+
     def mean(self, name: str) -> float:
         """The senders' weighted mean rate, steps or effective steps."""
         return self.sums[name] / self.sums["weight"] if self.sums["weight"] else 0.0

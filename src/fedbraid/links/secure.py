@@ -1,0 +1,116 @@
+"""The uplink of secure sums: every upload lies on one grid, so that a server can add what it cannot read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedbraid.core.codec import Codec
+from fedbraid.core.context import Vectors
+from fedbraid.core.layout import Layout
+from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
+from fedbraid.core.vector_spec import Upload
+from fedbraid.errors import ConfigError
+from fedbraid.links.private import Clipped, clipped, scaled
+
+Scales = tuple[tuple[str, float], ...]  # by name, of what is divided before it is put on the grid
+
+FRACTION = 2.0**16  # numbers that are no vectors are whole multiples of 2⁻¹⁶
+NUMBER_BITS = 48  # and lie within ±2³¹
+USUAL_GROWTH = (
+    10  # bits that a sum of 1,000 clients needs beyond their codes, where the cohort is not known yet
+)
+
+
+@dataclass(frozen=True)
+class SecureUplink(Uplink):
+    """Another link over a shared grid, name by name in the declared `scales`.
+
+    A simulation gets what each client sent, as the client knows it; the gather keeps sums of its codes alone. Bytes are
+    counted by the gather, because a message is as long as the cohort is large.
+    """
+
+    link: Uplink = field(default_factory=PlainUplink)
+    scales: Scales = ()
+
+    def over(self, codec: Codec, only: tuple[str, ...] | None = None) -> Uplink:
+        raise ConfigError(
+            f"{codec!r} cannot replace the grid of a secure sum; call secure last: secure(with_codecs(…, up=…))"
+        )
+
+    def fits(self, declared: Mapping[str, Upload]) -> None:
+        self.link.fits(declared)
+
+    def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
+        return self.link.init_client_state(declared, layout)
+
+    def quantized(self, clients: NDArray[np.int64]) -> int:
+        return self.link.quantized(clients)
+
+    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
+        plain = self.link.size(declared, layout)
+        return plain + USUAL_GROWTH * sum(d.size(layout) for d in declared.values()) // 8
+
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
+        sent = self.link.send(self._scaled(vectors, who, -1), memory, who)
+        return replace(sent, received=self._scaled(sent.received, who, 1), sizes={})
+
+    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
+        return self._scaled(self.link.receive(frames, who), who, 1)
+
+    def rounding(self, declared: Mapping[str, Upload], layout: Layout) -> float:
+        """The farthest that rounding moves what a client uploads, each name divided by its clip scale."""
+        by, steps = dict(self.scales), [grid.step for grid in self.codec.grids()]
+        moved = [
+            max(steps) * by[name] * math.sqrt(layout.size)
+            if what.width is None
+            else math.sqrt(what.width) / FRACTION
+            for name, what in declared.items()
+        ]
+        return math.hypot(*(move / (what.clip_scale or 1.0) for move, what in zip(moved, declared.values())))
+
+    def _scaled(self, vectors: Vectors, who: UploadContext, power: int) -> Vectors:
+        by = dict(self.scales)
+        return {
+            name: fixed(v) / FRACTION
+            if who.declared[name].width is not None
+            else _times(v, by[name] ** power)
+            for name, v in vectors.items()
+        }
+
+
+@dataclass(frozen=True)
+class ClippedBefore(Clipped):
+    """Every upload is clipped before it is rounded, by so much more that what is sent is no longer than the clip."""
+
+    link: SecureUplink = field(default_factory=SecureUplink)
+
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
+        declared = scaled(who.declared, self.scales)
+        moved = self.link.rounding(declared, who.layout)
+        if moved >= self.clip:
+            raise ConfigError(
+                f"clip={self.clip} is no longer than rounding moves an upload of {who.layout.size} numbers, {moved:.3g}; use"
+                " more bits or a smaller range under secure"
+            )
+        return self.link.send(clipped(vectors, self.clip - moved, declared), memory, who)
+
+    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
+        return self.link.receive(frames, who)
+
+
+def fixed(v: Tensor) -> Tensor:
+    """Numbers in steps of 2⁻¹⁶, as whole float64 numbers."""
+    most = 2.0 ** (NUMBER_BITS - 1)
+    whole: Tensor = torch.round(v.double() * FRACTION).clamp(-most, most - 1)
+    return whole
+
+
+def _times(v: Tensor, factor: float) -> Tensor:
+    return v if factor == 1 else v * factor

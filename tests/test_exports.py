@@ -41,10 +41,10 @@ DEFAULTS = {
 }
 WRAPPERS = {
     "fedshift": "a",
-    "with_codecs": "a up down",
+    "with_codecs": "a up down only",
     "error_feedback": "a",
     "hidden_state": "a",
-    "secure": "a bits range neighbours threshold",
+    "secure": "a bits range neighbours threshold rotate",
 }
 CODECS = {
     "identity": {}, "fp16": {}, "int8": {}, "int4": {}, "uniform": {"bits": 4}, "kmeans": {"bits": 4}, "qsgd": {"bits": 4},

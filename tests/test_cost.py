@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fedbraid as fb
-from fedbraid.cli import main, papers
+from experiments._lib import printed as papers
+from fedbraid.cli import main
 from fedbraid.engines.flops import forward_flops
 from fedbraid.study.cost import Federation, estimate, operations
 

@@ -13,12 +13,12 @@ from test_properties import DivergenceGuard, watch
 from torch import nn
 
 import fedbraid as fb
+from experiments._lib import hours
+from experiments._lib import page as p
+from experiments._lib import reproduce as r
 from fedbraid.core.context import ServerContext
 from fedbraid.run.simulate import algorithm_from
 from fedbraid.run.step import two_strokes
-from fedbraid.study import hours
-from fedbraid.study import page as p
-from fedbraid.study import reproduce as r
 from fedbraid.study.cost import Elements, operations
 
 ROOT = Path(__file__).parents[1]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from experiments._lib import reproduce as r
 from fedbraid.cli import main
 from fedbraid.errors import ConfigError, RunError
-from fedbraid.study import reproduce as r
 
 GRID = """
 import fedbraid as fb
-from fedbraid.study.reproduce import Cell, Claim, markdown, spread, tail
+from experiments._lib.reproduce import Cell, Claim, markdown, spread, tail
 
 ROUNDS = {rounds}
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 import fedbraid as fb
+from experiments._lib.page import by_test
+from experiments._lib.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail, verdict
 from fedbraid.data.augment import CropJitter
 from fedbraid.run.simulate import Run
-from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail, verdict
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 import fedbraid as fb
+from experiments._lib.reproduce import Cell, Claim, Line, tail
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.study.reproduce import Cell, Claim, Line, tail
 
 HERE = Path(__file__).parent
 TUNING, SEEDS = 100, (101, 102, 103, 104, 105)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,9 +19,8 @@ import numpy as np
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.run.simulate import Run
-from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import (
+from experiments._lib.page import by_test
+from experiments._lib.reproduce import (
     Cell,
     Claim,
     Line,
@@ -34,11 +32,10 @@ from fedbraid.study.reproduce import (
     tail,
     verdict,
 )
+from experiments.fedadavr import convex
+from fedbraid.run.simulate import Run
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import convex  # noqa: E402
-
 SEEDS = (42, 43, 44)
 PARTITIONS = {
     "IID": "iid()", "IID-mix": "iid_mix(0.5)", "Dirichlet": "dirichlet(0.5)",

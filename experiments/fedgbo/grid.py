@@ -15,8 +15,8 @@ from pathlib import Path
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import (
+from experiments._lib.page import by_test
+from experiments._lib.reproduce import (
     Cell,
     Claim,
     Line,

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import fedbraid as fb
-from fedbraid.data.augment import FlipCrop
-from fedbraid.run.evaluate import evaluate_model
-from fedbraid.run.simulate import Run
-from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import (
+from experiments._lib.page import by_test
+from experiments._lib.reproduce import (
     Cell,
     Claim,
     Line,
@@ -34,6 +31,9 @@ from fedbraid.study.reproduce import (
     tail,
     verdict,
 )
+from fedbraid.data.augment import FlipCrop
+from fedbraid.run.evaluate import evaluate_model
+from fedbraid.run.simulate import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

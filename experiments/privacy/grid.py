@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import fedbraid as fb
-from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail
+from experiments._lib.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, tail
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

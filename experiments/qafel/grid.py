@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import fedbraid as fb
+from experiments._lib.page import by_test
+from experiments._lib.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, verdict
 from fedbraid.data import mushrooms as reader
 from fedbraid.data.dataset import held_out
 from fedbraid.data.partition import Table, iid
 from fedbraid.run.evaluate import evaluate_model
 from fedbraid.run.simulate import Run
-from fedbraid.study.page import by_test
-from fedbraid.study.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, verdict
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parents[1]))
 
-from grid import L2, everything  # noqa: E402
+from experiments.qafel.grid import L2, everything  # noqa: E402
 
 
 def newton(x: np.ndarray, y: np.ndarray) -> dict[str, float]:

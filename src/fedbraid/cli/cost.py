@@ -11,8 +11,8 @@ import typer
 import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
-from fedbraid.cli import papers
 from fedbraid.cli.compare import Energy
+from fedbraid.cli.reproduce import of_clone
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
@@ -281,6 +281,7 @@ def _traffic(by_name: dict[str, int], total: int, clients: int) -> str:
 
 
 def _paper(name: str, json: bool, quiet: bool) -> None:
+    papers = of_clone("printed")
     if name not in ("fedgbo", "fedadavr"):
         raise unknown("paper", name, ("fedgbo", "fedadavr"))
     if name == "fedadavr":

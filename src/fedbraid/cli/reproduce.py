@@ -1,19 +1,21 @@
-"""`fedbraid reproduce`: a paper's experiments, cell by cell, and its tables beside ours."""
+"""`fedbraid reproduce`: a paper's experiments, cell by cell, and its tables beside ours.
+
+The harness is `experiments/_lib` of the repository, which the installed package does not have.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
 from fedbraid.cli.show import Json, Quiet, complain, give, table
 from fedbraid.errors import ConfigError, DataError
 from fedbraid.run.formatting import format_seconds
-
-if TYPE_CHECKING:
-    from fedbraid.study.reproduce import Book, Cell
 
 
 def reproduce(
@@ -78,7 +80,7 @@ def reproduce(
       fedbraid reproduce --page
       fedbraid reproduce fedadavr --tables-only
     """
-    from fedbraid.study import reproduce as r
+    r: Any = of_clone("reproduce", experiments)
 
     home = r.find_home(experiments)
     if page:
@@ -96,13 +98,38 @@ def reproduce(
     if not tables_only:
         show = _Progress(paper, silent=json or quiet)
         try:
-            r.go(home, paper, chosen, runs, workers, show, again)
+            while True:
+                r.go(home, paper, chosen, runs, workers, show, again)
+                grid = r.load(home, paper)  # some cells are known once others are done: settings, then seeds
+                before, chosen = len(chosen), r.choose(grid.full() if full else grid.cells(), part, cells)
+                if len(chosen) == before:
+                    break
         except KeyboardInterrupt:
             done = len(book.done(chosen))
             complain(f"stopped with {done} of {len(chosen)} cells done; the same command continues")
             raise typer.Exit(130) from None
     tables = r.report(home, paper)
     _close(home / paper, paper, chosen, book, tables, json, quiet)
+
+
+def of_clone(name: str, home: Path | None = None) -> ModuleType:
+    """A module of `experiments/_lib`: of a clone around this folder, around the working directory, or of this package."""
+    import fedbraid
+
+    near = [
+        *(home.resolve().parents if home else ()),
+        Path.cwd(),
+        *Path.cwd().parents,
+        Path(fedbraid.__file__).parents[2],
+    ]
+    for root in near:
+        if (root / "experiments" / "_lib" / f"{name}.py").is_file():
+            if str(root) not in sys.path:
+                sys.path.append(str(root))
+            return importlib.import_module(f"experiments._lib.{name}")
+    raise ConfigError(
+        "the papers' experiments are in the repository, not in the package; clone it and run this inside the clone"
+    )
 
 
 class _Progress:
@@ -118,7 +145,7 @@ class _Progress:
 
 
 def _page(home: Path, json: bool, quiet: bool) -> None:
-    from fedbraid.study import page
+    page = of_clone("page")
 
     where = page.write(home)
     if json:
@@ -128,7 +155,7 @@ def _page(home: Path, json: bool, quiet: bool) -> None:
 
 
 def _papers(home: Path, json: bool) -> None:
-    from fedbraid.study import page
+    page = of_clone("page")
 
     found = page.parts(home)
     names = ["paper", "part", "cells", "done", "hours left"]
@@ -137,8 +164,8 @@ def _papers(home: Path, json: bool) -> None:
     table(f"grids in {home}; hours of one core", names, [list(map(str, row)) for row in found], left=2)
 
 
-def _try(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
-    from fedbraid.study import hours
+def _try(paper: str, cells: list[Any], book: Any, json: bool) -> None:
+    hours = of_clone("hours")
 
     first = {c.part: c for c in reversed(cells)}
     for part, cell in reversed(first.items()):
@@ -149,8 +176,8 @@ def _try(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
     _list(paper, cells, book, json)
 
 
-def _list(paper: str, cells: list[Cell], book: Book, json: bool) -> None:
-    from fedbraid.study import hours
+def _list(paper: str, cells: list[Any], book: Any, json: bool) -> None:
+    hours = of_clone("hours")
 
     done = book.done(cells)
     left = hours.hours(cells, done, hours.read(book.folder))
@@ -188,7 +215,7 @@ def _came(line: dict[str, Any] | None) -> str:
 
 
 def _close(
-    folder: Path, paper: str, cells: list[Cell], book: Book, tables: list[str], json: bool, quiet: bool
+    folder: Path, paper: str, cells: list[Any], book: Any, tables: list[str], json: bool, quiet: bool
 ) -> None:
     done = book.done(cells)
     facts = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from fedbraid.study import hours
-from fedbraid.study.reproduce import STATUS, Book, Claim, every, load, markdown, outdated, papers
+from experiments._lib import hours
+from experiments._lib.reproduce import STATUS, Book, Claim, every, load, markdown, outdated, papers
 
 HEAD = """# The papers' tables, figures, theorems and claims, and what came of them
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments._lib.reproduce import ENGINE, Cell, Line, make_algorithm, make_task, version
 from fedbraid.core.work import Work
 from fedbraid.schedule import Buffered, Rounds, Schedule
-from fedbraid.study.reproduce import ENGINE, Cell, Line, make_algorithm, make_task, version
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task

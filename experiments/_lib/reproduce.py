@@ -134,8 +134,8 @@ def papers(home: Path) -> list[str]:
 
 
 def find_home(given: Path | None) -> Path:
-    """The folder of experiments: the one given, the working directory's, or the repository's."""
-    places = [given] if given else [Path("experiments"), Path(__file__).parents[2] / "experiments"]
+    """The folder of experiments: the one given, the working directory's, or the one around this file."""
+    places = [given] if given else [Path("experiments"), Path(__file__).parents[1]]
     for place in places:
         if papers(place):
             return place

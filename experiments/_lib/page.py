@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from experiments._lib import hours
-from experiments._lib.reproduce import STATUS, Book, Claim, every, load, markdown, outdated, papers
+from experiments._lib.reproduce import COUNTED, STATUS, Book, Claim, every, load, markdown, outdated, papers
 
 HEAD = """# The papers' tables, figures, theorems and claims, and what came of them
 
@@ -19,7 +19,7 @@ means:
 def write(home: Path) -> Path:
     """Make the page anew."""
     text = [
-        HEAD + markdown(["status", "means"], [[k, v] for k, v in STATUS.items()]),
+        HEAD + markdown(["status", "means"], [[k, v] for k, v in STATUS.items()], text=(0, 1)),
         "",
         "## In short",
         "",
@@ -28,19 +28,23 @@ def write(home: Path) -> Path:
     for paper in papers(home):
         grid = load(home, paper)
         done = Book(home / paper / "results").done(every(grid))
-        rows = [
-            [_cell(v) for v in (c.item, c.says, c.status, c.close, f"`{c.command}`")]
-            for c in grid.claims(done)
-        ]
-        text += ["", f"## {paper}", "", f"[The experiment's own page]({paper}/README.md).", ""]
-        text += [markdown(["", "the paper", "status", "here", "command"], rows)]
+        made = grid.claims(done)
+        text += ["", f"## {paper}", "", *(f"- {sentence}" for sentence in grid.sentences(done)), ""]
+        text += [f"[The experiment's own page]({paper}/README.md).", ""]
+        for statuses in (COUNTED, ("also here",)):
+            rows = [
+                [_cell(v) for v in (c.item, c.says, c.status, c.close, f"`{c.command}`")]
+                for c in made
+                if c.status in statuses
+            ]
+            if rows:
+                text += ["Also here:", ""] if statuses != COUNTED else []
+                text += [markdown(["", "the paper", "status", "here", "command"], rows, text=range(5)), ""]
+        text.pop()
     text += ["", "## Cells and hours", "", _hours(home), "", "## Which code made them", "", _codes(home)]
     text += [
         "",
-        "Lines from before versions were kept name the commit that brought them. Of these, made before SCAFFOLD's and FedShift's",
-        "definitions were settled, and to be run again:",
-        "",
-        _again(home),
+        "Each line of a results file names the code that made it; `outdated.json` says which definitions changed since.",
     ]
     page = home / "README.md"
     page.write_text("\n".join(text) + "\n")
@@ -61,8 +65,8 @@ def _short(home: Path) -> str:
     rows = []
     for paper in papers(home):
         count = Counter(c.status for c in claims(home, paper))
-        rows.append([paper, *(str(count[status] or "") for status in STATUS)])
-    return markdown(["paper", *STATUS], rows)
+        rows.append([paper, *(str(count[status] or "") for status in COUNTED)])
+    return markdown(["paper", *COUNTED], rows)
 
 
 def _hours(home: Path) -> str:
@@ -85,32 +89,29 @@ def parts(home: Path) -> list[tuple[str, str, int, int, str]]:
     return found
 
 
-def _again(home: Path) -> str:
-    """By part, the cells whose definition has changed since, and what they took."""
-    rows = []
-    for paper in papers(home):
-        cells = every(load(home, paper))
-        lines = Book(home / paper / "results").done(cells)
-        for part in dict.fromkeys(c.part for c in cells):
-            old = [
-                lines[c.name] for c in cells if c.part == part and c.name in lines and outdated(lines[c.name])
-            ]
-            if old:
-                took = hours.total([sum(line["seconds"] for line in old) / 3600])
-                rows.append(
-                    [paper, part, str(len(old)), took, f"`fedbraid reproduce {paper} --part {part} --again`"]
-                )
-    return markdown(["paper", "part", "cells", "hours of one core", "command"], rows)
-
-
 def _codes(home: Path) -> str:
-    """How many lines each version of the code made; the oldest know the commit that brought them."""
+    """One line a paper: how many results there are, of how many versions of the code, and which are to be run again."""
     rows = []
     for paper in papers(home):
         lines = Book(home / paper / "results").done(every(load(home, paper)))
-        count = Counter(line["code"] for line in lines.values())
-        rows += [[paper, code, str(n)] for code, n in sorted(count.items())]
-    return markdown(["paper", "code", "cells"], rows)
+        why = Counter(text for line in lines.values() if (text := outdated(line)))
+        again = ", ".join(f"{n} ({text})" for text, n in why.items())
+        codes = len({line["code"] for line in lines.values()})
+        rows.append(
+            [
+                paper, str(len(lines)), str(codes), str(len(lines) - sum(why.values())), again or "none",
+                f"`fedbraid reproduce {paper} --again`" if why else "",
+            ]
+        )  # fmt: skip
+    head = [
+        "paper",
+        "results",
+        "versions of the code",
+        "of today's definitions",
+        "to be run again",
+        "command",
+    ]
+    return markdown(head, rows, text=(0, 4, 5))
 
 
 def by_test(test: str, why: str, item: str, says: str) -> Claim:

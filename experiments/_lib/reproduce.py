@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
@@ -109,7 +109,9 @@ STATUS = {
     "differs": "not what the paper says",
     "tested": "a property that a test holds",
     "open": "not run, or not enough of it",
+    "also here": "nothing to measure, or nothing that the paper claims: settings, and methods that came later",
 }
+COUNTED = tuple(status for status in STATUS if status != "also here")
 
 
 class Grid(Protocol):
@@ -121,6 +123,9 @@ class Grid(Protocol):
         """The same in the paper's own size, for machines that can bear it."""
 
     def report(self, done: Mapping[str, Line]) -> dict[str, str]: ...
+
+    def sentences(self, done: Mapping[str, Line]) -> list[str]:
+        """What came of it, in a few plain sentences."""
 
     def claims(self, done: Mapping[str, Line]) -> list[Claim]: ...
 
@@ -231,18 +236,20 @@ def same(line: Line, cell: Cell) -> bool:
     return all(had.get(key) == value for key, value in cell.settings().items())
 
 
-def outdated(line: Line) -> bool:
-    """Whether a definition has changed since, and with it what came out.
+@lru_cache(maxsize=1)
+def changed() -> list[dict[str, str]]:
+    """Definitions that changed, by the lines that they make outdated: `experiments/outdated.json`."""
+    found: list[dict[str, str]] = json.loads((Path(__file__).parents[1] / "outdated.json").read_text())
+    return found
 
-    While lines knew their commit at best, SCAFFOLD divided by K where it now divides by the effective steps of
-    local momentum and remembered what it had sent, not what was received; FedShift moved biases too; FedGBO
-    inverted by K as well.
-    """
-    text, work = line["algorithm"], line["work"]
-    control = "scaffold" in text and (
-        ("momentum=0.0" not in work and "momentum=" in work) or "with_codecs(" in text
-    )
-    return line["code"].startswith("commit ") and (control or "fedshift(" in text or "fedgbo(" in text)
+
+def outdated(line: Line) -> str | None:
+    """Why a line is of a definition that has changed since; None where it is of today's."""
+    had = line | {key: terse(line[key]) for key in ("work", "schedule")}
+    for change in changed():
+        if all(fnmatchcase(had[key], pattern) for key, pattern in change.items() if key != "why"):
+            return change["why"]
+    return None
 
 
 FORMER = {"over": "over_select", "choose": "select"}  # keywords of schedules that have another name since
@@ -472,14 +479,15 @@ def report(home: Path, paper: str) -> list[str]:
     """Make tables and pictures anew from the results alone; gives the names of the tables."""
     grid = load(home, paper)
     done = Book(home / paper / "results").done(every(grid))
-    tables = {"claims": in_words(grid.claims(done)), **grid.report(done)}
+    said = "\n".join(f"- {sentence}" for sentence in grid.sentences(done))
+    tables = {"sentences": said, "claims": in_words(grid.claims(done)), **grid.report(done)}
     fill(home / paper / "README.md", tables)
     return list(tables)
 
 
 HEADS = {
     "agrees": "What agrees", "in small": "What agrees, in a smaller size", "partly": "What agrees in part",
-    "differs": "What does not agree", "open": "What is open",
+    "differs": "What does not agree", "open": "What is open", "also here": "Also here",
 }  # fmt: skip
 
 
@@ -527,15 +535,15 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
     page.write_text(text)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is text.
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence[int] = (0,)) -> str:
+    """A table; columns of text, the first unless others are named, begin at the left.
 
     >>> print(markdown(["method", "ours"], [["fedavg", "1.0"]]))
     | method | ours |
     | :-- | --: |
     | fedavg | 1.0 |
     """
-    lines = [list(head), [":--", *["--:"] * (len(head) - 1)], *rows]
+    lines = [list(head), [":--" if i in text else "--:" for i in range(len(head))], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -563,15 +571,54 @@ def tail(line: Line, count: int, key: str = "accuracy") -> float:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """A curve, or bars, of a picture: where there are several seeds their mean, and their range as a band."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    grey: bool = False  # one that is not discussed
+
+
+def over_seeds(
+    label: str,
+    lines: Sequence[Line],
+    key: str = "accuracy",
+    x: str = "step",
+    scale: float = 1.0,
+    grey: bool = False,
+) -> Drawn:
+    """A measurement's mean and range over the lines of several seeds, at the tests that all of them have.
+
+    >>> line = {"curve": {"step": [1, 2], "loss": [2.0, 1.0]}}
+    >>> over_seeds("a", [line, {"curve": {"step": [1, 2], "loss": [4.0, None]}}], "loss")
+    Drawn(label='a', x=[1.0], y=[3.0], low=[2.0], high=[4.0], grey=False)
+    """
+    found = []
+    for at in range(min((len(line["curve"]["step"]) for line in lines), default=0)):
+        values = [line["curve"][key][at] for line in lines]
+        if all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+            where = statistics.fmean(line["curve"][x][at] for line in lines)
+            found.append((where, *(scale * f(values) for f in (statistics.fmean, min, max))))
+    columns = [list(column) for column in zip(*found)] or [[], [], [], []]
+    return Drawn(label, *columns, grey=grey)
+
+
+@dataclass(frozen=True)
 class Panel:
-    """One plot of a picture: curves of (label, x, y), the same label keeping its colour over panels."""
+    """One plot of a picture: the same label keeps its colour over panels; `level` draws lines across, by name."""
 
     title: str
-    curves: Sequence[tuple[str, Sequence[float], Sequence[float]]]
+    curves: Sequence[Drawn]
     x: str = "round"
     y: str = "test accuracy"
     log: bool = False
+    log_x: bool = False
     limits: tuple[float, float] | None = None
+    level: Mapping[str, float] = field(default_factory=dict)
+    bars: bool = False
 
 
 def pictured(path: Path, text: str) -> str:
@@ -579,9 +626,13 @@ def pictured(path: Path, text: str) -> str:
     return f"\n\n![{text}]({path.name})" if path.exists() else ""
 
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#a0522d")
+GREY = "#b0b0b0"
+
+
 def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
-    """Panels side by side as a PNG, one legend for all; those without a curve are left out."""
-    panels = [panel for panel in panels if panel.curves]
+    """Panels side by side as a PNG, each with its curves' names at their ends; those without a curve are left out."""
+    panels = [panel for panel in panels if any(c.x for c in panel.curves)]
     if not panels:
         return
     try:
@@ -593,23 +644,66 @@ def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
 
     columns = min(columns, len(panels))
     height = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.8 * height + 0.6), layout="constrained")
-    axes = figure.subplots(height, columns, squeeze=False).flat
-    labels = list(dict.fromkeys(curve[0] for panel in panels for curve in panel.curves))
-    colours = {label: f"C{i % 10}" for i, label in enumerate(labels)}
-    handles: dict[str, Any] = {}
+    figure = Figure(figsize=(4.4 * columns, 3.1 * height), layout="constrained")
+    axes = list(figure.subplots(height, columns, squeeze=False).flat)
+    names = list(dict.fromkeys(c.label for panel in panels for c in panel.curves if not c.grey))
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     for axis, panel in zip(axes, panels):
-        for label, x, y in panel.curves:
-            style = "--" if labels.index(label) >= 10 else "-"
-            (handles[label],) = axis.plot(x, y, style, color=colours[label], linewidth=1.2)
-        axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-        if panel.log:
-            axis.set_yscale("log")
-        if panel.limits is not None:
-            axis.set_ylim(*panel.limits)
-        axis.grid(alpha=0.3)
-    for axis in list(axes)[len(panels) :]:
+        _draw(axis, panel, colours)
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    wide = min(2 * columns, 5, len(handles) or 1)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=wide)
     figure.savefig(path, format="png", dpi=90)
+
+
+def _draw(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
+    axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+    if panel.log:
+        axis.set_yscale("log")
+    if panel.log_x:
+        axis.set_xscale("log")
+    if panel.limits is not None:
+        axis.set_ylim(*panel.limits)
+    axis.grid(alpha=0.25, axis="y" if panel.bars else "both")
+    curves = [c for c in panel.curves if c.x]
+    if panel.bars:
+        _draw_bars(axis, curves, colours)
+    for c in sorted(curves, key=lambda c: not c.grey) if not panel.bars else ():
+        colour, style = (GREY, "--") if c.grey else (colours[c.label], "-")
+        axis.plot(c.x, c.y, style, color=colour, linewidth=1.0 if c.grey else 1.5)
+        if c.low and not c.grey:
+            axis.fill_between(c.x, c.low, c.high, color=colour, alpha=0.18, linewidth=0)
+    for name, value in panel.level.items():
+        axis.axhline(value, color="#555555", linewidth=0.8, linestyle=":")
+        axis.annotate(
+            name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, color="#555555", va="bottom"
+        )
+    if not panel.bars:
+        _name_ends(axis, curves, colours)
+
+
+def _draw_bars(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -> None:
+    width = 0.8 / len(curves)
+    for i, c in enumerate(curves):
+        at = [x + width * (i - (len(curves) - 1) / 2) for x in c.x]
+        axis.bar(at, c.y, width, color=GREY if c.grey else colours[c.label], label=c.label)
+        if c.low:
+            axis.vlines(at, c.low, c.high, color="#333333", linewidth=0.8)
+    axis.legend(fontsize=7)
+
+
+def _name_ends(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -> None:
+    """Each curve's name beside its last point, moved apart where two would overlap."""
+    axis.figure.canvas.draw()
+    to_axes = axis.transData + axis.transAxes.inverted()
+    ends = sorted((float(to_axes.transform((c.x[-1], c.y[-1]))[1]), i) for i, c in enumerate(curves))
+    at, gap = -math.inf, 0.052
+    places = []
+    for y, i in ends:
+        at = max(min(max(y, 0.0), 1.0), at + gap)
+        places.append((at, i))
+    over = max(0.0, places[-1][0] - 1.0) if places else 0.0
+    for y, i in places:
+        c = curves[i]
+        axis.annotate(
+            c.label, (1.01, y - over), xycoords="axes fraction", fontsize=7, va="center", color=GREY if c.grey else colours[c.label]
+        )  # fmt: skip

@@ -46,12 +46,19 @@ def mushrooms_one_label() -> fb.Task:
     return fb.Task.from_table(zeros(), x, y, rows, test=(x, y), loss="logistic", name="mushrooms, one label")
 
 
+@cache
+def least() -> float:
+    """f*, as this file wrote it."""
+    found: float = json.loads((HERE / "optimum.json").read_text())["f"]
+    return found
+
+
 def cost(run: Run) -> dict[str, float]:
-    """f of the server's model in float64: the loss with its regulariser."""
+    """f − f* of the server's model in float64, f being the loss with its regulariser."""
     x, y = everything()
     w = run.state.average.double()
     signed = x.double() @ w * torch.where(y == 1, 1.0, -1.0).double()
-    return {"f": float(nn.functional.softplus(-signed).mean() + L2 / 2 * w @ w)}
+    return {"above": float(nn.functional.softplus(-signed).mean() + L2 / 2 * w @ w) - least()}
 
 
 def newton(x: np.ndarray, y: np.ndarray) -> dict[str, float]:

@@ -38,8 +38,9 @@ class AdaptiveBias(Rule):
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         h_i = ctx.client_state["h_i"]
-        mu_i = self.mu * ctx.download["n_mean"] / ctx.n if self.progressive else 1.0
-        return g - mu_i * h_i, s  # Algorithm 1, gradients (AdaBest)
+        if self.progressive:
+            h_i = (self.mu * ctx.download["n_mean"] / ctx.n) * h_i  # μ_i h_i
+        return g - h_i, s  # Algorithm 1, gradients (AdaBest)
 
     def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
         last = ctx.client_state["last"]

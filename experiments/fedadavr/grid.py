@@ -354,7 +354,7 @@ def convex_cell(name: str, algorithm: str, K: int, seed: int, rounds: int = CONV
     return Cell(
         f"convex/mushrooms/{name}, K = {K}/client 0.2/seed {seed}", convex.mushrooms_one_label, algorithm,
         fb.Work(lr=0.2, steps=K, batch=None, weight_decay=convex.L2), fb.rounds(rounds, clients=clients), seed=seed,
-        every=rounds // 60, keep=("f",), probe=convex.cost,
+        every=rounds // 60, keep=("above",), probe=convex.cost,
     )  # fmt: skip
 
 
@@ -853,17 +853,6 @@ def draw_figure(done: Done) -> None:
     picture(HERE / "figure2.png", panels, columns=2)
 
 
-def least() -> float:
-    """f* of the convex problem, from convex.py."""
-    found: float = json.loads((HERE / "optimum.json").read_text())["f"]
-    return found
-
-
-def above(line: Line) -> list[float]:
-    """f − f* at every test."""
-    return [max(v - least(), 1e-12) for v in line["curve"]["f"]]
-
-
 def convex_lines(done: Done, name: str, K: int) -> list[Line]:
     return [
         done[n]
@@ -874,7 +863,7 @@ def convex_lines(done: Done, name: str, K: int) -> list[Line]:
 
 def rests(line: Line) -> float:
     """f − f* in the mean over the last fifth of the tests."""
-    tests = above(line)
+    tests = line["curve"]["above"]
     return fmean(tests[-max(1, len(tests) // 5) :])
 
 
@@ -898,11 +887,7 @@ def draw_convex(done: Done) -> None:
     for K in CONVEX_STEPS:
         curves = []
         for name in (*CONVEX, EVERYBODY):
-            lines = [
-                {"curve": {"step": x["curve"]["step"], "above": above(x)}}
-                for x in convex_lines(done, name, K)
-            ]
-            if lines:
+            if lines := convex_lines(done, name, K):
                 curves.append(over_seeds(name, lines, "above", grey=name == EVERYBODY))
         panels.append(
             Panel(

@@ -206,6 +206,7 @@ class Book:
                     continue
                 try:
                     line = json.loads(text)
+                    line["curve"] = {MEASURED.get(key, key): v for key, v in line["curve"].items()}
                     found[line["cell"]] = line
                 except (ValueError, KeyError, TypeError) as error:
                     raise RunError(f"{path} line {number} is damaged ({error}); remove that line") from error
@@ -252,6 +253,7 @@ def outdated(line: Line) -> str | None:
     return None
 
 
+MEASURED = {"norm_h": "offset_norm", "drift": "update_norm"}  # measurements that have another name since
 FORMER = {"over": "over_select", "choose": "select"}  # keywords of schedules that have another name since
 
 
@@ -684,8 +686,11 @@ def _draw(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
 def _draw_bars(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -> None:
     width = 0.8 / len(curves)
     for i, c in enumerate(curves):
-        at = [x + width * (i - (len(curves) - 1) / 2) for x in c.x]
-        axis.bar(at, c.y, width, color=GREY if c.grey else colours[c.label], label=c.label)
+        together = len({tuple(other.x) for other in curves}) == 1
+        at = [x + width * (i - (len(curves) - 1) / 2) if together else x for x in c.x]
+        axis.bar(
+            at, c.y, width if together else 0.8, color=GREY if c.grey else colours[c.label], label=c.label
+        )
         if c.low:
             axis.vlines(at, c.low, c.high, color="#333333", linewidth=0.8)
     axis.legend(fontsize=7)
@@ -695,7 +700,8 @@ def _name_ends(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -
     """Each curve's name beside its last point, moved apart where two would overlap."""
     axis.figure.canvas.draw()
     to_axes = axis.transData + axis.transAxes.inverted()
-    ends = sorted((float(to_axes.transform((c.x[-1], c.y[-1]))[1]), i) for i, c in enumerate(curves))
+    named = [(c, float(to_axes.transform((c.x[-1], c.y[-1]))[1])) for c in curves if c.label]
+    ends = sorted((y, i) for i, (_, y) in enumerate(named))
     at, gap = -math.inf, 0.052
     places = []
     for y, i in ends:
@@ -703,7 +709,7 @@ def _name_ends(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -
         places.append((at, i))
     over = max(0.0, places[-1][0] - 1.0) if places else 0.0
     for y, i in places:
-        c = curves[i]
+        c = named[i][0]
         axis.annotate(
             c.label, (1.01, y - over), xycoords="axes fraction", fontsize=7, va="center", color=GREY if c.grey else colours[c.label]
         )  # fmt: skip

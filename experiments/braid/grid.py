@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,9 +24,22 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from experiments._lib.reproduce import Cell, Claim, Line, tail
+from experiments._lib.reproduce import (
+    Cell,
+    Claim,
+    Line,
+    Panel,
+    markdown,
+    over_seeds,
+    picture,
+    pictured,
+    spread,
+    tail,
+    verdict,
+)
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.study.stats import interval
 
 HERE = Path(__file__).parent
 TUNING, SEEDS = 100, (101, 102, 103, 104, 105)
@@ -261,9 +274,229 @@ def full() -> list[Cell]:
     return []
 
 
-def report(done: Mapping[str, Line]) -> dict[str, str]:
-    return {}
+# Measures ---------------------------------------------------------------------------------------------
+
+Done = Mapping[str, Line]
+README_ROWS = ("FedAvg", "FedAdaBelief", "FedVARP", "FedAdaVR", "QAFeL", "braid")  # on the first screen
 
 
-def claims(done: Mapping[str, Line]) -> list[Claim]:
-    return []
+def of_row(done: Done, which: str, row: Row) -> dict[int, Line]:
+    """The line of every seed that has been run."""
+    return {s: line for s in SEEDS if (line := done.get(f"{which}/{row.name}/seed {s}")) is not None}
+
+
+def reached(line: Line, target: float) -> int | None:
+    """Where in the curve the target is first seen to be reached."""
+    return next((i for i, a in enumerate(line["curve"]["accuracy"]) if a is not None and a >= target), None)
+
+
+def spent(line: Line, key: str, target: float) -> float | None:
+    """What was spent by the first test that reached the target, None where none did."""
+    at = reached(line, target)
+    return None if at is None else float(line["curve"][key][at])
+
+
+def ended(line: Line, key: str = "accuracy") -> float:
+    """A measurement over the last fifth, in percent; 0 where the run diverged."""
+    return 0.0 if line["diverged"] else 100 * tail(line, line["steps"] // 5, key)
+
+
+COSTS = (("time", 1.0, 0), ("bytes_up", 1e6, 1), ("bytes_down", 1e6, 1), ("bytes_broadcast", 1e6, 1))
+
+
+def to_target(lines: Mapping[int, Line], key: str, target: float, scale: float, digits: int) -> str:
+    """What reaching the target took, mean and deviation over the seeds that do, and how many those are."""
+    found = [v / scale for x in lines.values() if (v := spent(x, key, target)) is not None]
+    missed = "" if len(found) == len(lines) else f" ({len(found)} of {len(lines)})"
+    return (spread(found, digits) if found else "not reached") + (missed if found else "")
+
+
+def table(done: Done, which: str, rows: Sequence[Row], target: float) -> str:
+    head = [
+        f"scenario {which}", "settings chosen (client, server)", "seeds", f"{SCENARIOS[which].unit} to {100 * target:.0f} %", "MB up to it",
+        "MB down to it, to each client by itself", "MB broadcast once", "accuracy, last fifth", "worst tenth of clients",
+    ]  # fmt: skip
+    made = []
+    for row in rows:
+        lines, chosen = of_row(done, which, row), best(which, row, done)
+        if chosen is None:
+            continue
+        costs = [to_target(lines, k, target, scale, digits) if lines else "–" for k, scale, digits in COSTS]
+        ends = [spread([ended(x, k) for x in lines.values()]) for k in ("accuracy", "accuracy_worst_tenth")]
+        made.append([row.name, f"{chosen[0]:g}, {chosen[1]:g}", str(len(lines)), *costs, *ends])
+    return markdown(head, made, text=(0, 1))
+
+
+def ratios(done: Done, which: str, other: Row, key: str, target: float) -> list[float]:
+    """By seed, what the other spends for what the braid spends; infinite where the other does not get there."""
+    mine, theirs = of_row(done, which, BRAIDED), of_row(done, which, other)
+    found = []
+    for seed in sorted(mine.keys() & theirs.keys()):
+        a, b = spent(mine[seed], key, target), spent(theirs[seed], key, target)
+        if a is not None:
+            found.append(math.inf if b is None else b / a)
+    return found
+
+
+def judged(values: Sequence[float]) -> tuple[str, int]:
+    """(the paired ratio with its 95 % interval, by logarithms; 1 if that is above 1, −1 if below, 0 if it holds 1).
+
+    >>> judged([2.0, 2.2, 1.9]), judged([math.inf, 1.0]), judged([1.5])
+    (('2.03 (1.69 to 2.44)', 1), ('not reached in 1 of 2', 0), ('1.50 (1 seed)', 0))
+    """
+    lost = sum(map(math.isinf, values))
+    if lost:
+        return f"not reached in {lost} of {len(values)}", 1 if lost == len(values) > 1 else 0
+    if len(values) < 2:
+        return (f"{values[0]:.2f} (1 seed)" if values else "–"), 0
+    found = interval([math.log(v) for v in values])
+    low, high = (math.exp(found.mean + sign * (found.half or 0.0)) for sign in (-1, 1))
+    return f"{math.exp(found.mean):.2f} ({low:.2f} to {high:.2f})", 1 if low > 1 else -1 if high < 1 else 0
+
+
+def gains(done: Done, which: str, other: Row) -> list[float]:
+    """By seed, the braid's accuracy over the last fifth less the other's, in points."""
+    mine, theirs = of_row(done, which, BRAIDED), of_row(done, which, other)
+    return [ended(mine[s]) - ended(theirs[s]) for s in sorted(mine.keys() & theirs.keys())]
+
+
+def in_points(values: Sequence[float]) -> tuple[str, int]:
+    """(the paired difference with its 95 % interval, whether it is above 0, below it or neither)."""
+    if len(values) < 2:
+        return (f"{values[0]:+.1f} (1 seed)" if values else "–"), 0
+    found = interval(list(values))
+    half = found.half or 0.0
+    return f"{found.mean:+.1f} ± {half:.1f}", 1 if found.mean > half else -1 if found.mean < -half else 0
+
+
+BRAIDED = MAIN[0]
+
+
+def versus(done: Done, which: str, target: float) -> str:
+    """Every row for the braid's, paired by seed: above 1 the braid spends less."""
+    rows = []
+    for row in ROWS:
+        if row is not BRAIDED and (common := gains(done, which, row)):
+            costs = [
+                judged(ratios(done, which, row, key, target))[0] for key in ("time", "bytes_up", "bytes_down")
+            ]
+            rows.append([row.name, str(len(common)), *costs, in_points(common)[0]])
+    head = [
+        f"scenario {which}: the row's for the braid's", "seeds", f"{SCENARIOS[which].unit} to {100 * target:.0f} %", "MB up", "MB down",
+        "the braid's accuracy less the row's, points",
+    ]  # fmt: skip
+    return markdown(head, rows)
+
+
+def status_table(done: Done) -> str:
+    rows = []
+    for which in SCENARIOS:
+        for row in ROWS:
+            tried = sum(c.name in done for c in tuning(which, row).values())
+            if tried or which == "A":
+                rows.append(
+                    [which, row.name, f"{tried} of 9", f"{len(of_row(done, which, row))} of {len(SEEDS)}"]
+                )
+    rows += [
+        [which, "all", "0 of 9", "0 of 5"] for which in SCENARIOS if not any(r[0] == which for r in rows)
+    ]
+    return markdown(["scenario", "row", "settings tried", "seeds run"], rows, text=(0, 1))
+
+
+def draw(done: Done, which: str) -> None:
+    """Accuracy over bytes up and over time, mean and range over seeds."""
+    panels = []
+    for key, label, scale in (
+        ("bytes_up", "MB up", 1e6),
+        ("time", SCENARIOS[which].unit, 3600.0 if which == "B" else 1.0),
+    ):
+        curves = []
+        for row in MAIN:
+            lines = [x for x in of_row(done, which, row).values() if not x["diverged"]]
+            if lines:
+                scaled = [{"curve": {**x["curve"], key: [v / scale for v in x["curve"][key]]}} for x in lines]
+                curves.append(over_seeds(row.name, scaled, x=key, grey=row.name == "FedAvg"))
+        panels.append(Panel(f"scenario {which}", curves, x=label, log_x=key == "bytes_up"))
+    picture(HERE / f"scenario_{which}.png", panels, columns=2)
+
+
+def report(done: Done) -> dict[str, str]:
+    tables = {"state": status_table(done)}
+    for which, scenario in SCENARIOS.items():
+        for row in scenario.targets:
+            name = f"{which} {100 * row:.0f}"
+            tables[name] = table(done, which, ROWS, row)
+            tables[f"{name} paired"] = versus(done, which, row)
+        draw(done, which)
+        tables[f"picture {which}"] = (
+            pictured(HERE / f"scenario_{which}.png", f"accuracy over MB up and over {scenario.unit}")
+            or "Not run yet."
+        )
+    shown = [row for row in ROWS if row.name in README_ROWS]
+    order = sorted(shown, key=lambda row: README_ROWS.index(row.name))
+    return tables | {"first screen": table(done, "A", order, SCENARIOS["A"].targets[0])}
+
+
+def better(done: Done, row: Row) -> list[bool | None]:
+    """Whether the braid needs less time and fewer bytes than a row, at no lower accuracy; None where that is not known."""
+    target, few = SCENARIOS["A"].targets[0], len(gains(done, "A", row)) < len(SEEDS)
+    verdicts = [judged(ratios(done, "A", row, key, target))[1] for key in ("time", "bytes_up")]
+    return [None if few else v > 0 for v in verdicts] + [
+        None if few else in_points(gains(done, "A", row))[1] >= 0
+    ]
+
+
+def question(done: Done, kind: str, item: str, says: str, all_three: bool) -> Claim:
+    told, parts = [], []
+    for row in (r for r in ROWS if r.kind == kind):
+        common = gains(done, "A", row)
+        found = better(done, row)
+        if common:
+            time, up = (
+                judged(ratios(done, "A", row, key, SCENARIOS["A"].targets[0]))[0]
+                for key in ("time", "bytes_up")
+            )
+            told.append(
+                f"{row.name} ({len(common)} seeds) time {time}, MB up {up}, accuracy {in_points(common)[0]}"
+            )
+        if all_three:
+            parts.append(None if None in found else all(found))
+        else:
+            lower = in_points(common)[1] > 0
+            parts.append(None if None in found else found[0] or found[1] or lower)
+    return Claim(
+        item,
+        says,
+        verdict(parts),
+        f"scenario A, the row's for the braid's: {'; '.join(told) or 'not run'}",
+        "fedbraid reproduce braid --part tune-A",
+    )
+
+
+def claims(done: Done) -> list[Claim]:
+    return [
+        question(done, "single", "beside every strand alone", "less simulated time and fewer bytes to the target, at no lower accuracy", True),
+        question(done, "without", "without one strand", "every braid without one strand loses on time, bytes or accuracy", False),
+        Claim("scenario B", "the same on phones", "open" if not lines_of("B") else "partly", "not run" if not lines_of("B") else "see the tables", "fedbraid reproduce braid --part tune-B"),
+    ]  # fmt: skip
+
+
+def sentences(done: Done) -> list[str]:
+    """What came of it."""
+    target, said = SCENARIOS["A"].targets[0], []
+    mine = of_row(done, "A", BRAIDED)
+    if mine:
+        said.append(
+            f"The braid reaches {100 * target:.0f} % on CIFAR-10 with one class a client after {to_target(mine, 'time', target, 1.0, 0)} units of time and"
+            f" {to_target(mine, 'bytes_up', target, 1e6, 1)} MB up, and ends at {spread([ended(x) for x in mine.values()])} % ({len(mine)} of {len(SEEDS)} seeds)."
+        )
+    for row in (r for r in MAIN if r is not BRAIDED):
+        lines = of_row(done, "A", row)
+        if lines and mine:
+            time, up = (judged(ratios(done, "A", row, key, target)) for key in ("time", "bytes_up"))
+            said.append(f"{row.name} takes {time[0]} times its time and {up[0]} times its MB up, and the braid ends {in_points(gains(done, 'A', row))[0]} points above it ({len(gains(done, 'A', row))} paired seeds).")  # fmt: skip
+    runs = {which: sum(len(of_row(done, which, row)) for row in ROWS) for which in SCENARIOS}
+    said.append(
+        f"Run so far: {runs['A']} of {len(ROWS) * len(SEEDS)} seeds of scenario A and {runs['B']} of {len(ROWS) * len(SEEDS)} of scenario B; the table of what is done says which."
+    )
+    return said

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 
 import fedbraid as fb
 from experiments._lib.page import by_test
-from experiments._lib.reproduce import Cell, Claim, Line, Panel, markdown, picture, spread, verdict
+from experiments._lib.reproduce import (
+    Cell,
+    Claim,
+    Drawn,
+    Line,
+    Panel,
+    markdown,
+    over_seeds,
+    picture,
+    spread,
+    verdict,
+)
 from fedbraid.data import mushrooms as reader
 from fedbraid.data.dataset import held_out
 from fedbraid.data.partition import Table, iid
@@ -80,7 +91,8 @@ THEIRS = {
     "direct qsgd, 8 levels, server alone": f"with_codecs(fedbuff({SERVER}), down={EIGHT})",
     "QAFeL qsgd, 8 levels, server alone": f"qafel({SERVER}, up=identity(), down={EIGHT})",
     "direct top 50 %": f"with_codecs(fedbuff({SERVER}), down=topk(0.5))",
-    "QAFeL top 1 %": f"qafel({SERVER}, up=identity(), down=topk(0.01))",
+    "QAFeL top 1 %": f"qafel({SERVER}, up=identity(), down=topk(0.01))",  # rounds up: two numbers of 113
+    "QAFeL top 1 %, rounded down": f"qafel({SERVER}, up=identity(), down=topk(0.01, rounding='down'))",  # one, as theirs
 }
 
 
@@ -179,6 +191,10 @@ NETWORKS = {
     "FedAsync": "fedasync({alone})",
     "FedAsync, direct 4 bits": "with_codecs(fedasync({alone}), up=qsgd(4), down=qsgd(4))",
 }
+AFFINE = {  # what the authors' code runs on CIFAR-10 and CelebA in place of QSGD, in the paper's sizes
+    "QAFeL, affine 4 bits": "qafel({buffered}, up=uniform(4), down=uniform(4))",
+    "FedBuff, direct affine 4 bits": "with_codecs(fedbuff({buffered}), up=uniform(4), down=uniform(4))",
+}
 AFTER = {  # what came after the paper, on its ground
     "CA²FL": "ca2fl(lr=1.0)",
     "ACE": "ace(lr=0.3)",
@@ -241,7 +257,28 @@ def widths(seed: int) -> list[Cell]:
         f"direct {w} bits": f"with_codecs(fedbuff({flat}), up=qsgd({w[0]}), down=qsgd({w[1]}))"
         for w in DIRECT
     }
+    for w in EQUAL:  # with the codec that the server of QAFeL has
+        texts[f"direct {w} bits, QAFeL's codec"] = (
+            f"with_codecs(fedbuff({flat}), up=qsgd({w[0]}), down={SERVER_CODECS[w[1]]})"
+        )
     return [network("fmnist", name, text, ARRIVALS_100, seed) for name, text in texts.items()]
+
+
+EQUAL, LATE = [(4, 2), (2, 2)], 0.8
+
+
+def late(seed: int) -> list[Cell]:
+    """Direct quantisation and a hidden state with the same codec, to a late target."""
+    wanted = [
+        FLAT,
+        *(
+            f"{kind} {w} bits{note}"
+            for w in EQUAL
+            for kind, note in (("QAFeL", ""), ("direct", ", QAFeL's codec"))
+        ),
+    ]
+    found = {c.name.split("/")[1]: c for c in widths(seed)}
+    return [replace(found[n], name=found[n].name.replace("fmnist/", "late/"), target=LATE) for n in wanted]
 
 
 def cells() -> list[Cell]:
@@ -253,7 +290,7 @@ def cells() -> list[Cell]:
     for seed in SEEDS:
         found |= {c.name: c for c in skewed(seed) + after(seed)}
     for seed in SEEDS:
-        found |= {c.name: c for c in widths(seed) + compared("shakespeare", seed)}
+        found |= {c.name: c for c in widths(seed) + late(seed) + compared("shakespeare", seed)}
     return list(found.values())
 
 
@@ -285,17 +322,19 @@ class Full:
     concurrency: tuple[int, ...]
 
 
+# Table III's server rates belong to a sum over the buffer of ten and to staleness weights √2/√(1 + τ): in the mean and the
+# weights of eq. 3 they are 10√2 times as large, and √2 times without a buffer.
 FULL = {
     "CIFAR-10": Full(
-        "load('cifar10', clients=5000, partition=power_law(0.1), seed={seed}, model='qafel_cnn')", 0.6, (1.95e-4, "lr=40.9"),
-        (100.0, "lr=6.4e-5"), 10, (100, 500, 1000),
+        "load('cifar10', clients=5000, partition=power_law(0.1), seed={seed}, model='qafel_cnn')", 0.6, (1.95e-4, "lr=578.0"),
+        (100.0, "lr=9.05e-5"), 10, (100, 500, 1000),
     ),
     "CelebA": Full(
-        "load('celeba', partition=natural(), seed={seed})", 0.9, (4.7e-6, "lr=1000.0, momentum=0.3"), (5.7, "lr=2.8e-3"), 32, (100, 500, 1000),
+        "load('celeba', partition=natural(), seed={seed})", 0.9, (4.7e-6, "lr=14142.0, momentum=0.3"), (5.7, "lr=3.96e-3"), 32, (100, 500, 1000),
     ),
     "Shakespeare": Full(
-        "load('shakespeare', partition=natural(), seed={seed}, model='lstm_char')", 0.54, (1.17, "lr=0.264"),
-        (17.0, "lr=0.203, momentum=0.5"), 32, (100, 500, 1000),
+        "load('shakespeare', partition=natural(), seed={seed}, model='lstm_char')", 0.54, (1.17, "lr=3.73"),
+        (17.0, "lr=0.287, momentum=0.5"), 32, (100, 500, 1000),
     ),
 }  # fmt: skip
 
@@ -315,13 +354,16 @@ def full() -> list[Cell]:
     """Figures 7 to 10 and Table IV with the paper's networks, rates and concurrencies."""
     found = [
         full_cell(part, name, text, concurrency, seed)
-        for seed in SEEDS for part, f in FULL.items() for concurrency in f.concurrency for name, text in NETWORKS.items()
+        for seed in SEEDS for part, f in FULL.items() for concurrency in f.concurrency for name, text in (NETWORKS | AFFINE).items()
     ]  # fmt: skip
     flat = "{buffered}, staleness='constant'"
     for seed in SEEDS:
         for client, server in WIDTHS:
             text = f"qafel({flat}, up=qsgd({client}), down={SERVER_CODECS[server]})"
-            found.append(full_cell("CelebA", f"QAFeL {client, server} bits", text, ARRIVALS_100, seed))
+            made = full_cell("CelebA", f"QAFeL {client, server} bits", text, ARRIVALS_100, seed)
+            found.append(
+                replace(made, algorithm=made.algorithm.replace("14142.0", "10000.0"))
+            )  # no staleness weights, no √2
     return found
 
 
@@ -427,7 +469,7 @@ def facts(part: str, lines: list[Line], base: list[Line]) -> list[str]:
     """Uploads, gigabytes up and broadcast to the target, and how many times fewer than the base has."""
     there, base = reached(part, lines), reached(part, base)
     row = [f"{len(there)} of {len(lines)}", spread([uploads(x) for x in there], 2)]
-    for key in ("bytes_up", "bytes_broadcast"):
+    for key in ("bytes_up", "bytes_broadcast", "bytes_down"):
         row.append(spread([x[key] / 1e9 for x in there], 4))
     for key in ("bytes_up", "bytes_broadcast"):
         row.append(f"{mean(base, key) / mean(there, key):.1f}" if there and base else "–")
@@ -435,7 +477,7 @@ def facts(part: str, lines: list[Line], base: list[Line]) -> list[str]:
 
 
 HEAD = [
-    "seeds that reach it", "uploads, thousands", "GB up", "GB broadcast", "times fewer GB up than FedBuff", "times fewer GB broadcast",
+    "seeds that reach it", "uploads, thousands", "GB up", "GB broadcast once", "GB down, to each client by itself", "times fewer GB up than FedBuff", "times fewer GB broadcast",
 ]  # fmt: skip
 
 
@@ -536,72 +578,61 @@ def report(done: Mapping[str, Line]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def draw(done: Mapping[str, Line]) -> None:
-    def curves(
-        chosen: dict[str, tuple[str, int]],
-    ) -> list[tuple[str, list[int], list[float]]]:
-        drawn = []
-        for label, (name, k) in chosen.items():
-            for line in by_name(done, name, k)[:1]:
-                drawn.append((label, steps(line), [max(e, 1e-6) for e in excess(line)]))
-        return drawn
-
-    def panel(title: str, chosen: dict[str, tuple[str, int]]) -> Panel:
-        return Panel(title, curves(chosen), x="server step", y="f(x) − f*", log=True)
-
-    biased = ("FedBuff", "direct top 50 %", "QAFeL top 1 %")
-    unbiased = ("FedBuff", "direct qsgd 3 bits", "QAFeL qsgd 3 bits")
-    panels = [
-        panel("Figures 2, 5a: qsgd, 10 local steps", {n: (n, 10) for n in unbiased}),
-        panel("Figures 2, 5b: top-k, 10 local steps", {n: (n, 10) for n in biased}),
-        panel(
-            "Figure 6: local steps, FedBuff",
-            {f"FedBuff, {k} local steps": ("FedBuff", k) for k in LOCAL_STEPS},
-        ),
-        panel("qsgd, 1 local step", {n: (n, 1) for n in unbiased}),
-        panel("top-k, 1 local step", {n: (n, 1) for n in biased}),
-        panel(
-            "server codecs of qsgd",
-            {n: (n if not n.startswith("max") else "QAFeL qsgd 3 bits", 10) for n in NORMS},
-        ),
+def held_lines(done: Mapping[str, Line], name: str) -> list[Line]:
+    """What clients hold above f*, of every seed that stayed finite, in the form of a curve."""
+    lines = [done[n] for s in SEEDS if (n := f"theirs/{name}/seed {s}") in done and not done[n]["diverged"]]
+    return [
+        {"curve": {"step": x["curve"]["step"], "held": [v - optimum(True) for v in x["curve"]["held"]]}}
+        for x in lines
     ]
-    if any(p.curves for p in panels):
-        picture(HERE / "mushrooms.png", panels)
+
+
+def draw(done: Mapping[str, Line]) -> None:
+    """Mean and range over seeds: what clients hold in the runs that the verdicts are from, and Figure 6."""
+    panels = []
+    for title, names in (
+        (
+            "what clients hold, 3-bit QSGD",
+            ("FedBuff", "direct qsgd, 8 levels, server alone", "QAFeL qsgd, 8 levels, server alone"),
+        ),
+        ("what clients hold, top-k", ("FedBuff", "direct top 50 %", "QAFeL top 1 %")),
+    ):
+        curves = [over_seeds(n, lines, "held") for n in names if (lines := held_lines(done, n))]
+        panels.append(
+            Panel(f"Figure 5, mushrooms: {title}", curves, x="server step", y="f(x̂) − f*", log=True)
+        )
+    curves = []
+    for k in LOCAL_STEPS:
+        lines = [{"curve": {"step": steps(x), "above": excess(x)}} for x in by_name(done, "FedBuff", k)]
+        if lines:
+            curves.append(over_seeds(f"{k} local step{'s' if k > 1 else ''}", lines, "above"))
+    panels.append(Panel("Figure 6, mushrooms: FedBuff", curves, x="server step", y="f(x) − f*", log=True))
+    picture(HERE / "mushrooms.png", panels)
 
 
 def bars(done: Mapping[str, Line]) -> None:
-    """Figures 7 and 9 as lines over concurrency, and how the accuracy grows with the bytes."""
+    """Uploads and bytes to the target over concurrency, mean and range over seeds that reach it."""
     panels = []
     for key, label in (
-        ("uploads", "uploads, thousands"),
-        ("bytes_up", "GB up"),
-        ("bytes_broadcast", "GB broadcast"),
-    ):
+        ("uploads", "uploads to 70 %, thousands"), ("bytes_up", "GB up"), ("bytes_broadcast", "GB broadcast once"),
+        ("bytes_down", "GB down, to each client by itself"),
+    ):  # fmt: skip
         curves = []
         for name in NETWORKS:
             points = []
             for c in SETTINGS["fmnist"].concurrency:
-                there = reached("fmnist", of(done, "fmnist", name, c))
-                if there:
-                    points.append(
-                        (
-                            c,
-                            sum(uploads(x) if key == "uploads" else x[key] / 1e9 for x in there) / len(there),
-                        )
-                    )
+                values = [
+                    uploads(x) if key == "uploads" else x[key] / 1e9
+                    for x in reached("fmnist", of(done, "fmnist", name, c))
+                ]
+                if values:
+                    points.append((c, sum(values) / len(values), min(values), max(values)))
             if points:
-                curves.append((name, [p[0] for p in points], [p[1] for p in points]))
-        panels.append(
-            Panel(
-                "Fashion-MNIST",
-                curves,
-                x="concurrency",
-                y=f"{label} to {100 * SETTINGS['fmnist'].target:.0f} %",
-                log=True,
-            )
-        )
-    if any(p.curves for p in panels):
-        picture(HERE / "networks.png", panels)
+                curves.append(
+                    Drawn(name, *([*column] for column in zip(*points)), grey=name.startswith("FedAsync"))
+                )
+        panels.append(Panel("Fashion-MNIST", curves, x="concurrency", y=label, log=key != "uploads"))
+    picture(HERE / "networks.png", panels, columns=2)
 
 
 # The paper's claims -----------------------------------------------------------------------------------
@@ -662,7 +693,7 @@ def local_claim(done: Mapping[str, Line]) -> Claim:
     ends = {k: [level(x) for x in lines] for k, lines in found.items()}
     known = all(len(lines) == len(SEEDS) for lines in found.values())
     told = ", ".join(
-        f"{k} local steps: {spread(reached, 0) if (reached := [w for w in when[k] if w is not None]) else 'never'}, {numbers(ends[k])}"
+        f"{k} local step{'s' if k > 1 else ''}: {spread(reached, 0) if (reached := [w for w in when[k] if w is not None]) else 'never'}, {numbers(ends[k])}"
         for k in LOCAL_STEPS if found[k]
     )  # fmt: skip
     parts: list[bool | None] = [None]
@@ -729,7 +760,7 @@ def width_claim(done: Mapping[str, Line]) -> Claim:
         if ratio
         else "not run"
     )
-    return Claim("Table IV", "4 bits both ways cost no more uploads; 2-bit clients up to 3.5 times", verdict(parts), f"{told} ({DATA})", "fedbraid reproduce qafel --part fmnist")  # fmt: skip
+    return Claim("Table IV", "4 bits both ways cost no more uploads; 2-bit clients up to 3.5 times", verdict(parts), f"{told} (Fashion-MNIST to 70 % in place of CelebA)", "fedbraid reproduce qafel --part fmnist")  # fmt: skip
 
 
 def after_claim(done: Mapping[str, Line]) -> Claim:
@@ -751,8 +782,44 @@ def after_claim(done: Mapping[str, Line]) -> Claim:
         f"{n} {sum(map(uploads, x)) / len(x):.1f}" for n, x in (("QAFeL", mine), ("FedBuff", base)) if x
     )
     return Claim(
-        "beside CA²FL (2024), ACE (2025), FADAS (2024)", "(not in the paper) QAFeL is not beaten in bytes on its own ground", verdict(parts),
+        "beside CA²FL (2024), ACE (2025), FADAS (2024)", "(not in the paper) none of them tuned", "also here",
         f"to 70 % on Fashion-MNIST, concurrency 100: {', '.join(told) or 'not run'}; {both}", "fedbraid reproduce qafel --part after",
+    )  # fmt: skip
+
+
+def direct_small_claim(done: Mapping[str, Line]) -> Claim:
+    """Direct quantisation on Fashion-MNIST at every concurrency."""
+    told, parts = [], []
+    for concurrency in SETTINGS["fmnist"].concurrency:
+        lines = of(done, "fmnist", "FedBuff, direct 4 bits", concurrency)
+        there = reached("fmnist", lines)
+        told.append(f"{len(there)} of {len(lines)} at {concurrency}")
+        if concurrency > 100:
+            parts.append(len(there) < len(SEEDS) if len(lines) == len(SEEDS) else None)
+    return Claim(
+        "Figure 10, direct, on Fashion-MNIST", "direct quantisation at 4 bits fails in some run at 500 and 1,000", verdict(parts),
+        f"runs that reach 70 %: {', '.join(told)}, in as many uploads as QAFeL within the seeds' spread; an early target", "fedbraid reproduce qafel --part fmnist",
+    )  # fmt: skip
+
+
+def equal_claim(done: Mapping[str, Line]) -> Claim:
+    """Direct and hidden state with the same codec, to a late target."""
+    told, parts = [], []
+    for w in EQUAL:
+        pair = [
+            [done[n] for s in SEEDS if (n := f"late/{k}/concurrency {ARRIVALS_100}/seed {s}") in done]
+            for k in (f"QAFeL {w} bits", f"direct {w} bits, QAFeL's codec")
+        ]
+        there = [[x for x in some if (x["curve"]["accuracy"] or [0])[-1] >= LATE] for some in pair]
+        if all(pair):
+            told.append(
+                f"{w} bits: QAFeL {spread([uploads(x) for x in there[0]])} ({len(there[0])} of {len(pair[0])}), direct {spread([uploads(x) for x in there[1]])} ({len(there[1])} of {len(pair[1])})"
+            )
+        whole = all(len(some) == len(SEEDS) for some in pair) and all(there)
+        parts.append(mean(there[1], "steps") > 1.2 * mean(there[0], "steps") if whole else None)
+    return Claim(
+        "hidden state at equal codec", "direct quantisation needs more uploads", verdict(parts),
+        f"thousand uploads to {100 * LATE:.0f} % on Fashion-MNIST, the same codec both ways: {'; '.join(told) or 'not run'}", "fedbraid reproduce qafel --part late",
     )  # fmt: skip
 
 
@@ -761,7 +828,9 @@ DATA = "Fashion-MNIST to 70 % in place of CIFAR-10 to 60 %"
 
 def claims(done: Mapping[str, Line]) -> list[Claim]:
     run = "fedbraid reproduce qafel"
-    direct, factor = against(done, "direct qsgd, 8 levels, both ways", "FedBuff")
+    direct, factor = against(done, "direct qsgd, 8 levels, server alone", "FedBuff")
+    exact = [their_levels(done, n) for n in ("direct qsgd, 8 levels, server alone", "FedBuff")]
+    same = None if None in exact else exact[0][0] / exact[1][0]  # type: ignore[index]
     hidden, near = against(done, "QAFeL qsgd, 8 levels, both ways", "FedBuff")
     top, worse = against(done, "direct top 50 %", "FedBuff")
     few, close = against(done, "QAFeL top 1 %", "FedBuff")
@@ -770,7 +839,7 @@ def claims(done: Mapping[str, Line]) -> list[Claim]:
         return "open" if ratio is None else "agrees" if (ratio > 2 if fails else ratio < 1.1) else "differs"
 
     return [
-        Claim("Figures 2, 5a, direct", "3-bit QSGD sent directly does not converge", status(factor, True), f"{direct} (the server's own exact model does converge)", f"{run} --part theirs"),
+        Claim("Figures 2, 5a, direct", "3-bit QSGD sent directly does not converge", verdict([factor > 2, same > 2] if factor and same else [None]), f"{direct}; the server's own exact model, which the paper draws, ends at {same or 0:.2f} times FedBuff's", f"{run} --part theirs"),
         Claim("Figure 5a, QAFeL", "3-bit QSGD over a hidden state is very close to the unquantised run", status(near, False), hidden, f"{run} --part theirs"),
         Claim("Figures 2, 5b, direct", "the top 50 % sent directly diverges", verdict([worse > 2, worse > 1e3] if worse else [None]), f"{top}, after {STEPS:,} steps", f"{run} --part theirs"),
         Claim("Figure 5b, QAFeL", "the top 1 % over a hidden state converges", status(close, False), few, f"{run} --part theirs"),
@@ -780,14 +849,55 @@ def claims(done: Mapping[str, Line]) -> list[Claim]:
         Claim("Figure 8", "CelebA: 5.2 to 8 times fewer bytes up", "open", "the data is not here; `load('celeba')` reads it", f"{run} --full --part full-CelebA"),
         bytes_claim(done, "Figure 9", "shakespeare", "Shakespeare: fewer bytes in the same way", "shortened; 660 roles, so 660 busy at 1,000"),
         direct_claim(done),
+        direct_small_claim(done),
+        equal_claim(done),
         width_claim(done),
         after_claim(done),
         by_test("tests/test_codecs.py", "message sizes below the paper's 29.924, 15.380, 8.108 kB", "Table IV, kB", "bytes a message"),
-        Claim("Table III", "tuned rates", "agrees", "taken as printed in the full-size cells", f"{run} --full --list"),
+        Claim("Table III", "tuned rates", "also here", "those of the authors' code, as the mean of eq. 3 has them, in the full-size cells", f"{run} --full --list"),
         by_test("tests/test_pseudocode_async.py::test_qafel", "equal to a transcription (equation 15 has a slip)", "Algorithms 1 to 3", "server, client and hidden state"),
         by_test("tests/test_properties.py::test_server_and_clients_hold_the_same_hidden_state_to_the_bit", "bit for bit", "section II", "server and clients hold the same hidden state"),
         by_test("tests/test_reductions.py::test_qafel_identity_with_a_buffer_of_all_in_flight_is_fedavg", "exact", "section II", "without quantisation it is FedBuff, without delay FedAvg"),
         by_test("tests/test_properties.py::test_qsgd_is_unbiased_and_contracts_when_divided", "measured over many draws", "Assumption, eq. 1", "what the codecs must satisfy"),
-        Claim("Theorem III.7, Corollary III.8", "O(1/√T), the error of quantising and staleness of higher order", "open", "a bound, which no single run can show", "–"),
-        Claim("Tables I and II, Figures 1, 3, 4", "related work, notation, drawings", "agrees", "nothing to measure", "–"),
+        Claim("Theorem III.7, Corollary III.8", "O(1/√T), the error of quantising and staleness of higher order", "open", "not tried", "–"),
+        Claim("Tables I and II, Figures 1, 3, 4", "related work, notation, drawings", "also here", "nothing to measure", "–"),
     ]  # fmt: skip
+
+
+def sentences(done: Mapping[str, Line]) -> list[str]:
+    """What came of QAFeL."""
+    said = []
+    found = factors(done, "fmnist")
+    if found:
+        said.append(f"On Fashion-MNIST to 70 % QAFeL at 4 bits sends {min(found):.1f} to {max(found):.1f} times fewer bytes up than FedBuff, as the paper has it: a message is 7.8 times smaller, and it takes as many uploads.")  # fmt: skip
+    lines = {
+        n: reached("fmnist", of(done, "fmnist", n, 100))
+        for n in ("QAFeL, 4 bits", "FedBuff", "FedBuff, direct 4 bits")
+    }
+    if all(len(v) == len(SEEDS) for v in lines.values()):
+        down = {n: mean(v, "bytes_down") / 1e6 for n, v in lines.items()}
+        said.append(
+            f"Downwards it saves only where there is a broadcast: sent to each client by itself, QAFeL takes {down['QAFeL, 4 bits']:,.0f} MB, FedBuff {down['FedBuff']:,.0f} and direct"
+            f" quantisation {down['FedBuff, direct 4 bits']:,.0f} (concurrency 100), because a client that comes rarely fetches the whole state."
+        )
+    direct = [
+        len(reached("fmnist", of(done, "fmnist", "FedBuff, direct 4 bits", c)))
+        for c in SETTINGS["fmnist"].concurrency
+    ]
+    if sum(direct):
+        said.append(
+            f"Direct quantisation at 4 bits does not fail here: it reaches 70 % in {sum(direct)} of {len(SEEDS) * len(direct)} runs, up to concurrency 1,000."
+        )
+    held_by = [
+        their_levels(done, n)
+        for n in ("direct qsgd, 8 levels, server alone", "QAFeL qsgd, 8 levels, server alone", "FedBuff")
+    ]
+    if None not in held_by:
+        said.append(
+            f"On mushrooms what clients hold ends at {held_by[0][1]:.1e} above the optimum with direct quantisation and at {held_by[1][1]:.1e} with the hidden state (FedBuff {held_by[2][1]:.1e});"  # type: ignore[index]
+            f" the server's own model converges either way ({held_by[0][0]:.1e})."  # type: ignore[index]
+        )
+    said.append(
+        "The rows of 2 bits without hidden state in the table of widths have another codec than QAFeL's; with the same one they are a part of their own (`late`)."
+    )
+    return said

@@ -17,7 +17,6 @@ from experiments._lib import hours
 from experiments._lib import page as p
 from experiments._lib import reproduce as r
 from fedbraid.core.context import ServerContext
-from fedbraid.run.simulate import algorithm_from
 from fedbraid.run.step import two_strokes
 from fedbraid.study.cost import Elements, operations
 

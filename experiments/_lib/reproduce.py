@@ -598,14 +598,14 @@ def over_seeds(
     >>> over_seeds("a", [line, {"curve": {"step": [1, 2], "loss": [4.0, None]}}], "loss")
     Drawn(label='a', x=[1.0], y=[3.0], low=[2.0], high=[4.0], grey=False)
     """
-    found = []
+    found: list[tuple[float, ...]] = []
     for at in range(min((len(line["curve"]["step"]) for line in lines), default=0)):
         values = [line["curve"][key][at] for line in lines]
         if all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             where = statistics.fmean(line["curve"][x][at] for line in lines)
             found.append((where, *(scale * f(values) for f in (statistics.fmean, min, max))))
-    columns = [list(column) for column in zip(*found)] or [[], [], [], []]
-    return Drawn(label, *columns, grey=grey)
+    places, mean, low, high = ([row[i] for row in found] for i in range(4))
+    return Drawn(label, places, mean, low, high, grey)
 
 
 @dataclass(frozen=True)

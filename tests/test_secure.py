@@ -389,6 +389,9 @@ def test_real_nodes_need_the_package_that_encrypts_before_they_begin(monkeypatch
     check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, False)  # a simulation does not
     with pytest.raises(fb.errors.MissingExtra, match="'secure'"):
         check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, True)
+    monkeypatch.undo()
+    with pytest.raises(fb.FedbraidError, match="fleets do not ask for them yet"):  # and never unmasked
+        check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, True)
 
 
 def test_a_wrapper_that_changes_what_is_summed_is_refused():

@@ -103,6 +103,10 @@ class Session:
             raise WireError("message is no session of a secure sum of this version; run the same fedbraid")
         return cls(*rest)
 
+    def invitation(self, party: int) -> bytes:
+        """What opens the sum for one party."""
+        return self.to_bytes() + _PARTY.pack(party)
+
     @cached_property
     def ring(self) -> tuple[int, ...]:
         """The parties in an order that the id alone determines."""
@@ -363,6 +367,13 @@ def _rows(entries: Mapping[int, bytes]) -> bytes:
     return b"".join(_PARTY.pack(party) + data for party, data in entries.items())
 
 
+def stage_of(message: bytes) -> str:
+    """Which stage a message from the server opens, to choose its reader by; nothing else of it is checked."""
+    if len(message) < 4 or message[:3] != MAGIC + bytes([VERSION]) or message[3] > UNMASK:
+        raise WireError("message is no message of a secure sum of this version; run the same fedbraid")
+    return STAGES.get(message[3], "invitation")
+
+
 # The client -----------------------------------------------------------------------------------------
 
 
@@ -380,6 +391,15 @@ class SecureClient:
     def __post_init__(self) -> None:
         if not 1 <= self.party <= self.session.parties:
             raise WireError(f"party {self.party} is none of the session's {self.session.parties}")
+
+    @classmethod
+    def invited(cls, invitation: bytes) -> SecureClient:
+        """The party that a server's first message invites; WireError where no sum can be what it says."""
+        try:
+            session = Session.from_bytes(invitation[: -_PARTY.size])
+        except ConfigError as error:
+            raise WireError(f"the server invites to a sum that hides nothing: {error}") from error
+        return cls(session, *_PARTY.unpack(invitation[-_PARTY.size :]))
 
     def keys(self) -> bytes:
         """Its public keys."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedbraid.algorithms.fedgbo import Fixed, Tracked
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.context import ClientContext
+from fedbraid.core.context import ClientContext, ServerContext, Uploads
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, UploadContext
 from fedbraid.core.metric_names import PERSONAL
@@ -106,8 +106,8 @@ def estimate(
         {name: codec.row_size(layout) * crowd.clients for name, codec in PRECISIONS.items()},
         server,
         rows["clients"],
-        uploads(algorithm, layout, x, state, crowd),
-        downloads(algorithm, layout, x, state, crowd),
+        uploads(algorithm, layout, x, state, crowd) | protocol(algorithm, layout, x, state, crowd, "up"),
+        downloads(algorithm, layout, x, state, crowd) | protocol(algorithm, layout, x, state, crowd, "down"),
         client_flops(algorithm, work, forward_flops(module, sample, run), whole.size, crowd.samples),
         steps,
     )
@@ -151,6 +151,28 @@ def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Fede
     new = {name: torch.zeros_like(v)[None] for name, v in a.down.init_client_state().items()}
     sizes, _ = a.down.message_bytes({1: since}, np.ones(1, np.int64), new)
     return {name: int(size[0]) * crowd.per_round for name, size in sizes.items()}
+
+
+def protocol(
+    a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federation, direction: str
+) -> dict[str, int]:
+    """Bytes that a gather names itself, as secure sums do, whose messages are as long as the cohort is large."""
+    if not a.gather.traits().sums_only:
+        return {}
+    acc, one, n = a.gather.zero(x), torch.ones(1, 1), math.ceil(crowd.samples)
+    sent = {name: v[None] for name, v in a.send(x, state.server, crowd.clients).items()}
+    vectors = {name: torch.zeros(1, width) for name, width in a.widths(layout).items()}
+    for client in range(crowd.per_round):
+        up = Uploads(np.array([client]), vectors, n * one, one, one, 0 * one, one.double(), sent, a.gathered)
+        acc = a.gather.add(acc, up, state.gather, x)
+    ctx = ServerContext(
+        0, crowd.per_round, crowd.clients, crowd.clients * crowd.samples, 1.0, 1.0, 1.0, 0.0, layout,
+        np.full(crowd.clients, n, np.int64), sent=sent,
+    )  # fmt: skip
+    named = a.gather.close(acc, state.gather, ctx)[2]
+    return {
+        key.partition(":")[2]: int(size) for key, size in named.items() if key.startswith(f"{direction}:")
+    }
 
 
 # Arithmetic ---------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def summed(s: Session, gone: dict[int, str]) -> np.ndarray:
 # The sum
 
 
-@pytest.mark.parametrize("bits", [1, 8, 16, 17, 20, 32, 33, 40, 56])
+@pytest.mark.parametrize("bits", [1, 8, 16, 17, 20, 32, 33, 40, 52])
 def test_the_sum_is_exact_at_every_width(bits):
     s = session(bits=bits)
     server, _ = run(s)
@@ -139,13 +139,10 @@ def test_all_but_the_sum_is_uniform_to_the_server():
 def test_traffic_is_the_length_of_the_messages():
     s = session(n=9, k=4, t=2)
     _, sent = run(s)
-    up = {stage: sum(sent[stage]) for stage in STAGES}
-    down = {stage: sum(sent[f"{stage} down"]) for stage in STAGES}
-    counted = traffic(s, 9, 9, 9, 9)
-    assert counted["keys"] == (up["keys"], down["keys"] + 9 * len(s.to_bytes()))
-    assert counted["shares"] == (up["shares"], down["shares"])
-    assert counted["masked"] == (up["masked"] - 9 * s.masked_size, down["masked"])
-    assert counted["unmask"] == (up["unmask"], 0)
+    counted = {f"up:{stage}": sum(sent[stage]) for stage in STAGES}
+    counted |= {f"down:{stage}": sum(sent[f"{stage} down"]) for stage in STAGES[:3]}
+    counted["down:keys"] += 9 * len(s.to_bytes())
+    assert traffic(s, 9) == counted
 
 
 # Shares
@@ -208,7 +205,7 @@ def test_chosen_neighbours_are_few_and_can_be_asked_for():
         ({"n": 2, "k": 1, "t": 1}, "threshold"),
         ({"t": 6}, "threshold=6"),
         ({"n": 7, "k": 3}, "even number"),
-        ({"bits": 57}, "modulo"),
+        ({"bits": 53}, "modulo"),
         ({"id": b"short"}, "16 bytes"),
     ],
 )

@@ -7,6 +7,7 @@ of `Setting.codec`, so that a test can let it follow a codec that rounds or draw
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Spec:
     lr: float = 1.0  # the server's
     decay: float = 0.0  # the server's weight decay
     adjust: tuple[Part, ...] = ()  # shift, and one of feddyn, adabest
+    attack: Part | None = None  # its kind and number; Setting.hostile says whose
     up: Part | None = None  # (codec, of_weights, feedback, share)
     down: Part | None = None  # (codec, hidden)
 
@@ -88,6 +90,8 @@ class Setting:
     lr_decay: float = 1.0
     momentum: float = 0.0
     decay: float = 0.0  # λ of the local objective
+    hostile: Callable[[int], bool] = lambda client: False
+    noise: Callable[[str, int, int, int], Vec] | None = None  # (name, version, client, width) -> N(0, 1)
 
     def rate(self, version: int) -> float:
         return self.lr * self.lr_decay**version
@@ -165,6 +169,14 @@ class Rule:
     def rescale(self, G: Vec, c: Cohort) -> Vec:
         return G
 
+    # What robust gathers ask.
+
+    accumulates = ("dc",)  # uploads that add up, where a client comes twice
+
+    def judged(self, at: Visit) -> dict[str, tuple[Vec, float | None]]:
+        """By what a client is judged, each with its unit where that is declared."""
+        return {name: (v, 1.0 if name == "delta" else None) for name, v in at.got.items()}
+
 
 class FedProx(Rule):
     def direction(self, g, y, s, at):
@@ -191,7 +203,7 @@ class Scaffold(Rule):
         return {"c": s["C"] / N}
 
     def absorb(self, s, c):
-        return {"C": s["C"] + sum(v.got["dc"] for v in c.visits)}
+        return {"C": s["C"] + c.total(lambda v: v.got["dc"])}
 
 
 class ScaffoldM(Rule):
@@ -211,13 +223,15 @@ class ScaffoldM(Rule):
         return {"h": s["H"] / N}
 
     def absorb(self, s, c):
-        gone = sum(v.sent["h"] for v in c.visits)
-        moved = sum(p * v.got["delta"] / v.lr for p, v in zip(c.p, c.visits))
-        return {"H": s["H"] - gone + len(c.visits) / c.a * moved}
+        gone = c.total(lambda v: v.sent["h"])
+        moved = c.total(lambda v: v.got["delta"] / v.lr, c.p)
+        return {"H": s["H"] - gone + moved / c.a}
 
 
 class Scallion(Rule):
     """One vector up: δ_i = Q(α((x − y_K)/(aη) − c))."""
+
+    accumulates = ("delta",)
 
     def first(self, d):
         return {"c_i": np.zeros(d)}
@@ -241,7 +255,7 @@ class Scallion(Rule):
         return at.a * at.lr * (at.sent["c"] + at.got["delta"])
 
     def absorb(self, s, c):
-        return {"C": s["C"] + sum(v.got["delta"] for v in c.visits)}
+        return {"C": s["C"] + c.total(lambda v: v.got["delta"])}
 
 
 class FedDyn(Rule):
@@ -279,8 +293,8 @@ class AdaBest(Rule):
         return {"n_mean": s["samples"] / max(1, s["visits"])}
 
     def absorb(self, s, c):
-        samples = s["samples"] + sum(v.n for v in c.visits)
-        return {"samples": samples, "visits": s["visits"] + len(c.visits)}
+        samples = s["samples"] + float(c.total(lambda v: np.array([v.n]), each=False)[0])
+        return {"samples": samples, "visits": s["visits"] + c.count}
 
 
 class Statistics(Rule):
@@ -329,8 +343,9 @@ class FedGBO(Statistics):
         return self.use(g, at.sent)
 
     def absorb(self, s, c):
-        found = [self.invert(v.got["delta"] / (v.lr * c.a), v.sent) for v in c.visits]
-        return self.track(sum(p * g for p, g in zip(c.p, found)), s)
+        at_0 = c.average(lambda v: self.invert(0 * v.got["delta"], v.sent))
+        moved = c.average(lambda v: self.invert(v.got["delta"] / v.lr, v.sent))
+        return self.track((moved - at_0) / c.a + at_0, s)  # I is affine in the move
 
 
 class Mimelite(Statistics):
@@ -366,8 +381,11 @@ class FedNova(Rule):
     def read(self, at):
         return at.got["delta"] / (at.lr * at.a)
 
+    def judged(self, at):
+        return {"delta": (self.read(at), 1.0), "a": (np.array([at.a]), None)}
+
     def rescale(self, G, c):
-        return c.lr * c.a * G
+        return c.lr * float(c.average(lambda v: np.array([v.a]))[0]) * G
 
 
 class GHBM(Rule):
@@ -413,6 +431,7 @@ class Cohort:
     all_sizes: Vec  # n_j of every known client
     kind: str
     staleness: str
+    rule: Rule | None = None
 
     def weight(self, n: float) -> float:
         return n if self.kind == "samples" else 1.0
@@ -442,9 +461,28 @@ class Cohort:
     def lr(self) -> float:
         return float(self.p @ [v.lr for v in self.visits])
 
+    robust: Callable[[Callable[[Visit], Vec], bool], Vec] | None = None  # what stands for a mean
+
+    @property
+    def count(self) -> int:
+        """|S|: a robust gather counts a client once."""
+        return len(self.visits) if self.robust is None else len({v.client for v in self.visits})
+
+    def average(self, of: Callable[[Visit], Vec]) -> Vec:
+        """Σ_S p_i f(i), whatever their age, or what a robust rule makes of them."""
+        if self.robust is not None:
+            return self.robust(of, False)
+        return sum(p * of(v) for p, v in zip(self.p, self.visits))
+
+    def total(self, of: Callable[[Visit], Vec], p: Vec | None = None, each: bool = True) -> Vec:
+        """Σ_S f(i), or |S| Σ_S p_i f(i); of a client that comes twice, both with `each`."""
+        if self.robust is not None:
+            return self.count * self.robust(of, each)
+        return len(self.visits) * self.average(of) if p is not None else sum(of(v) for v in self.visits)
+
     def mean(self, name: str) -> Vec:
-        """Σ_S p_i v_i, whatever their age."""
-        return sum(p * v.got[name] for p, v in zip(self.p, self.visits))
+        """The average upload of this name."""
+        return self.average(lambda v: v.got[name])
 
 
 # Gathers: from updates to G ---------------------------------------------------------------------------
@@ -547,8 +585,133 @@ class Clusters(Mean):
         return G
 
 
+class Robust(Mean):
+    """A robust rule over the cohort's single vectors, those of a client judged together; with memory over Δ_i − y_i."""
+
+    def __call__(self, updates, c):
+        o, memory = self.o, self.o.get("memory", False)
+        d, y = len(updates[0]), self.state.setdefault("y", {})
+        ids = sorted({v.client for v in c.visits})
+        changes: dict[int, Vec] = {}  # by visit
+        stored: dict[int, Vec] = {}
+        if memory:
+            for k, (v, u) in enumerate(zip(c.visits, updates)):
+                g = u / v.lr if o.get("per_rate") else u
+                before = y.get(v.client, np.zeros(d))
+                y[v.client] = g if o.get("codec") is None else self.setting.codec("store", o["codec"], g)
+                changes[k], stored[k] = g - before, y[v.client] - before
+        at = {id(v): k for k, v in enumerate(c.visits)}
+        age = dict(zip(at, c.age))
+
+        def judged(v):
+            rule, own = c.rule, {}
+            for name, (vec, unit) in rule.judged(v).items():
+                discount = age[id(v)] if name == "delta" and not isinstance(rule, Scallion) else 1.0
+                own[name] = (discount * vec, unit)
+            if memory:
+                own = {"change": (age[id(v)] * changes[at[id(v)]], 1.0)} | (own if isinstance(rule, Scallion) else {
+                    k: w for k, w in own.items() if k != "delta"})  # fmt: skip
+            return own
+
+        def by_client(of, each):
+            of_each = [[of(v) for v in c.visits if v.client == i] for i in ids]
+            return np.stack([sum(some) if each else some[-1] for some in of_each])
+
+        names = list(judged(c.visits[0]))
+        adds = {n: n in ("change", *c.rule.accumulates) for n in names}
+        columns = {n: by_client(lambda v, n=n: judged(v)[n][0], adds[n]) for n in names}
+        known = {n: judged(c.visits[0])[n][1] for n in names}
+        first = next(n for n in names if known[n] is not None)
+        units = {}
+        for n in names:
+            medians = [np.sort(np.linalg.norm(columns[k], axis=1))[(len(ids) - 1) // 2] for k in (n, first)]
+            units[n] = known[n] or (medians[0] / medians[1] if all(medians) else 1.0)
+        V = np.concatenate([columns[n] / units[n] for n in names], 1)
+        base = self.state.setdefault("base", {})
+        z = np.concatenate([base.get(n, np.zeros(columns[n].shape[1])) / units[n] for n in names])
+        how = self.decision(V, z)
+
+        def averaged(of, each):
+            """What the rule makes of a number of vectors, each a function of a visit."""
+            mine = by_client(of, each)
+            if how["columns"]:
+                return self.column(how["M"] @ mine)
+            out = how["w"] @ mine
+            if how["r"].any():
+                replaced = [self.at_base(v, base, names) for v in c.visits]
+                age.update({id(new): age[id(v)] for new, v in zip(replaced, c.visits)})
+                of_base = [[of(v) for v in replaced if v.client == i][-1] for i in ids]
+                out = out + how["r"] @ np.stack(of_base)
+            return out
+
+        def upload(n):
+            return (
+                self.column(how["M"] @ columns[n]) if how["columns"]
+                else how["w"] @ columns[n] + how["r"].sum() * base.get(n, np.zeros(columns[n].shape[1]))
+            )  # fmt: skip
+
+        c.robust = averaged
+        own = {n: upload(n) for n in names}
+        if o["rule"] == "centred_clip":
+            self.state["base"] = own
+        if memory:
+            mean = self.state.get("total", np.zeros(d)) / c.N
+            s = own["change"]
+            kept = by_client(lambda v: stored[at[id(v)]], True)
+            follows = (
+                self.column(how["M"] @ kept) if how["columns"]
+                else how["w"] @ kept + how["r"].sum() * base.get("change", np.zeros(d))
+            )  # fmt: skip
+            self.state["total"] = self.state.get("total", np.zeros(d)) + len(ids) * follows
+            share = 1.0 if o.get("normalise", "cohort") == "cohort" else len(ids) / c.N
+            return (c.lr if o.get("per_rate") else 1.0) * (share * s + mean)
+        if "delta" in own and not isinstance(c.rule, Scallion):
+            return own["delta"]
+        return averaged(lambda v: age[id(v)] * c.rule.read(v), False)
+
+    def at_base(self, v, base, names):
+        """A visit that uploaded the rule's base."""
+        got = {n: base.get(n, np.zeros_like(u)) for n, u in v.got.items()}
+        a = base.get("a", np.zeros(1))[0] if "a" in names else v.a
+        return dataclasses.replace(v, got=got, a=a)
+
+    def column(self, rows):
+        if self.o["rule"] == "median":
+            return np.median(rows, 0)
+        f = self.o["f"]
+        return np.sort(rows, 0)[f : len(rows) - f].mean(0)
+
+    def decision(self, V, z):
+        o, m = self.o, len(V)
+        M = np.eye(m)
+        if o.get("before") == "mixing":
+            near = np.square(V[:, None] - V[None]).sum(2).argsort(1, kind="stable")[:, : m - o["f"]]
+            M = np.stack([np.isin(np.arange(m), row) / len(row) for row in near])
+        if o["rule"] in ("median", "trimmed_mean"):
+            return {"columns": True, "M": M}
+        W, zero = M @ V, np.zeros(m)
+        if o["rule"] in ("krum", "multi_krum"):
+            score = np.sort(np.square(W[:, None] - W[None]).sum(2), 1)[:, 1 : m - o["f"] - 1].sum(1)
+            best = score.argsort(kind="stable")[: 1 if o["rule"] == "krum" else o.get("q") or m - o["f"]]
+            return {"columns": False, "w": np.isin(np.arange(m), best) / len(best) @ M, "r": zero}
+        if o["rule"] == "geometric_median":
+            w = np.full(m, 1 / m)
+            for _ in range(8):
+                w = 1 / np.maximum(1e-6, np.linalg.norm(W - w @ W, axis=1))
+                w = w / w.sum()
+            return {"columns": False, "w": w @ M, "r": zero}
+        if o["rule"] == "centred_clip":
+            factor = np.minimum(1, o["tau"] / np.maximum(np.linalg.norm(W - z, axis=1), 1e-30))
+        else:
+            norms = np.linalg.norm(W, axis=1)
+            most = o["norm"] if o.get("quantile") is None else np.quantile(norms, o["quantile"])
+            factor = np.where(norms > most, most / np.maximum(norms, 1e-30), 1.0)
+        return {"columns": False, "w": factor / m @ M, "r": (1 - factor) / m @ M}
+
+
 GATHERS: dict[str, type[Mean]] = {
     "mean": Mean,
+    "robust": Robust,
     "mixing": Mixing,
     "secure": SecureSum,
     "memory": Memory,
@@ -688,7 +851,7 @@ class Adjust:
                 if dims >= 2:
                     average[lo:hi] -= inferior * average[lo:hi].mean()
         if "feddyn" in self.parts:
-            self.D = self.D + len(c.visits) * c.mean("delta")
+            self.D = self.D + c.total(lambda v: v.got["delta"], c.p)
             return average, average - self.D / c.N
         if "adabest" in self.parts:
             self.h = self.parts["adabest"]["beta"] * (self.h + move)
@@ -722,6 +885,8 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
                 memories.setdefault(client, rule.first(d)),
             )
             at.tau = t - version
+            if spec.attack is not None and setting.hostile(client):
+                at.got = alone(spec.attack, setting, at)
             at.got = gather.cross(up, at)
             memories[client] = rule.remember(at)
             visits.append(at)
@@ -729,13 +894,57 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
             sent.append(down({"x": x, **rule.send(server, x, tick.N)}))
             yield average, x
             continue
-        c = Cohort(visits, t, tick.N, x, setting.sizes[: tick.N], spec.weights, spec.staleness)
+        if spec.attack is not None:
+            together(spec.attack, setting, visits, Uplink(_without_feedback(spec.up), setting))
+        kind = "uniform" if spec.gather.name == "robust" else spec.weights
+        c = Cohort(visits, t, tick.N, x, setting.sizes[: tick.N], kind, spec.staleness)
+        c.rule = rule
         G = rule.rescale(gather([rule.read(v) for v in visits], c), c)
         server = rule.absorb(server, c)
         inferior = sum(up.quantises(v.client) for v in visits) / len(visits)
         average, x = adjust(x, x - optimise(x, G, c), inferior, c)
         sent.append(down({"x": x, **rule.send(server, x, tick.N)}))
         yield average, x
+
+
+# Hostile clients ----------------------------------------------------------------------------------------
+
+
+def aimed(at: Visit) -> list[str]:
+    """What hostile clients change: vectors that may be negative."""
+    return [name for name in at.got if name != "v"]
+
+
+def alone(o: Part, setting: Setting, at: Visit) -> Named:
+    """What a hostile client makes of its own uploads."""
+    made = {
+        "sign_flip": lambda name, u: -u,
+        "scale": lambda name, u: o["factor"] * u,
+        "gaussian": lambda name, u: o["sigma"] * setting.noise(name, at.version, at.client, len(u)),
+    }.get(o.name)
+    return at.got if made is None else at.got | {name: made(name, at.got[name]) for name in aimed(at)}
+
+
+def together(o: Part, setting: Setting, visits: list[Visit], up: Uplink) -> None:
+    """Hostile clients' uploads made of the honest ones, as those were received."""
+    honest = sorted((v for v in visits if not setting.hostile(v.client)), key=lambda v: v.client)
+    if not honest or o.name not in ("alie", "ipm", "mimic"):
+        return
+    made = {}
+    for name in aimed(visits[0]):
+        u = np.stack([v.got[name] for v in honest])
+        made[name] = {
+            "alie": lambda u=u: u.mean(0) - o["z"] * u.std(0),
+            "ipm": lambda u=u: -o["eps"] * u.mean(0),
+            "mimic": lambda u=u: u[0],
+        }[o.name]()
+    for v in visits:
+        if setting.hostile(v.client):
+            v.got = v.got | up(made, v)
+
+
+def _without_feedback(up: Part | None) -> Part | None:
+    return None if up is None else Part(up.name, tuple((k, v) for k, v in up.options if k != "feedback"))
 
 
 def train(

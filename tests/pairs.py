@@ -92,7 +92,7 @@ class Case:
         work = f"lr={self.lr} decay={self.lr_decay} rho={self.momentum} wd={self.decay} batch={self.batch} steps={self.steps}"
         return (
             f"{s.rule}{f' + prox {s.prox}' if s.prox else ''} | {s.gather} {s.weights} {s.staleness} | {s.optimizer} lr={s.lr} wd={s.decay} |"
-            f" {' '.join(map(str, s.adjust)) or '–'} | {link} | {self.schedule} {self.cohort}/{self.concurrency} | {work}"
+            f" {' '.join(map(str, s.adjust)) or '–'} | {link} | {s.attack or 'no attack'} | {self.schedule} {self.cohort}/{self.concurrency} | {work}"
             f" | {self.backend} seed={self.seed}"
         )
 
@@ -145,7 +145,45 @@ GATHERS = {
     "aced": [part("aced", limit=1), part("aced", limit=2)],
     "mixing": [part("mixing")],
     "secure": [part("secure", bits=bits, range=reach) for bits, reach in ((16, 8.0), (9, 4.0))],
+    "robust": [
+        part("robust", rule=rule, **options)
+        for rule, options in (
+            ("median", {}),
+            ("median", {"before": "mixing", "f": 0}),
+            ("trimmed_mean", {"f": 0}),
+            ("krum", {"f": 0}),
+            ("multi_krum", {"f": 0, "q": 2}),
+            ("geometric_median", {}),
+            ("centred_clip", {"tau": 0.1}),
+            ("norm_bound", {"norm": 0.1}),
+            ("norm_bound", {"quantile": 0.5}),
+        )
+    ],
+    "robust with memory": [
+        part("robust", rule=rule, memory=True, per_rate=per_rate, codec=codec, normalise=normalise, **options)
+        for rule, options in (
+            ("median", {}),
+            ("multi_krum", {"f": 0, "q": 2}),
+            ("centred_clip", {"tau": 0.1}),
+        )
+        for per_rate, codec, normalise in (
+            (False, None, "cohort"),
+            (True, None, "cohort"),
+            (True, "int8()", "cohort"),
+            (True, None, "population"),
+        )
+    ],
 }
+ATTACKS = {
+    "none": None,
+    "sign_flip": part("sign_flip"),
+    "scale": part("scale", factor=3.0),
+    "gaussian": part("gaussian", sigma=0.02),
+    "alie": part("alie", z=1.2),
+    "ipm": part("ipm", eps=0.63),  # which cancels no sum of honest samples
+    "mimic": part("mimic"),
+}
+HOSTILE = (1, 4, 6)
 OPTIMISERS: dict[str, list[tuple[Part, float]]] = {  # each with a rate that suits it
     "sgd": [(part("sgd"), 1.0), (part("sgd"), 0.7)],
     "momentum": [(part("momentum", beta=0.6), 0.5)],
@@ -171,7 +209,7 @@ DOWNS = ["plain", "direct", "hidden"]
 SCHEDULES = ["rounds", "buffered", "immediate", "rounds+", "buffered+", "immediate+", "poisson"]
 AXES: dict[str, list[str]] = {
     "rule": list(RULES), "gather": list(GATHERS), "optimizer": list(OPTIMISERS), "adjuster": list(ADJUSTS),
-    "up": UPS, "down": DOWNS, "schedule": SCHEDULES,
+    "up": UPS, "down": DOWNS, "schedule": SCHEDULES, "attack": list(ATTACKS),
 }  # fmt: skip
 NEUTRAL = {axis: names[0] for axis, names in AXES.items()}
 
@@ -215,13 +253,15 @@ def make(chosen: dict[str, str], seed: int) -> Case:
         lr=lr,
         decay=one([0.0, 0.0, 0.05]),
         adjust=ADJUSTS[chosen["adjuster"]],
+        attack=ATTACKS[chosen["attack"]],
         up=None if up == "plain" else part("up", codec=one(CODECS), **{k: k in up for k in UPS[2:5]}),
         down=None if down == "plain" else part("down", codec=one(CODECS), hidden=down == "hidden"),
     )
+    least = 3 if spec.gather.get("rule") in ("krum", "multi_krum") else 2
     return Case(
         spec,
         schedule,
-        cohort=1 if schedule.startswith("immediate") else int(rng.integers(3 if secure else 2, 5)),
+        cohort=1 if schedule.startswith("immediate") else int(rng.integers(max(least, 3 if secure else 2), 5)),
         concurrency=int(rng.integers(3, 7)),
         batch=one([2, 3]) if uneven else None,
         steps=None if uneven else 3,
@@ -245,10 +285,15 @@ def algorithm(spec: Spec) -> fb.Algorithm:
         rule = fb.chain(_rule(part("fedprox", mu=spec.prox))[0], rule)
     server = fb.pipeline(*state, *_optimizer(spec), *(_adjuster(p) for p in spec.adjust))
     made = fb.Algorithm(rule, _gather(spec), server, _up(spec.up), _down(spec.down))
-    if spec.gather.name != "secure":
-        return made
-    reach = {name: spec.gather["range"] for name, what in made.uploads.items() if what.width is None}
-    return fb.secure(made, bits=spec.gather["bits"], range=reach)
+    if spec.gather.name == "robust":
+        options = {k: spec.gather.get(k) for k in ("f", "q", "tau", "norm", "quantile", "before")}
+        made = fb.robust(made, spec.gather["rule"], **options)
+    if spec.gather.name == "secure":
+        reach = {name: spec.gather["range"] for name, what in made.uploads.items() if what.width is None}
+        made = fb.secure(made, bits=spec.gather["bits"], range=reach)
+    if spec.attack is not None:
+        made = fb.attack(made, spec.attack.name, clients=HOSTILE, **dict(spec.attack.options))
+    return made
 
 
 def _rule(p: Part) -> tuple[Any, ...]:
@@ -304,7 +349,8 @@ def _gather(spec: Spec) -> Any:
     from fedbraid.core.gather import Mean
 
     g, how = spec.gather, (spec.weights, Staleness(spec.staleness))
-    match g.name:
+    kind = g.name if g.name != "robust" else "memory" if g.get("memory") else "mean"
+    match kind:
         case "mean" | "secure":
             return Mean(*how)
         case "mixing":
@@ -573,7 +619,8 @@ def check(case: Case) -> Outcome:
                 task, made, work, plan, seed=case.seed, engine=engine, evaluate_every=None, callbacks=[watch]
             )
         except fb.FedbraidError as error:
-            kind = "misses" if watch.models else "refused"
+            small = "in a server step" in str(error)  # where a client came twice
+            kind = "misses" if watch.models and not small else "refused"
             return Outcome(kind, f"{type(error).__name__} after {len(watch.models)} steps: {error}")
     if watch.clients != [t.clients for t in ticks]:
         return Outcome("misses", "the package's cohorts are not its schedule's")
@@ -590,10 +637,19 @@ def setting(case: Case, task: Any, work: Any, ticks: list[Tick], log: Log) -> Se
         plan = DrawnBatches(task, work, np.array([client]), version, case.seed)
         return [plan.batch(k).client(0).rows[0].numpy() for k in range(int(plan.K[0]))]
 
+    def noise(name: str, version: int, client: int, width: int) -> np.ndarray:
+        from fedbraid.core import rng
+
+        named = "dc" if case.spec.rule.name == "scallion" else name
+        return rng.normal(case.seed, f"attack:{named}", width, version, np.array([client]))[0].astype(
+            np.float64
+        )
+
     share = 0.5
     return Setting(
         X0, SLOTS, SIZES, gradient, batches, lambda i: np.arange(OFFSETS[i], OFFSETS[i + 1]), log.of,
         lambda i: int((i + 1) * share) > int(i * share), ticks, case.lr, case.lr_decay, case.momentum, case.decay,
+        lambda i: i in HOSTILE, noise,
     )  # fmt: skip
 
 
@@ -615,7 +671,7 @@ def name(chosen: dict[str, str]) -> str:
 
 
 def cases(count: int) -> Iterator[tuple[str, Case]]:
-    """Every two parts, then `count` draws of all seven."""
+    """Every two parts, then `count` draws of all eight."""
     yield from ((name(chosen), case) for chosen, case in couples())
     yield from ((f"draw {seed}", draw(seed)) for seed in range(count))
 
@@ -642,7 +698,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
     pairs = [came[key] for key in two if key in came]
     draws = [row for key, row in came.items() if key.startswith("draw ")]
     lines = ["| | checked | agree | refused | differ |", "| --- | --- | --- | --- | --- |"]
-    for what, some in ((f"two parts, of {len(two)} pairs", pairs), ("draws of all seven", draws)):
+    for what, some in ((f"two parts, of {len(two)} pairs", pairs), ("draws of all eight", draws)):
         kinds = Counter(row["kind"] for row in some)
         lines.append(f"| {what} | {len(some)} | {kinds['agrees']} | {kinds['refused']} | {kinds['misses']} |")
     if len(pairs) == len(two):
@@ -686,7 +742,7 @@ def _cell(came: dict[str, dict[str, Any]], one: str, other: str) -> str:
 
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    cli.add_argument("--count", type=int, default=2000, help="draws of all seven parts")
+    cli.add_argument("--count", type=int, default=2000, help="draws of all eight parts")
     cli.add_argument("--out", type=Path, default=Path("build/pairs.jsonl"), help="what is known so far")
     cli.add_argument("--page", type=Path, help="a page whose tables to renew")
     asked = cli.parse_args()

@@ -30,10 +30,16 @@ SECURE = {  # what a secure sum refuses, and of which cases
     "mixes updates with weights": lambda case: case.spec.up is not None and case.spec.up["of_weights"],
     "encodes the model that": lambda case: case.spec.rule.name == "scallion" and case.spec.up is not None,
     "needs 'delta'": lambda case: case.spec.rule.name == "scallion",
+    "sees single uploads": lambda case: case.spec.attack is not None,
+    "server rescales them": lambda case: case.spec.attack is not None,
     "steps of 1 of": lambda case: case.schedule in ("immediate", "poisson"),
     "by its version or age": lambda case: case.schedule == "buffered",
     "by the steps that each": lambda case: case.batch is not None and case.spec.rule.name == "scallion",
 }
+ALWAYS = (  # whatever the rule
+    "cuts differences from memory", "server rescales them before they are gathered", "vectors, got",
+    "which is no mean of what the cohort sent",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
@@ -45,8 +51,8 @@ def test_a_combination_agrees_with_the_interpreter(first):
             said = [text for text, holds in SECURE.items() if text in came.text and holds(case)]
             assert said, f"{case}\n{came.text}"
             continue
-        if came.kind == "refused":  # SCALLION uploads no update, and what FedNova gathers is none
-            said = REFUSED[case.spec.rule.name]
+        if came.kind == "refused":  # such as SCALLION, which uploads no update
+            said = (*REFUSED.get(case.spec.rule.name, ()), *ALWAYS)
             assert any(text in came.text for text in said), f"{case}\n{came.text}"
             continue
         assert came.kind == "agrees", f"{case}\n{came.kind}: {came.text}"
@@ -122,6 +128,11 @@ SAME = {
     "AdaBest, nothing remembered": (Spec(part("adabest", mu=0), adjust=(part("adabest", beta=0),)), Spec(), SOME, {}),
     "AdaBest's server at β = 1": (Spec(adjust=(part("adabest", beta=1),)), Spec(adjust=(part("feddyn"),)), ALL, {}),
     "FedProx, no pull": (Spec(part("fedprox", mu=0)), Spec(), SOME, {}),
+    "a trimmed mean of all": (Spec(gather=part("robust", rule="trimmed_mean", f=0)), PLAIN, SOME, {}),
+    "a robust memory of all": (
+        Spec(gather=part("robust", rule="trimmed_mean", f=0, memory=True)), Spec(gather=part("memory"), weights="uniform"), SOME, {},
+    ),
+    "no hostile client": (Spec(attack=part("alie", z=2.0)), Spec(), SOME, {}),
     "FedNova, equal K": (Spec(part("fednova")), Spec(), SOME, {"momentum": 0.5}),
     "FedNova, equal K, rounded": (Spec(part("fednova"), up=ROUNDING), Spec(up=ROUNDING), SOME, {}),
     "SCAFFOLD/m": (replace(PLAIN, rule=part("scaffold_m")), replace(PLAIN, rule=part("scaffold")), SOME, {"momentum": 0.5}),

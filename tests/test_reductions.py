@@ -139,6 +139,8 @@ def test_every_builder_has_a_row_here_or_is_the_base():
         "fedadagrad",
         "scaffold_m",
         "private",  # test_private holds it
+        "robust",  # test_robust
+        "attack",
         "fedper",  # test_personal
         "fedrep",
         "feddf",  # test_way_out

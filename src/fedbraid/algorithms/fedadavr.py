@@ -19,6 +19,7 @@ from fedbraid.core.gather import DeltaGather, Metrics
 from fedbraid.core.layout import Layout
 from fedbraid.core.optim import SERVER, Optimize, Optimizer, TrustRatio, named
 from fedbraid.core.search_space import Categorical
+from fedbraid.core.traits import GatherTraits, UpdateMemory
 from fedbraid.core.transform import Scale
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 from fedbraid.errors import ConfigError, unknown
@@ -38,6 +39,9 @@ class VarianceReduced(DeltaGather):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_normalise(self.normalise)
+
+    def traits(self) -> GatherTraits:
+        return GatherTraits(weights=self.weights, memory=UpdateMemory(self.codec, True, self.normalise))
 
     def init(self, x: Tensor, layout: Layout) -> UpdateTable:
         return UpdateTable.open(x, self.codec, layout)  # every y_i is 0 at first

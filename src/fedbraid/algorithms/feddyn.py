@@ -50,7 +50,7 @@ class DynamicServer(Transform):
         return Total(torch.zeros_like(x))
 
     def accounts(self) -> tuple[Upload, ...]:
-        return (Upload("moved"),)
+        return (Upload("moved", accumulates=True),)
 
     def account(self, up: Uploads) -> Vectors:
         return {"moved": up.vectors["delta"]}

@@ -19,7 +19,7 @@ from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
 from fedbraid.core.gather import DeltaGather, Gather, Mean, Metrics, add_weighted_, check_weights
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Rule
-from fedbraid.core.traits import GatherTraits, RuleTraits
+from fedbraid.core.traits import GatherTraits, RuleTraits, TransformTraits, UpdateMemory
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 from fedbraid.core.vector_spec import Upload
@@ -51,6 +51,9 @@ class LastUpdateGather(DeltaGather):
 @dataclass(frozen=True)
 class Varp(LastUpdateGather):
     """FedVARP (SAGA): Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i for i ∈ S."""
+
+    def traits(self) -> GatherTraits:
+        return replace(super().traits(), memory=UpdateMemory())
 
     def close_delta(
         self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
@@ -97,9 +100,11 @@ class ClientHeldMemory(Rule):
 
     def uploads(self) -> tuple[Upload, ...]:
         first = (
-            (Upload("first", width=1, uniform=True, signed=False, clip_scale=1.0),) if self.counted else ()
+            (Upload("first", width=1, uniform=True, signed=False, accumulates=True, clip_scale=1.0),)
+            if self.counted
+            else ()
         )
-        return (Upload("change", clip_scale=1.0), *first)
+        return (Upload("change", accumulates=True, clip_scale=1.0), *first)
 
     def init(self, x: Tensor) -> Vectors:
         zero = torch.zeros(1, device=x.device)
@@ -196,6 +201,9 @@ class ClientHeldVarp(ClientMemorySum):
 @dataclass(frozen=True)
 class ClientHeldMifa(ClientMemorySum):
     """MIFA: Σ p_j y_j over every client seen so far, the memories as they are now."""
+
+    def traits(self) -> TransformTraits:
+        return TransformTraits(averages_client_memory=True)
 
     def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
         return (new.total / max(new.seen, 1.0)).float()  # less than one is noise

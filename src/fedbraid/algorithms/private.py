@@ -33,8 +33,8 @@ from fedbraid.errors import ConfigError, unknown
 from fedbraid.links.private import (
     Clipped,
     LocalNoise,
+    PrivateUplink,
     Scales,
-    WrappedUplink,
     clipped,
     length,
     scale_of,
@@ -239,7 +239,7 @@ def private(
     """
     who, own = a.name.split("(")[0] or "this algorithm", _scales(a, scales)
     bound = _check(clip, noise, epsilon, delta, where)
-    if isinstance(a.gather, Noised) or isinstance(a.up, WrappedUplink) or hiding(a.rule) is not None:
+    if isinstance(a.gather, Noised) or isinstance(a.up, PrivateUplink) or hiding(a.rule) is not None:
         raise ConfigError(f"{who} is private already; call private once")
     if unit not in ("client", "example"):
         raise unknown("unit", str(unit), ["client", "example"])
@@ -252,14 +252,14 @@ def private(
         _say_once(
             "private: all clients count alike, because a weight by samples would tell of a client's data"
         )
-    rule, server = _uniform(a.rule), _uniform(a.server)
+    rule, server = uniform(a.rule), uniform(a.server)
     later = bool(names := {d.name for d in server.accounts()}) and names <= uploads.keys()
     if not later:
         _check_accounts(who, server, uploads)
     if where == "client":
         _check_own(who, clip, later)
         up = LocalNoise(a.up.codec, a.up, bound, own, noise, epsilon, delta)
-        return replace(a, rule=rule, gather=_uniform(a.gather), server=server, up=up, name="")
+        return replace(a, rule=rule, gather=uniform(a.gather), server=server, up=up, name="")
     secure = a.gather.traits().sums_only
     if secure and clip == "adaptive":
         raise ConfigError(
@@ -273,7 +273,7 @@ def private(
             f"{who}'s clients remember what they sent, but its server rescales it before it is clipped; use fedavg or feddyn"
         )
     adaptive = clip == "adaptive"
-    sums = _uniform(a.gather) if secure else Mean("uniform", a.gather.staleness)
+    sums = uniform(a.gather) if secure else Mean("uniform", a.gather.staleness)
     gather = Noised(
         bound, noise, epsilon, delta, a.gather.staleness, adaptive, later, uploads=uploads, server=server, sums=sums
     )  # fmt: skip
@@ -426,12 +426,12 @@ def of_mean(server: Transform, uploads: Mapping[str, Upload], with_sent: bool) -
         return False
 
 
-def _uniform(part: T) -> T:
+def uniform(part: T) -> T:
     """A part, and those inside it, that counts every client alike."""
     new: Any = part
     names = {f.name for f in fields(new)}
     for several in names & {"rules", "transforms"}:
-        new = replace(new, **{several: tuple(_uniform(one) for one in getattr(new, several))})
+        new = replace(new, **{several: tuple(uniform(one) for one in getattr(new, several))})
     made: T = replace(new, weights="uniform") if getattr(new, "weights", None) == "samples" else new
     return made
 

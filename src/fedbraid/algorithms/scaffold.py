@@ -27,7 +27,7 @@ class ControlVariates(Rule):
     """g − c_i + c; Δc = (x − y_K)/(a η) − c goes up, and c_i ← c_i + Δc as it was received."""
 
     def uploads(self) -> tuple[Upload, ...]:
-        return DELTA, Upload("dc", uniform=True)
+        return DELTA, Upload("dc", uniform=True, accumulates=True)
 
     def init(self, x: Tensor) -> Vectors:
         return {"c_i": torch.zeros_like(x)}
@@ -127,7 +127,7 @@ class GlobalEstimate(Transform):
         return {"h": s.total / N}
 
     def accounts(self) -> tuple[Upload, ...]:
-        return Upload("h_sent", uniform=True), Upload("h_moved")
+        return Upload("h_sent", uniform=True, accumulates=True), Upload("h_moved", accumulates=True)
 
     def account(self, up: Uploads) -> Vectors:
         return {"h_sent": up.sent["h"], "h_moved": up.vectors["delta"] / up.lr.to(up.vectors["delta"])}

@@ -30,7 +30,7 @@ class ScaledVariates(Rule):
         number("alpha", self.alpha, "(0, 1]", "is no share of the change")
 
     def uploads(self) -> tuple[Upload, ...]:
-        return (Upload("dc", uniform=True, clip_scale=1.0),)
+        return (Upload("dc", uniform=True, accumulates=True, clip_scale=1.0),)
 
     def init(self, x: Tensor) -> Vectors:
         return {"c_i": torch.zeros_like(x)}

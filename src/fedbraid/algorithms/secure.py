@@ -23,9 +23,9 @@ from fedbraid.core.traits import GatherTraits
 from fedbraid.core.transform import Transform
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError, EngineError, unknown
-from fedbraid.links.private import WrappedUplink
 from fedbraid.links.secure import FRACTION, NUMBER_BITS, Scales, SecureUplink, fixed
 from fedbraid.links.shared import Shared
+from fedbraid.links.wrapped import WrappedUplink
 from fedbraid.privacy.secure_sum import (
     Session,
     check_neighbours,

@@ -182,6 +182,7 @@ class ServerContext:
         default_factory=dict
     )  # [1, ·] each: this version's model and what else is sent with it
     dropped: int = 0  # clients of a round that were asked and sent nothing in time
+    seed: int = 0  # of the run
     server_data: ServerData | None = None  # where a transform's traits need it, in a run
 
 

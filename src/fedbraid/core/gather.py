@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.traits import GatherTraits
 from fedbraid.errors import ConfigError
 
-Metrics = dict[str, float]  # what a part adds to the record of a step
+Metrics = dict[str, Any]  # what a part adds to the record of a step
 
 
 @dataclass(frozen=True)

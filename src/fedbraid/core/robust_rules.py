@@ -176,36 +176,32 @@ class RobustRule:
                     f"{self!r} must have {why} vectors, got {of} in a server step; use a smaller f= or larger cohorts"
                 )
 
-    def decide(self, judged: Sequence[Judged], order: Tensor, lost: int = 0) -> tuple[Decision, Tensor]:
-        """What to make of a cohort of whose vectors these are judged together, and the square of each client's norm.
+    def decide(self, judged: Sequence[Judged], order: Tensor, lost: int = 0) -> Decision:
+        """What to make of a cohort of whose vectors these are judged together.
 
         `order` `[m]` puts clients into random groups; `lost` hostile ones have been left out already.
 
         >>> v = torch.tensor([[1.0], [2.0], [3.0], [90.0]])
-        >>> decision, _ = RobustRule("median").decide([Judged(v)], torch.arange(4))
-        >>> decision.apply(v)
+        >>> RobustRule("median").decide([Judged(v)], torch.arange(4)).apply(v)
         tensor([2.5000])
         """
         m, f, weigh = len(order), max(0, (self.f or 0) - lost), _RULES[self.name][2]
         if self.before == "mixing" or weigh in (_krum, _geometric_median) or (self.before and weigh):
-            gram = _total([products(j.v, j.v) / j.scale**2 for j in judged])
+            gram = total([products(j.v, j.v) / j.scale**2 for j in judged])
         else:
-            gram = _total([products(j.v) / j.scale**2 for j in judged]).diag_embed()
+            gram = total([j.own() / j.scale**2 for j in judged]).diag_embed()
         groups = self._groups(gram, order, f)
         k = m if groups is None else len(groups)
         if weigh is None:
             most = (k - 1) // 2
-            return Decision(
-                trim=most if self.name == "median" else min(f, most), groups=groups
-            ), gram.diagonal()
-        base = _total([j.to_base() / j.scale**2 for j in judged])
-        norms = gram.diagonal()
+            return Decision(trim=most if self.name == "median" else min(f, most), groups=groups)
+        base = total([j.to_base() / j.scale**2 for j in judged])
         if groups is not None:
             gram, base = groups @ gram @ groups.T, torch.cat([groups @ base[:-1], base[-1:]])
         weights, rest = weigh(self, gram, base, f)
         if groups is not None:
             weights, rest = weights @ groups, rest @ groups
-        return Decision(weights, rest), norms
+        return Decision(weights, rest)
 
     def _groups(self, gram: Tensor, order: Tensor, f: int) -> Tensor | None:
         """The averages of clients that the rule is given, `[m', m]`, where it is not given the clients."""
@@ -225,8 +221,13 @@ class Judged:
     """One of the vectors by which clients are judged: `[m, d]`, its unit, and the rule's base."""
 
     v: Tensor
+    squares: Tensor | None = None  # ⟨v_i, v_i⟩ `[m]`, where they are known
     scale: float = 1.0
     base: Tensor | None = None  # [d], zero where there is none
+
+    def own(self) -> Tensor:
+        """⟨v_i, v_i⟩ of every client."""
+        return products(self.v) if self.squares is None else self.squares
 
     def to_base(self) -> Tensor:
         """⟨v_i, b⟩ of every client, then ⟨b, b⟩."""
@@ -236,7 +237,8 @@ class Judged:
         return torch.cat([products(self.v, b)[:, 0], products(b)])
 
 
-def _total(parts: list[Tensor]) -> Tensor:
+def total(parts: list[Tensor]) -> Tensor:
+    """Their sum."""
     return sum(parts[1:], parts[0])
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.context import ClientContext, Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.errors import ConfigError
@@ -72,11 +73,25 @@ class RuleTraits:
         default=None, metadata=ONE
     )  # it clips and noises gradients
     local_loop: LocalLoop | None = field(default=None, metadata=ONE)  # it replaces the local steps
+    flips_labels: Callable[[Any], Any] | None = field(default=None, metadata=ONE)  # of these clients, of ids
     defined_for_async: bool = field(default=False, metadata=ALL)  # a paper defines it for stale updates
 
 
 def _accept(layout: Layout) -> None:
     """Every model will do."""
+
+
+def _any_cohort(clients: int) -> None:
+    """Every cohort will do."""
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """G = Σ_S p_i (v_i − y_i) + ȳ, then y_i ← v_i through the codec; v_i is Δ_i or, `per_rate`, Δ_i/η."""
+
+    codec: Codec | None = None
+    per_rate: bool = False
+    normalise: str = "cohort"
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,10 @@ class GatherTraits:
     planned_cohort: float | None = None  # divide by this, not by the number of uploads
     quantized_fraction: float | None = None  # of the planned cohort, where that is not counted
     check_layout: Callable[[Layout], None] = _accept  # refuses models that it cannot gather
+    check_cohort: Callable[[int], None] = _any_cohort  # refuses cohorts of too few clients
+    memory: UpdateMemory | None = None  # it corrects the cohort's mean by every client's last update
+    counts_clients_once: bool = False  # |S| is the number of clients, however often each uploads
+    drops_nonfinite: bool = False  # uploads that are not finite do not reach the model
     defined_for_async: bool = False  # a paper defines it for stale updates
 
 
@@ -101,6 +120,9 @@ class TransformTraits:
     requires_sgd: bool = field(
         default=False, metadata=ANY
     )  # it reads gradients off the length of local training
+    averages_client_memory: bool = field(
+        default=False, metadata=ANY
+    )  # its update is a mean of stored vectors
     needs_server_data: bool = field(default=False, metadata=ANY)  # `ctx.server_data` is bound
     defined_for_async: bool = field(default=False, metadata=ALL)  # a paper defines it for stale updates
 

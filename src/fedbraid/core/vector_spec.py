@@ -41,6 +41,7 @@ class Upload(VectorSpec):
     uniform: bool = False  # averaged uniformly, however the gather weighs clients
     discounts_staleness: bool = False  # whether staleness scales it
     is_model_update: bool = False  # it is x − y, in whose place the weights y may travel
+    accumulates: bool = False  # what one client sends in two participations adds up
     clip_scale: float | None = None  # by which it is divided before privacy clips it; None: nobody said
 
 

@@ -27,6 +27,7 @@ from fedbraid.core.context import Vectors
 from fedbraid.core.link import BroadcastContext, as_message, bundle
 from fedbraid.core.local_training import Gradient
 from fedbraid.core.work import Work
+from fedbraid.data.label_flip import flipped
 from fedbraid.data.task import Task
 from fedbraid.deploy.settings import Settings
 from fedbraid.engines.backends import gradient
@@ -108,7 +109,8 @@ class Seat:
                 crowd = PrivacySetup(settings.when(), settings.nodes, work, own.sizes)
                 algorithm, _ = attach_privacy(algorithm, crowd)
             offsets = np.concatenate([np.zeros(client + 1, np.int64), own.offsets[1:]])
-            setup = Setup(algorithm, replace(own, offsets=offsets), work, settings.seed)
+            own = flipped(replace(own, offsets=offsets), algorithm.rule.traits().flips_labels)
+            setup = Setup(algorithm, own, work, settings.seed)
             self.known, self.made = (settings, client), (setup, gradient(setup, "auto"))
         return self.made
 

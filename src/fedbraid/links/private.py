@@ -6,53 +6,28 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
-from fedbraid.core.codec import Codec
 from fedbraid.core.context import Vectors
-from fedbraid.core.layout import Layout
-from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
+from fedbraid.core.link import UploadContext, UploadResult
 from fedbraid.core.vector_spec import Upload
+from fedbraid.links.wrapped import WrappedUplink
 
 Scales = tuple[tuple[str, float], ...]  # by name, in place of what was declared
 
 
 @dataclass(frozen=True)
-class WrappedUplink(Uplink):
-    """A link around another one."""
+class PrivateUplink(WrappedUplink):
+    """A link whose uploads are clipped: all names of a client together, each divided by its scale."""
 
-    link: Uplink = field(default_factory=PlainUplink)
     clip: float = 1.0
     scales: Scales = ()
 
-    def over(self, codec: Codec, only: tuple[str, ...] | None = None) -> Uplink:
-        return replace(self, codec=codec, link=self.link.over(codec, only))
-
-    def fits(self, declared: Mapping[str, Upload]) -> None:
-        self.link.fits(declared)
-
-    def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
-        return self.link.init_client_state(declared, layout)
-
-    def quantized(self, clients: NDArray[np.int64]) -> int:
-        return self.link.quantized(clients)
-
-    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
-        return self.link.size(declared, layout)
-
-    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
-        return self.link.send(vectors, memory, who)
-
-    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
-        return self.link.receive(frames, who)
-
 
 @dataclass(frozen=True)
-class Clipped(WrappedUplink):
+class Clipped(PrivateUplink):
     """Every upload is clipped once it is decoded, so that client and server account for the same.
 
     Where the clip is `adaptive`, it is the one that the client was sent; `later` leaves it to the gather, after the
@@ -77,7 +52,7 @@ class Clipped(WrappedUplink):
 
 
 @dataclass(frozen=True)
-class LocalNoise(WrappedUplink):
+class LocalNoise(PrivateUplink):
     """Every client clips what it uploads and adds N(0, (zC)²), before anything is encoded.
 
     The noise repeats with the seed in simulation; on real clients it is the operating system's. Unbound, z is not a

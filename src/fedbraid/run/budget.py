@@ -19,7 +19,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work, batch_sizes, step_counts
 from fedbraid.errors import ConfigError, MissingExtra
-from fedbraid.links.private import Clipped, LocalNoise, WrappedUplink
+from fedbraid.links.private import Clipped, LocalNoise, PrivateUplink
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
@@ -319,7 +319,7 @@ def attach_privacy(
     if (own := hiding(algorithm.rule)) is not None:
         return _bound_examples(algorithm, own, crowd)
     if not isinstance(gather, Noised) and not isinstance(up, LocalNoise):
-        if isinstance(up, WrappedUplink):
+        if isinstance(up, PrivateUplink):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
         return algorithm, ()
     _check(algorithm, crowd)

@@ -29,6 +29,7 @@ from fedbraid.core.metric_names import PERSONAL
 from fedbraid.core.rule import Rule
 from fedbraid.core.traits import PersonalTraining
 from fedbraid.core.work import WORK, Work
+from fedbraid.data.label_flip import flipped
 from fedbraid.data.task import Task
 from fedbraid.engines import select
 from fedbraid.engines.engine import Engine, Setup
@@ -471,7 +472,9 @@ def simulate(
     _TASKS[id(task)] = task
     known = folder.config() if folder is not None and folder.exists else None
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
+    algorithm.gather.traits().check_cohort(cohort)
     task = task.to(device)
+    task = flipped(task, algorithm.rule.traits().flips_labels)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
     runner = select(engine, setup, None if known is None else known.get("engine"))
     with bits.as_before(known), _opened(runner, setup):

@@ -57,7 +57,8 @@ def advance(
     """One server step: gather its replies, step, broadcast."""
     algorithm, task, tick = setup.algorithm, setup.task, step.tick
     layout, x, sizes, N = task.layout, state.x, population.sizes, population.N
-    metrics = StepMetrics(algorithm.gather.traits().weights, state.t + 1)
+    traits = algorithm.gather.traits()
+    metrics = StepMetrics(traits.weights, state.t + 1, traits.drops_nonfinite)
     acc = None  # made while the first clients train
     state.clients.expect()
     for reply in _encoded(step.replies, state.t + 1):
@@ -68,18 +69,19 @@ def advance(
         acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
         state.clients.put(reply.clients, {**reply.client_state, **synced})
         del reply, up  # before the next block comes
-    traits = algorithm.gather.traits()
     if metrics.count or traits.steps_when_empty:
         lr, K, a = (
             (metrics.mean(name) for name in ("lr", "K", "a"))
             if metrics.count
             else _on_average(setup, sizes, state.t)
         )
+        cohort = len(set(metrics.clients)) if traits.counts_clients_once else metrics.count
+        traits.check_cohort(cohort)
         ctx = ServerContext(
-            state.t, metrics.count if traits.planned_cohort is None else traits.planned_cohort, N, population.samples,
-            lr, K, a, metrics.quantized_fraction if traits.quantized_fraction is None else traits.quantized_fraction,
+            state.t, cohort if traits.planned_cohort is None else traits.planned_cohort, N, population.samples, lr, K, a, metrics.quantized_fraction if traits.quantized_fraction is None else traits.quantized_fraction,
             layout, sizes, metrics.max_staleness, {name: v[None] for name, v in state.sent[state.t].vectors.items()},
-            tick.dropped if tick.is_synchronous else 0, Held(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
+            tick.dropped if tick.is_synchronous else 0, setup.seed,
+            Held(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
         u, gather, notes = algorithm.gather.close(acc, state.gather, ctx)
@@ -90,7 +92,7 @@ def advance(
         server = algorithm.server.skip(state.server, x)
     norm = _finite_norm(average, new, state.t + 1)
     watch = (
-        state.guard.see(state.t + 1, norm, metrics.train_loss, ignore_divergence)
+        state.guard.see(state.t + 1, norm, metrics.guarded_loss, ignore_divergence)
         if metrics.count
         else state.guard
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from fedbraid.schedule import Tick
 class StepMetrics:
     """Counts of one step, and means over its senders, weighed as its gather weighs them."""
 
-    def __init__(self, weights: str, step: int) -> None:
-        self.kind, self.step = weights, step
+    def __init__(self, weights: str, step: int, drops_nonfinite: bool = False) -> None:
+        self.kind, self.step, self.drops_nonfinite = weights, step, drops_nonfinite
         self.clients: list[int] = []
         self.losses: list[float] = []
         self.staleness: list[NDArray[np.int64]] = []
@@ -36,6 +37,8 @@ class StepMetrics:
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
         sent = next(iter(up.vectors.values()))
         moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
+        if self.drops_nonfinite:  # what does not reach the model does not end the run
+            moved = moved.nan_to_num(0.0, 0.0)
         # in float64, which lr has
         columns = torch.cat([up.p(self.kind), up.lr, up.K, up.a, reply.loss[:, None], moved], 1)
         self.sums = dict(zip(self.sums, _plus([*self.sums.values()], columns.cpu().numpy()), strict=True))
@@ -72,6 +75,11 @@ class StepMetrics:
     @property
     def train_loss(self) -> float:
         return self.sums["loss"] / self.count
+
+    @property
+    def guarded_loss(self) -> float:
+        """By which training is seen to diverge; where hostile clients are borne, none can end a run by what it reports."""
+        return statistics.median(self.losses) if self.drops_nonfinite else self.train_loss
 
     @property
     def max_staleness(self) -> int:

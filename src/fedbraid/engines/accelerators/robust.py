@@ -149,17 +149,17 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-WIDE = 2**14  # numbers in a row from which compiling is worth it
+LARGE = 2**16  # numbers of a cohort from which compiling is worth it
 
 
 def _fits(v: Tensor) -> bool:
     """Whether these are rows that a pass can read."""
-    return v.device.type == "cpu" and v.dtype == torch.float32 and v.is_contiguous() and v.shape[1] >= WIDE
+    return v.device.type == "cpu" and v.dtype == torch.float32 and v.is_contiguous() and v.numel() >= LARGE
 
 
 def products(a: Tensor, b: Tensor | None) -> Tensor | None:
     """⟨a_i, b_k⟩, or ⟨a_i, a_i⟩, in float64."""
-    lib = _library() if _fits(a) and (b is None or _fits(b)) else None
+    lib = _library() if _fits(a) and (b is None or (b.is_contiguous() and b.dtype == a.dtype)) else None
     if lib is None:
         return None
     other, same = a if b is None else b, b is a

@@ -1,0 +1,46 @@
+"""A task as it is where hostile clients flip the labels that they train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbraid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedbraid.data.task import Task
+
+
+def flipped(task: Task, hostile: Callable[[Any], Any] | None) -> Task:
+    """The task with label C − 1 − y for y in all samples of these clients; test sets stay as they are."""
+    chosen = [] if hostile is None else np.flatnonzero(hostile(np.arange(task.clients))).tolist()
+    spans = [slice(int(task.offsets[i]), int(task.offsets[i + 1])) for i in chosen]
+    theirs = torch.zeros(len(task.rows), dtype=torch.bool)
+    for span in spans:
+        theirs[span] = True
+    if not theirs.any():
+        return task
+    targets = task.targets
+    if not isinstance(targets, Tensor) or not task.classifies:
+        raise ConfigError(
+            "label_flip changes class numbers in memory, and this task has other targets (or lazy=True); use another attack,"
+            " such as 'sign_flip'"
+        )
+    rows, others = task.rows[theirs.to(task.rows.device)], task.rows[~theirs.to(task.rows.device)]
+    if bool(torch.isin(rows, others).any()):
+        raise ConfigError(
+            "label_flip changes samples that honest clients hold as well, because clients share samples in this partition; use"
+            " a partition that deals each sample once"
+        )
+    new = targets.clone()
+    new[rows] = torch.where(targets[rows] >= 0, task.classes - 1 - targets[rows], targets[rows])
+    made = replace(task, targets=new)
+    made.__dict__["fingerprint"] = (
+        task.fingerprint
+    )  # the data are the task's; who flips them is the algorithm's
+    return made

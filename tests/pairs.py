@@ -261,7 +261,9 @@ def make(chosen: dict[str, str], seed: int) -> Case:
     return Case(
         spec,
         schedule,
-        cohort=1 if schedule.startswith("immediate") else int(rng.integers(max(least, 3 if secure else 2), 5)),
+        cohort=1
+        if schedule.startswith("immediate")
+        else int(rng.integers(max(least, 3 if secure else 2), 5)),
         concurrency=int(rng.integers(3, 7)),
         batch=one([2, 3]) if uneven else None,
         steps=None if uneven else 3,

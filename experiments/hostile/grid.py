@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-import fedbraid as fb
 from fedbraid.study.reproduce import Cell, Claim, Line, markdown, spread, tail
+
+import fedbraid as fb
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

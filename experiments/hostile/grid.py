@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedbraid.study.reproduce import Cell, Claim, Line, markdown, spread, tail
-
 import fedbraid as fb
+from experiments._lib.reproduce import Cell, Claim, Line, markdown, spread, tail
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

@@ -468,7 +468,7 @@ class Builder:
         return full[:batch] + full[batch + 1 :]
 
     def _node(self, node: fx.Node) -> Any:
-        from fedbraid_native import layers, values
+        from fedbraid_native import functions, values
 
         result = self.runs[0][node]
         given = [self.known[n] for n in node.all_input_nodes]
@@ -485,7 +485,7 @@ class Builder:
             return args[0][args[1]]
         if node.target is not getattr:
             args, kwargs = (_whole(given) for given in (args, kwargs))
-        made = layers.apply(values.Call(self, node, result, tuple(args), dict(kwargs)))
+        made = functions.apply(values.Call(self, node, result, tuple(args), dict(kwargs)))
         return self._still(made) if "still" in node.meta else made
 
     def _still(self, made: Any) -> Any:

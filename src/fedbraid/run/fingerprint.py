@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,9 +44,8 @@ def describe(engine: Described) -> Record:
 def _native(engine: Described) -> Record:
     source: Any = getattr(getattr(engine, "grad", None), "source", None)
     if source is None:  # the workers have it
-        package = files("fedbraid_native")
-        all_files = [*package.iterdir(), *package.joinpath("kernels").iterdir()]
-        named = sorted((f.name, f) for f in all_files if f.name.endswith((".py", ".hpp")))
+        package = Path(str(files("fedbraid_native")))
+        named = sorted((str(f), f) for f in package.rglob("*") if f.suffix in (".py", ".hpp"))
         source = "".join(file.read_text() for _, file in named)
     command = compiler()
     return {

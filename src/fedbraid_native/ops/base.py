@@ -1,0 +1,130 @@
+"""The operations that native code is made of: one class each, which says its C++ type and emits its two calls.
+
+A block is `lanes` samples side by side; sizes are in vectors, of a block where they grow with the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+Shape = tuple[int, ...]
+PIECE = 64  # blocks of a sequence whose weights' gradient is taken at a time, as in kernels.hpp
+WIDE_ROWS = 64  # numbers of a row from which samples may be taken as rows, as in rows.hpp
+WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as in images.hpp
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """Where a tensor's numbers lie: in the vector that is trained, among the constants beside it, or in a value.
+
+    Such a value is computed from parameters alone, and the same for all samples.
+    """
+
+    offset: int
+    trained: bool = True
+    value: int | None = None
+
+
+class CallContext(Protocol):
+    """What an operation's surroundings are called in the source, at the moment of one of its calls."""
+
+    packs: int
+    simd_width: int
+
+    @property
+    def out(self) -> str: ...
+    @property
+    def grad_out(self) -> str: ...
+    @property
+    def saved(self) -> str: ...
+    @property
+    def workspace(self) -> str: ...
+    def input(self, i: int = 0) -> str: ...
+    def grad_input(self, i: int = 0) -> str: ...  # "nullptr" where nobody asks for it
+    def accumulate(self, i: int = 0) -> str: ...  # whether dx holds another operation's share already
+    def weight(self, i: int) -> str: ...
+    def grad_weight(self, i: int) -> str: ...  # "nullptr" where the weight is not trained
+    def reads_model_input(self) -> bool: ...  # whether the input is the model's
+    def reads_input_rows(self) -> bool: ...  # and is read as it lies in the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation: the values it reads, the one it writes, its weights' places."""
+
+    inputs: tuple[int, ...]
+    output: int
+    weights: tuple[WeightRef | None, ...] = ()
+    backward_needs_input: ClassVar[bool] = (
+        True  # on the way back; where nobody does, a value's room is used again
+    )
+    backward_needs_output: ClassVar[bool] = False
+    is_batch_dependent: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
+    is_differentiable: ClassVar[bool] = True  # with its inputs, so that there is a gradient
+
+    @property
+    def weight_values(self) -> tuple[int, ...]:
+        """The values that its weights are."""
+        return tuple(w.value for w in self.weights if w is not None and w.value is not None)
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        return self.inputs + self.weight_values
+
+    @property
+    def has_trainable_weights(self) -> bool:
+        """Whether a weight of its own is trained."""
+        return any(w is not None and w.trained for w in self.weights)
+
+    @property
+    def writes_grad_once(self) -> bool:
+        """Whether each number of a weight's gradient is written once for all samples of a chunk."""
+        return True
+
+    @property
+    def saved_size(self) -> int:
+        """What the way there leaves for the way back, in vectors per block."""
+        return 0
+
+    def workspace_size(self, lanes: int, blocks: int) -> int:
+        """Room that a call needs for itself, in vectors."""
+        return 0
+
+    def cpp_type(self) -> str:
+        raise NotImplementedError
+
+    def forward(self, L: str, at: CallContext) -> str:
+        """The call on the way there."""
+        return f"{L}::forward({at.input()}, {at.out}, nb);"
+
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        """The calls on the way back."""
+        yield f"{L}::backward<{at.accumulate()}>({at.out if self.backward_needs_output else at.input()}, {at.grad_out}, {at.grad_input()}, nb);"
+
+    def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
+        """Calls that add each sample's squared gradient of the weights to `squares`, after the way back to the inputs.
+
+        None where there are none, though there are weights.
+        """
+        return None if self.has_trainable_weights else iter(())
+
+    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
+        """That the room made here is what the kernels take."""
+        return iter(())
+
+    def _trained(self) -> str:
+        """Whether the weight is trained, and the bias, as two arguments."""
+        return ", ".join(flag(w is not None and w.trained) for w in self.weights)
+
+
+def flag(value: object) -> str:
+    return "true" if value else "false"
+
+
+def number(value: float) -> str:
+    if math.isinf(value):
+        return "-INFINITY" if value < 0 else "INFINITY"
+    return f"{float(value)!r}f"

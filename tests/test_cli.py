@@ -535,7 +535,7 @@ def test_the_same_command_continues_and_another_is_refused(call: Call, done: Pat
     [
         ("run.json", b"{", "run.json cannot be read"),
         ("run.json", b"[]", "does not hold a configuration"),
-        ("run.json", b"{}", "of format 1, and this fedbraid reads format 2"),
+        ("run.json", b"{}", "of format 1, and this fedbraid reads format 3"),
         ("run.json", None, "is no run folder"),
         ("state.db", b"no database, but long enough to look at" * 100, "cannot be read or written"),
         ("target.json", b"{}", "remove it to run to the last step"),

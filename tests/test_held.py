@@ -72,6 +72,16 @@ def test_a_client_that_cannot_be_asked_leaves_its_share(blobs):
     assert run.history[2]["unreturned"] == [2]
 
 
+def test_what_fades_stays_and_the_record_says_so(blobs):
+    held = fb.fedvarp(held="client", fade=0.1)
+    run = fb.simulate(blobs, held, WORK, fb.rounds(4, clients=6), callbacks=[Leaver(2, 2)])
+    assert run.history[2]["left"] == [2]
+    assert run.history[2]["unreturned"] == [2]
+    exact = fb.fedvarp(held="client")
+    run = fb.simulate(blobs, exact, WORK, fb.rounds(4, clients=6), callbacks=[Leaver(2, 2)])
+    assert "unreturned" not in run.history[2]
+
+
 def test_a_server_keeps_one_sum(blobs):
     run = fb.simulate(blobs, fb.fedadavr(held="client"), WORK, fb.rounds(2, clients=6))
     assert run.state.gather == {}

@@ -114,6 +114,56 @@ def test_the_next_round_is_read_while_this_one_trains_and_who_left_is_let_go():
     store.stop()
 
 
+def load_number(path):
+    return torch.full((3,), float(path.read_text())), int(path.stem) % 2
+
+
+def test_changed_files_change_the_fingerprint(tmp_path):
+    """Of 300 files one in the middle is written anew, in the same length."""
+    for client in range(3):
+        (tmp_path / f"c{client}").mkdir()
+        for i in range(100):
+            (tmp_path / f"c{client}" / f"{i:03}.txt").write_text(f"{i:05}")
+
+    module = torch.nn.Linear(3, 2)
+
+    def made():
+        clients = fb.folders(tmp_path, load_number)
+        return fb.Task.from_datasets(module, clients, lazy=True).fingerprint
+
+    before = made()
+    assert made() == before
+    changed = tmp_path / "c1" / "051.txt"
+    found = changed.stat()
+    changed.write_text("99999")
+    os.utime(changed, ns=(found.st_atime_ns, found.st_mtime_ns + 1_000_000))
+    assert made() != before
+
+
+class InMemory(torch.utils.data.Dataset):
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, i):
+        return torch.full((3,), self.values[i]), i % 2
+
+
+def test_changed_contents_of_other_data_sets_change_the_fingerprint():
+    module = torch.nn.Linear(3, 2)
+
+    def made(values, indices=range(40)):
+        clients = [torch.utils.data.Subset(InMemory(values), list(indices))]
+        return fb.Task.from_datasets(module, clients, lazy=True).fingerprint
+
+    values = [float(i) for i in range(40)]
+    assert made(values) == made(list(values))
+    assert made(values) != made([*values[:20], -1.0, *values[21:]])
+    assert made(values) != made(values, [0, *range(2, 40), 1])
+
+
 def test_a_client_who_leaves_is_not_waited_for():
     class Leaves:
         def step(self, record, run):

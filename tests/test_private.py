@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -719,3 +720,17 @@ def test_cost_and_run_speak_of_the_same_sampling():
     from fedbraid.cli.cost import cost
 
     assert inspect.signature(cost).parameters["sampling"].default == fb.rounds(1).sampling
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"noise": 1.0}, {"noise": 1.0, "where": "client"}, {"noise": 1.0, "unit": "example"}], ids=repr
+)
+def test_a_missing_extra_is_said_before_training(blobs, kwargs, monkeypatch):
+    trained = []
+    for name in [m for m in sys.modules if m.split(".")[0] == "dp_accounting"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    monkeypatch.setattr("fedbraid.run.simulate.drive", lambda *args: trained.append(args))
+    with pytest.raises(fb.errors.MissingExtra, match="'privacy'"):
+        fb.simulate(blobs, fb.private(fb.fedavg(), **kwargs), fb.Work(lr=0.1), fb.rounds(2, clients=2))
+    assert not trained

@@ -71,3 +71,13 @@ def test_any_source_makes_the_steps_of_a_run():
     )
     assert torch.equal(result.x, same.x)
     assert source.heard == [1, 2, 3, 4] == [r["heard"] for r in result.history]
+
+
+def test_client_state_counts_among_the_results_that_wait():
+    setup = Setup(fb.scaffold(), task(), WORK, 0)
+    d = setup.task.layout.size
+    each = 4 * (2 * d + d)  # delta and dc go up, and c_i is remembered
+    engine = InProcess(backend="loop")
+    for budget, ahead in ((3 * each, True), (3 * each - 1, False)):
+        source = type("Small", (SimulatedSource,), {"BUDGET": budget})(setup, engine, concurrency=3)
+        assert source.ahead == ahead

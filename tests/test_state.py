@@ -238,7 +238,7 @@ def test_an_edited_run_json_is_refused(cut):
         with pytest.raises(RunError, match=r"run.json is not that of the run in state.db; restore it"):
             fb.resume(folder, task=run["task"])
     (folder / "run.json").write_text(json.dumps({k: v for k, v in said.items() if k != "format"}))
-    with pytest.raises(RunError, match="is a run folder of format 1, and this fedbraid reads format 2"):
+    with pytest.raises(RunError, match="is a run folder of format 1, and this fedbraid reads format 3"):
         fb.resume(folder, task=run["task"])
 
 

@@ -157,6 +157,45 @@ def test_server_data_are_bound_for_those_that_need_them_only():
     assert seen == [False, False, False, True]  # a dry run, then a step, of either
 
 
+@dataclass(frozen=True)
+class Declares(fb.Rule):
+    """Declares some uploads and returns others."""
+
+    declared: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+
+    def uploads(self):
+        return (*super().uploads(), *(fb.Upload(name, width=1) for name in self.declared))
+
+    def finish(self, y, s, ctx):
+        return dict.fromkeys(self.returned, ctx.a)
+
+
+def test_uploads_that_are_not_those_declared_are_refused_both_ways():
+    fb.Algorithm(rule=Declares(("q",), ("q",)))
+    with pytest.raises(
+        ConfigError, match=r"uploads 'q' but uploads\(\) does not declare it; add fb.Upload\('q', …\)"
+    ):
+        fb.Algorithm(rule=Declares((), ("q",)))
+    with pytest.raises(ConfigError, match=r"uploads\(\) declares 'q' but finish\(\) does not return it"):
+        fb.Algorithm(rule=Declares(("q",), ()))
+
+
+@pytest.mark.parametrize(("sends", "declares"), [(True, False), (False, True)])
+def test_downloads_that_are_not_those_declared_are_refused_both_ways(sends, declares):
+    @dataclass(frozen=True)
+    class Sends(fb.Transform):
+        def sends(self):
+            return (fb.Download("q"),) if declares else ()
+
+        def send(self, s, x, N):
+            return {"q": x} if sends else {}
+
+    wanted = r"declares 'q' but send\(\)" if declares else r"sends 'q' but sends\(\) does not declare it"
+    with pytest.raises(ConfigError, match=wanted):
+        fb.Algorithm(server=fb.pipeline(Sends()))
+
+
 def test_metrics_of_a_gather_are_in_the_record():
     @dataclass(frozen=True)
     class Counted(fb.Mean):

@@ -130,7 +130,7 @@ class ClientHeldMemory(Rule):
 
     def withdraw(self, client_state: Vectors) -> Vectors:
         w = client_state["w_i"]
-        if self.fade:  # nobody says here how far it has faded: the share stays, and goes on fading
+        if self.fade:  # how far it has faded since t_i depends on today's step: it stays, and goes on fading
             return {}
         y_i = client_state["y_i"]
         change = -w * y_i if self.weights == "samples" else -y_i

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -146,14 +146,14 @@ def rehearse(a: Algorithm) -> None:
     try:
         server, gather = a.server.init(x, layout), a.gather.init(x, layout)
         sent = {k: v.reshape(1, -1) for k, v in a.send(x, server, 2).items()}
-        _as_declared("the server sends", sent, a.downloads, layout)
+        _as_declared("the server sends", "sends()", "send", sent, a.downloads, layout)
         memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in _named("init", a.rule.init(x)).items()}
         down = {k: v for k, v in sent.items() if k != "x"}
         ones = lambda y: torch.ones(2, 4)  # noqa: E731
         ctx = ClientContext(x[None], down, memory, 0.1, one, one, one, 0, layout, ones, ones)
         stage = "rule"
         up, new = _rehearse_visit(a.rule, ctx, layout)
-        _as_declared("the rule uploads", up, a.uploads, layout)
+        _as_declared("the rule uploads", "uploads()", "finish", up, a.uploads, layout)
         if new.keys() != memory.keys():
             raise ConfigError(
                 f"the rule remembers {sorted(new)} but starts with {sorted(memory)}; name the same in init and remember"
@@ -163,7 +163,8 @@ def rehearse(a: Algorithm) -> None:
             np.arange(2), up, one, one, one, torch.zeros(2, 1), 0.1 * one.double(), sent, a.gathered
         )
         made = a.server.account(uploads)
-        _as_declared("the server accounts for", made, by_name(a.server.accounts(), "account for"), layout)
+        accounts = by_name(a.server.accounts(), "account for")
+        _as_declared("the server accounts for", "accounts()", "account", made, accounts, layout)
         uploads = uploads.having({**up, **made})
         acc = a.gather.add(a.gather.zero(x), uploads, gather, x)
         server_ctx = ServerContext(0, 2, 2, 2.0, 0.1, 1.0, 1.0, 0.0, layout, np.ones(2, np.int64), sent=sent)
@@ -210,9 +211,9 @@ def _rehearse_visit(rule: Rule, ctx: ClientContext, layout: Layout) -> tuple[Vec
             f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
         )
     y = ctx.x - 0.1 * v
-    extra = _named("finish", rule.finish(y, s, ctx)).keys() - {d.name for d in rule.uploads()}
-    if extra:
-        raise ConfigError(f"the rule uploads {min(extra)!r} but does not declare it; name it in uploads()")
+    made, declared = _named("finish", rule.finish(y, s, ctx)), by_name(rule.uploads(), "upload")
+    made_for_it = {name for name, d in declared.items() if d.is_model_update}
+    _same_names("the rule uploads", "uploads()", "finish", {*made} | made_for_it, declared)
     up = finished(rule, y, s, ctx)
     return up, _named("remember", rule.remember(up, s, ctx))
 
@@ -223,18 +224,29 @@ def _named(hook: str, value: Any) -> Vectors:
     return value
 
 
-def _as_declared(who: str, made: Vectors, declared: dict[str, Any], layout: Layout) -> None:
-    """Refuse what is not what was declared."""
-    if made.keys() != declared.keys():
-        odd = min(made.keys() ^ declared.keys())
-        verb = "does not declare it" if odd in made else "does not make it"
-        raise ConfigError(f"{who} {sorted(made)}, but {odd!r} is not among what it declares, or it {verb}")
+def _as_declared(
+    who: str, where: str, hook: str, made: Vectors, declared: Mapping[str, VectorSpec], layout: Layout
+) -> None:
+    """Refuse vectors that are not those which were declared."""
+    _same_names(who, where, hook, made.keys(), declared)
     for name, v in made.items():
-        what: VectorSpec = declared[name]
+        what = declared[name]
         if not isinstance(v, Tensor) or v.ndim != 2 or v.shape[1] != what.size(layout):
             raise ConfigError(
                 f"{who} {name!r} as {_kind(v)}; declared are {'d' if what.width is None else what.width} numbers a client"
             )
+
+
+def _same_names(
+    who: str, where: str, hook: str, made: Collection[str], declared: Mapping[str, VectorSpec]
+) -> None:
+    kind = {"uploads()": "Upload", "accounts()": "Upload", "sends()": "Download"}[where]
+    for name in sorted({*made} - declared.keys()):
+        raise ConfigError(f"{who} {name!r} but {where} does not declare it; add fb.{kind}({name!r}, …) there")
+    for name in sorted(declared.keys() - {*made}):
+        raise ConfigError(
+            f"{where} declares {name!r} but {hook}() does not return it; return it or leave it out of {where}"
+        )
 
 
 def _kind(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import mmap
 import multiprocessing as mp
 import os
@@ -10,7 +11,7 @@ import pickle
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 READERS = 2  # processes that read ahead
 WINDOW = 4  # clients that each of them may be ahead of the training
 CHUNKS = 2  # and chunks of a test set, which are larger
+PROBES = 64  # samples whose contents are hashed
 ROOM = (
     2**25
 )  # bytes of memory that reader and trainer share for one of them; what is larger goes through a pipe
@@ -115,6 +117,13 @@ class LazyDataset:
         store = LazyDataset([whole], self.loss, self.inputs, self.targets, self.collate, what)
         store.classes = self.classes
         return store
+
+    def content_stamp(self) -> bytes:
+        """What tells the contents apart, where the data sets say so themselves."""
+        h, shared = hashlib.blake2b(digest_size=16), dict[int, tuple[Any, bytes]]()
+        for i in range(len(self.datasets)):
+            h.update(content_stamp(self.datasets[i], shared))
+        return h.digest()
 
     # One client -----------------------------------------------------------------------------------
 
@@ -361,6 +370,11 @@ class LazyColumn:
         """The first and the last sample."""
         return self[[0, len(self) - 1]]
 
+    def probes(self) -> Tree:
+        """Samples from all over the data, whose contents are part of a task's fingerprint."""
+        rows = np.unique(np.linspace(0, len(self) - 1, PROBES).round().astype(np.int64))
+        return self[rows.tolist()]
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self), *tree.first(self.example).shape[1:])
@@ -493,3 +507,49 @@ class Files:
 
     def __getitem__(self, i: int) -> Any:
         return self.load(self.folder / self.names[i])
+
+    def content_stamp(self) -> bytes:
+        """What tells changed files apart without reading them: names, sizes and times."""
+        return _stamp_of_files(self.folder / name for name in self.names)
+
+
+def _stamp_of_files(paths: Iterable[Path]) -> bytes:
+    h = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        found = os.stat(path)
+        h.update(repr((path.name, found.st_size, found.st_mtime_ns)).encode())
+    return h.digest()
+
+
+def content_stamp(dataset: Any, shared: dict[int, tuple[Any, bytes]]) -> bytes:
+    """What tells a data set's contents apart where it says so itself; `shared` remembers those that subsets share.
+
+    A data set says so by `content_stamp()`, by Hugging Face's `_fingerprint`, or as torchvision's list of files.
+    """
+    if callable(stamp := getattr(dataset, "content_stamp", None)):
+        return bytes(stamp())
+    if isinstance(dataset, torch.utils.data.ConcatDataset):
+        return b"".join(content_stamp(one, shared) for one in dataset.datasets)
+    if isinstance(dataset, torch.utils.data.Subset):
+        inner = dataset.dataset
+        if id(inner) not in shared:
+            shared[id(inner)] = inner, content_stamp(inner, shared)
+        return shared[id(inner)][1] + np.asarray(dataset.indices, np.int64).tobytes()
+    if isinstance(own := getattr(dataset, "_fingerprint", None), str):
+        return own.encode()
+    files = getattr(dataset, "samples", None)
+    return (
+        _stamp_of_files(Path(path) for path, _ in files)
+        if isinstance(files, list) and _are_files(files)
+        else b""
+    )
+
+
+def _are_files(samples: list[Any]) -> bool:
+    first = samples[0] if samples else None
+    return (
+        isinstance(first, tuple)
+        and len(first) == 2
+        and isinstance(first[0], str)
+        and os.path.isfile(first[0])
+    )

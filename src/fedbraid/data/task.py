@@ -613,13 +613,16 @@ class Task:
         for t in self._tensors():
             h.update(str((t.dtype, tuple(t.shape), t.stride())).encode())
             h.update(_storage(t).data)
+        for column in (self.inputs, *(self.test or ())[:1]):
+            if isinstance(column, LazyColumn):
+                h.update(column.store.content_stamp())
         h.update(np.ascontiguousarray(self.offsets).data)
         return h.hexdigest()
 
     def _tensors(self) -> Iterator[Tensor]:
         """All that the run's numbers depend on, keys of trees apart."""
         for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
-            for leaf in tree.leaves(some.example if isinstance(some, LazyColumn) else some):
+            for leaf in tree.leaves(some.probes() if isinstance(some, LazyColumn) else some):
                 yield from _pieces(leaf)
         if self.start is not None:
             yield from self.module().state_dict().values()

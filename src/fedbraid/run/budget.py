@@ -317,12 +317,14 @@ def attach_privacy(
             "memory that fades by steps is of rounds, where all know which step it is; leave out fade= with this schedule"
         )
     if (own := hiding(algorithm.rule)) is not None:
+        _library()  # a missing extra is said before anything trains
         return _bound_examples(algorithm, own, crowd)
     if not isinstance(gather, Noised) and not isinstance(up, LocalNoise):
         if isinstance(up, PrivateUplink):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
         return algorithm, ()
     _check(algorithm, crowd)
+    _library()
     if isinstance(up, LocalNoise):
         return _bound_own(algorithm, up, crowd)
     assert isinstance(gather, Noised)

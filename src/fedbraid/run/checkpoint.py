@@ -32,7 +32,7 @@ Record = dict[str, Any]
 TREES = tuple(f.name for f in fields(State) if f.name not in ("sent", "clients"))  # which have tables
 
 
-FORMAT = 2  # of a run's folder
+FORMAT = 3  # of a run's folder
 
 
 class Folder:

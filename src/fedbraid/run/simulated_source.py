@@ -25,11 +25,16 @@ class SimulatedSource:
     """
 
     is_live = False
-    BUDGET = 2**30  # bytes of results that may wait; above it, clients train when they arrive
+    BUDGET = (
+        2**30
+    )  # bytes of results (uploads and client state) that may wait; above it, clients train when they arrive
 
     def __init__(self, setup: Setup, engine: Engine, concurrency: int = 0) -> None:
         algorithm, layout = setup.algorithm, setup.task.layout
-        width = sum(algorithm.widths(layout).values()) * 4
+        state = algorithm.init_client_state(setup.task.initial(setup.seed), layout) | setup.task.own(
+            setup.seed
+        )
+        width = 4 * sum(algorithm.widths(layout).values()) + sum(v.nbytes for v in state.values())
         self.setup, self.task, self.engine = setup, setup.task, engine
         self.ahead = 0 < concurrency * width <= self.BUDGET
         self.stateful = algorithm.stateful(layout) or bool(setup.task.own(setup.seed))

@@ -89,7 +89,8 @@ class State:
         `rule.withdraw` makes of its memory; None where it cannot be asked.
         """
         fresh = {name: v.reshape(1, -1) for name, v in algorithm.rule.init(self.x).items()}
-        mirrored = algorithm.rule.withdraw(fresh)
+        decays = algorithm.rule.traits().decays_client_state  # so that no client knows its contribution today
+        mirrored = decays or bool(algorithm.rule.withdraw(fresh))
         server = self.server
         if share is not None:
             server = algorithm.server.absorb(
@@ -98,4 +99,4 @@ class State:
         self.clients.drop(client)
         gather = algorithm.gather.remove_client(self.gather, client)
         gone = tuple(sorted({*self.gone, client}))
-        return replace(self, gather=gather, server=server, gone=gone), share is None and bool(mirrored)
+        return replace(self, gather=gather, server=server, gone=gone), (share is None or decays) and mirrored

@@ -151,7 +151,7 @@ def test_a_fading_sum_is_of_what_clients_hold_faded(blobs, build, schedule):
 @pytest.mark.parametrize("rho", [0.0, 0.1])
 def test_noise_gathers_in_the_sum_and_fades(rho):
     """Of clients that change nothing, noise is all there is: N(0, t (zC)²), or no more than a geometric series of it."""
-    from fedbraid.algorithms.private import Cohort, Noised
+    from fedbraid.algorithms.private import Noised
     from fedbraid.core.context import ServerContext
     from fedbraid.core.gather import Sums
     from fedbraid.core.layout import Layout
@@ -166,7 +166,8 @@ def test_noise_gathers_in_the_sum_and_fades(rho):
         ctx = ServerContext(
             t, 10, N, 10.0 * N, 0.1, 1.0, 1.0, 0.0, layout, np.ones(N, np.int64), sent={"x": x[None]}
         )
-        u, _, _ = gather.close(Cohort(Sums({"change": torch.zeros(d)}, 10.0, 10)), {}, ctx)
+        cohort = replace(gather.zero(x), sums=Sums({"change": torch.zeros(d)}, 10.0, 10))
+        u, _, _ = gather.close(cohort, {}, ctx)
         _, server = a.server.update(u, server, x, ctx)
         sums = next(s for s in server if hasattr(s, "total"))
         steps = t + 1 if not rho else sum((1 - rho) ** (2 * k) for k in range(1, t + 2))

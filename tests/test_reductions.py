@@ -146,6 +146,7 @@ def test_every_builder_has_a_row_here_or_is_the_base():
         "feddf",  # test_way_out
         "local_only",
         "exact_lora",  # test_lora
+        "secure",  # test_secure_sum
     }
     assert not missing
 

@@ -133,7 +133,7 @@ def test_hours_come_from_cells_that_are_done_or_tried():
     grid = r.load(HOME, "fedshift")
     cells = r.choose(grid.full(), part="full-table2")
     assert hours.hours(cells, {}, {})[cells[0].name] is None
-    tried = {"full-table2": {"seconds": 36.0, "effort": 10.0}}
+    tried = {"full-table2": {"seconds": 36.0, "effort": 100.0}}
     left = hours.hours(cells, {cells[0].name: {"seconds": 7200.0, "steps": 800}}, {})
     assert set(left) == {c.name for c in cells[1:]}
     assert left[cells[1].name] == pytest.approx(2.0)

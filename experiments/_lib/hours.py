@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments._lib.reproduce import ENGINE, Cell, Line, make_algorithm, make_task, version
 from fedbraid.core.work import Work
-from fedbraid.schedule import Buffered, Rounds, Schedule
+from fedbraid.schedule import Rounds, Schedule
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
@@ -25,16 +25,31 @@ SHORT, ENOUGH, MOST = (
 )  # seconds of a server step that is tried whole, of a trial; what it goes up to
 
 
-def paces(cells: Iterable[Cell], done: Mapping[str, Line], tried: Mapping[str, Any]) -> dict[str, float]:
-    """By part, the seconds of one core that a unit of effort takes, where anything is known."""
-    spent: dict[str, list[float]] = {}
+Kind = tuple[str, str]  # a part and a task: cells of one part may be of unlike size
+
+
+def kind_of(cell: Cell) -> Kind:
+    """Cells of one kind take as long for a unit of effort; seeds are no kind of their own."""
+    words = str(cell.settings()["task"]).replace(f"seed={cell.seed}", "").replace(f"seed_{cell.seed}", "")
+    return cell.part, words
+
+
+def paces(
+    cells: Iterable[Cell], done: Mapping[str, Line], tried: Mapping[str, Any]
+) -> dict[Kind | str, float]:
+    """By kind, and by part, the seconds of one core that a unit of effort takes, where anything is known."""
+    spent: dict[Kind | str, list[float]] = {}
+    known: dict[Kind | str, float] = {}
     for cell in cells:
+        if (facts := tried.get(cell.part)) and facts.get("cell", cell.name) == cell.name:
+            effort = cell.effort / cell.schedule.steps if "cell" in facts else facts["effort"]
+            known |= dict.fromkeys((cell.part, kind_of(cell)), facts["seconds"] / effort)
         if cell.name in done:
-            mine = spent.setdefault(cell.part, [0.0, 0.0])
-            mine[0] += done[cell.name]["seconds"]
-            mine[1] += cell.effort * done[cell.name]["steps"] / cell.schedule.steps
-    known = {part: facts["seconds"] / facts["effort"] for part, facts in tried.items()}
-    return known | {part: seconds / effort for part, (seconds, effort) in spent.items() if effort}
+            for key in (cell.part, kind_of(cell)):
+                mine = spent.setdefault(key, [0.0, 0.0])
+                mine[0] += done[cell.name]["seconds"]
+                mine[1] += cell.effort * done[cell.name]["steps"] / cell.schedule.steps
+    return known | {key: seconds / effort for key, (seconds, effort) in spent.items() if effort}
 
 
 def hours(
@@ -43,11 +58,12 @@ def hours(
     """The hours of one core that each cell not yet done would take, None where nobody knows."""
     cells = list(cells)
     pace = paces(cells, done, tried)
-    return {
-        c.name: c.effort * pace[c.part] / 3600 if c.part in pace else None
-        for c in cells
-        if c.name not in done
-    }
+    found: dict[str, float | None] = {}
+    for c in cells:
+        if c.name not in done:
+            each = pace.get(kind_of(c), pace.get(c.part))
+            found[c.name] = None if each is None else c.effort * each / 3600
+    return found
 
 
 def total(left: Iterable[float | None]) -> str:
@@ -82,7 +98,7 @@ def write(folder: Path, part: str, facts: Line) -> None:
 def attempt(cell: Cell) -> Line:
     """What a server step of a cell takes: of a few of its own, or of a few local steps where those are many."""
     task = make_task(cell.task)
-    seconds = local = _local_step(cell, task) * participations(cell) * local_steps(cell, task)
+    seconds = local = _local_step(cell, task) * cell.participations * local_steps(cell, task)
     if local < SHORT:
         seconds = _slope(
             lambda n: _train(cell, task, cell.work, shortened(cell.schedule, n)),
@@ -148,14 +164,6 @@ def shortened(schedule: Schedule, steps: int) -> Schedule:
     if isinstance(schedule, Rounds) and isinstance(schedule.clients, tuple):
         return replace(schedule, steps=steps, clients=schedule.clients[:steps])
     return replace(schedule, steps=steps)
-
-
-def participations(cell: Cell) -> float:
-    """Clients that train for one server step."""
-    if isinstance(cell.schedule, Buffered):
-        return cell.schedule.buffer
-    asked = cell.schedule.clients if isinstance(cell.schedule, Rounds) else 1
-    return len(asked[0]) if isinstance(asked, tuple) else float(asked)
 
 
 def local_steps(cell: Cell, task: Task) -> float:

@@ -70,8 +70,16 @@ class Cell:
 
     @property
     def effort(self) -> float:
-        """Local steps or epochs, for the time left."""
-        return float(self.schedule.steps * (self.work.steps or self.work.epochs or 1))
+        """Local steps or epochs of all participations, for the time left."""
+        return float(self.schedule.steps * self.participations * (self.work.steps or self.work.epochs or 1))
+
+    @property
+    def participations(self) -> float:
+        """Clients that train for one server step."""
+        if isinstance(self.schedule, Buffered):
+            return float(self.schedule.buffer)
+        asked = self.schedule.clients if isinstance(self.schedule, Rounds) else 1
+        return float(len(asked[0]) if isinstance(asked, tuple) else asked)
 
     @property
     def key(self) -> str:

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from fedbraid.deploy.roster import Member, Roster
 from ray.cluster_utils import Cluster
 from torch import nn
 
 import fedbraid as fb
 from fedbraid.core.context import Uploads
-from fedbraid.deploy.roster import Member, Roster
 
 NODES, CLIENTS = 10_000, 10_000_000
 MANY, ROSTER = 100, 100_000

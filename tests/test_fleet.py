@@ -1,301 +1,432 @@
-"""Can a fleet be trusted: who may do what, who comes back, and what one bad node can do to the others?
-
-Real Flower processes on loopback.
-"""
+"""Is a fleet the simulator's run, whoever fails, lies, leaves or comes back? Nodes in this process, a broker in memory."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import http.server
 import json
-import os
-import shutil
-import signal
-import ssl
-import subprocess
-import sys
 import threading
 import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from fleets import (
+    LAYOUT,
+    LONG,
+    PROJECT,
+    LocalFleet,
+    Replay,
+    data_for_tests,
+    driven,
+    load,
+    model,
+    same,
+    simulated,
+    until,
+    whole,
+)
 
 import fedbraid as fb
-
-pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
-import httpx
-from fleets import LONG, Fleet, driven, in_process, make_app, make_user, simulated
-from flwr.app import ConfigRecord, Error, Message, RecordDict
-from flwr.app.message import remove_content_from_message
-from flwr.common.serde import message_to_proto
-from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.fleet_pb2 import ActivateNodeResponse, PullMessagesRequest
-from flwr.proto.message_pb2 import PullObjectResponse
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesResponse
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid.http_grid import HttpGrid
-from flwr.supernode.runtime import run_clientapp
-
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import check, doctor, gate, keys, leaving, link, mailbox, server, worker
-from fedbraid.deploy.bound import Bound
-from fedbraid.deploy.mailbox import Mailbox
-from fedbraid.deploy.node import Memory
-from fedbraid.deploy.notes import Troubles
-from fedbraid.deploy.operator import Operator, build
-from fedbraid.deploy.project import init
-from fedbraid.deploy.server import FORGOT
-from fedbraid.deploy.service import Service
-from fedbraid.deploy.sign import is_signed, read_trusted, sign
-from fedbraid.deploy.trial import Flower, free_port
-from fedbraid.errors import ConfigError, EngineError, RunError, WireError
+from fedbraid.deploy import departures, status_file
+from fedbraid.deploy.node_state import NodeMemory
+from fedbraid.deploy.node_table import EVENTS, Node, NodeState, NodeTable
+from fedbraid.deploy.norm_limit import LossLimit, NormLimit
+from fedbraid.deploy.settings import Settings
+from fedbraid.deploy.transport import NodeIdentity, pack_answer, unpack_answer
+from fedbraid.deploy.troubles import Troubles
+from fedbraid.errors import ConfigError, RunError, WireError
+from fedbraid.run.checkpoint import Folder
+from fedbraid.run.simulate import algorithm_from
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.quick]
 
-app = pytest.fixture(scope="module")(make_app)
-user = pytest.fixture(scope="module")(make_user)
+ROUNDS = "rounds(2, clients=[[0, 1, 2], [2, 1, 0]])"
+TWO = fb.rounds(2, clients=[[0, 1, 2], [2, 1, 0]])
+EQUAL = [
+    "fedavg()",
+    "fedadavr(lr=0.1, memory='int8')",
+    "scaffold()",
+    "adabest()",
+    "fedgbo(optimizer='sgdm', beta=0.9)",
+    "fedshift(fedpaq(mixed(of_weights(kmeans(4)), share=0.5)))",
+    "hidden_state(error_feedback(with_codecs(scaffold(), up=qsgd(4), down=qsgd(8))))",
+]
 
-
-@pytest.fixture(scope="module")
-def secrets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("secrets") / "keys"
-    keys.make(folder, ["127.0.0.1"], 5)  # a key that was removed never comes back
-    return folder
-
-
-@pytest.fixture(scope="module")
-def flower(secrets, tmp_path_factory):
-    """The documented fleet: a SuperLink behind the gate, and two registered nodes that trust the operator alone."""
-    with Flower(tmp_path_factory.mktemp("flower"), secrets) as made:
-        made.link()
-        with made.operator as operator:
-            for i in range(2):
-                operator.register(secrets / f"node-{i}.pub")
-                start(made, i, secrets)
-        yield made
+# The simulator's numbers ------------------------------------------------------------------------------
 
 
-def start(flower, i, secrets, **about):
-    state = str(flower.scratch / "nodes")
-    about = {"name": f"node-{i}", "client": i, "share": i, "state": state} | about
-    flower.node(f"node-{i}", about, secrets / f"node-{i}.key")
-
-
-@pytest.fixture
-def fleet(flower, app, tmp_path):
-    return Fleet(flower, app, tmp_path)
-
-
-# Who may do what --------------------------------------------------------------------------------------
-
-POST = {"content-type": "application/protobuf"}
-
-
-def asked(client, port, path, message, **headers):
-    """The status that a request is answered with."""
-    url = f"https://127.0.0.1:{port}{path}"
-    return client.post(url, content=message.SerializeToString(), headers=POST | headers).status_code
-
-
-@pytest.mark.quick
-def test_a_stranger_with_the_ca_certificate_gets_nowhere(flower, fleet, app, secrets, tmp_path):
-    """Next to the documented fleet, which works; the stranger is on the same machine, even."""
-    with flower.operator as operator:
-        registered = operator.nodes()
-        runs = operator.runs()
-    stranger = tmp_path / "stranger"
-    keys.make(stranger, ["127.0.0.1"], 1)
-    shutil.copy(secrets / "ca.crt", stranger / "ca.crt")  # all that the stranger has of ours
-
-    # with Flower's own command line, at the nodes' port and at the operator's
-    for port in (flower.port, flower.control):
-        home = tmp_path / f"home-{port}"
-        home.mkdir()
-        lines = [
-            "[superlink.it]",
-            f'address = "127.0.0.1:{port}"',
-            f'root-certificates = "{stranger}/ca.crt"',
-        ]
-        (home / "config.toml").write_text("\n".join(lines))
-        for words in (
-            ["ls", "it"],
-            ["run", str(app), "it"],
-            ["supernode", "register", f"{stranger}/node-0.pub", "it"],
-        ):
-            done = flwr(home, *words)
-            assert done.returncode != 0, (port, words, done.stdout)
-
-    # by hand, with and without a token of its own
-    node = Node(node_id=registered[0].id)
-    whole = [
-        ("/v1/control/list-runs", ListRunsRequest()),
-        ("/v1/control/register-node", RegisterNodeRequest(public_key=b"mine")),
-        ("/v1/control/start-run", StartRunRequest(fab=Fab(hash_str="a", content=build(app)))),
-        ("/v1/runtime/acquire-task", AcquireTaskRequest(supported_task_types=["serverapp"])),
-        ("/v1/fleet/pull-messages", PullMessagesRequest(node=node)),
-        ("/v1/fleet/register-node", RegisterNodeRequest(public_key=b"mine")),
-        ("/openapi.json", ListRunsRequest()),
-    ]
-    forged, _ = keys.signed(None)
-    with httpx.Client(verify=check._context(stranger)) as client:
-        for port in (flower.port, flower.control):
-            for path, message in whole:
-                for headers in (
-                    {},
-                    {"authorization": "Bearer guessed"},
-                    forged,
-                    {"host": "x/v1/control/list-runs?"},
-                ):
-                    assert asked(client, port, path, message, **headers) in (401, 403, 404), (
-                        port,
-                        path,
-                        headers,
-                    )
-    with (
-        pytest.raises(EngineError, match="401"),
-        Operator(stranger, f"127.0.0.1:{flower.control}") as operator,
-    ):
-        operator.nodes()
-
-    # as a node with a key of its own
-    flower.node("stranger", {"name": "node-0", "share": 2}, stranger / "node-0.key")
-    fleet.run(schedule="rounds(2, clients=2)", nodes=2, minimum=2)
-    assert [r["nodes"] for r in fleet.records] == [2, 2]
-    assert not any("trouble" in r for r in fleet.records)
-    assert "SuperNode ID" not in flower.log("stranger").read_text(errors="replace")
-    with flower.operator as operator:
-        assert [n.id for n in operator.nodes()] == [n.id for n in registered]
-        assert len(operator.runs()) == len(runs) + 1
-
-
-def flwr(home, *words):
-    tool = os.path.join(os.path.dirname(sys.executable), "flwr")
-    env = {
-        **os.environ,
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-    }
-    return subprocess.run([tool, *words], env=env, capture_output=True, text=True, timeout=LONG)
-
-
-def test_check_finds_the_gate_shut_and_a_bare_superlink_open(flower, secrets, tmp_path):
-    shut = check.look(secrets, f"127.0.0.1:{flower.port}", f"127.0.0.1:{flower.control}")
-    assert all(trial.good for trial in shut), shut
-    bare = Flower(tmp_path / "bare", secrets)
-    with bare:
-        bare.port = bare.control = free_port()
-        words = ["--host", "127.0.0.1", "--port", str(bare.port), "--disable-runtime-dependency-installation"]
-        words += ["--ssl-ca-certfile", str(secrets / "ca.crt"), "--ssl-certfile", str(secrets / "server.crt")]
-        words += ["--ssl-keyfile", str(secrets / "server.key"), "--enable-supernode-auth"]
-        bare.start("superlink", "flower-superlink", words)
-        bare.wait_for_port()
-        found = check.look(secrets, f"127.0.0.1:{bare.port}", f"127.0.0.1:{bare.port}")
-    bad = {(trial.api, trial.tried) for trial in found if not trial.good}
-    assert ("control", "as anybody with ca.crt") in bad
-    assert ("runtime", "take a task") in bad
-    assert not any(trial.api == "node" for trial in found if not trial.good)
-
-
-def test_only_what_the_operator_signed_runs(flower, fleet, app, secrets, tmp_path):
-    """Not even the operator's token runs code without the signing key."""
-    thief = tmp_path / "thief"
-    keys.make(thief, ["127.0.0.1"], 0)
-    for name in ("ca.crt", "operator.token"):
-        shutil.copy(secrets / name, thief / name)
-    with Operator(thief, f"127.0.0.1:{flower.control}") as operator:
-        before = operator.runs()  # may look
-        with pytest.raises(EngineError, match="signed this app"):
-            operator.start(app, {})
-        with pytest.raises(EngineError, match="only signed apps"), operator._calling("start") as client:
-            client.StartRun(StartRunRequest(fab=Fab(hash_str="a", content=build(app))))
-        assert operator.runs() == before
-
-
-def test_a_node_runs_only_what_a_key_signed_that_it_trusts(flower, fleet, secrets, tmp_path):
-    """Whoever has the SuperLink does not have the nodes."""
-    other = tmp_path / "other"
-    keys.make(other, ["127.0.0.1"], 0)
-    with flower.operator as operator:
-        operator.register(secrets / "node-2.pub")
-    words = [
-        "--root-certificates",
-        str(secrets / "ca.crt"),
-        "--trusted-entities",
-        str(other / "trusted.yaml"),
-    ]
-    about = {"name": "node-2", "client": 2, "share": 2, "state": str(tmp_path)}
-    flower.node("node-2", about, secrets / "node-2.key", words)
-    try:
-        fleet.submit(schedule="rounds(1, clients=3)", nodes=3)
-        status = fleet.wait(lambda status: status["trouble"] and status["nodes"] == 2)
-        assert "verif" in status["trouble"][0]["why"].lower(), status
-    finally:
-        flower.end("node-2")
-        with flower.operator as operator:
-            operator.stop(operator.runs()[0]["run"])
-            operator.unregister(secrets / "node-2.pub")
-            assert len(operator.nodes()) == 2
-
-
-def test_a_signature_is_of_one_bundle_by_one_key(tmp_path):
-    keys.make(tmp_path / "a", ["h"], 0)
-    keys.make(tmp_path / "b", ["h"], 0)
-    trusted = read_trusted(tmp_path / "a" / "trusted.yaml")
-    signed = sign(b"bundle", tmp_path / "a" / "signing.key")
-    assert is_signed(b"bundle", signed, trusted)
-    assert not is_signed(b"bundlf", signed, trusted)
-    assert not is_signed(b"bundle", sign(b"bundle", tmp_path / "b" / "signing.key"), trusted)
-    assert not is_signed(b"bundle", dict.fromkeys(trusted, "{}"), trusted)
-    assert not is_signed(b"bundle", dict.fromkeys(trusted, "["), trusted)
-    late = {name: about.replace('"signed_at": ', '"signed_at": 1') for name, about in signed.items()}
-    assert not is_signed(b"bundle", late, trusted)
+@pytest.mark.parametrize("name", EQUAL)
+def test_three_nodes_give_the_simulators_bits(name, tmp_path):
+    ran = driven(tmp_path, algorithm=name, schedule=ROUNDS, minimum=3)
+    expected = simulated(algorithm_from(name), TWO)
+    assert torch.equal(ran.x, expected.x)
+    for key in ("clients", "bytes_up", "bytes_down"):
+        assert [r[key] for r in ran.history] == [r[key] for r in expected.history]
+    assert not any("trouble" in r for r in ran.history)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "operator", "word"),
+    ("algorithm", "schedule", "steps"),
     [
-        ("0.0.0.0:8000", "0.0.0.0:8001", "reached from elsewhere"),
-        ("127.0.0.1:8000", "127.0.0.1:8000", "cannot share port"),
-        ("0.0.0.0:8000", "127.0.0.2:8001", "not valid for 127.0.0.2"),
+        ("qafel()", "buffered(steps=3, buffer=2, concurrency=3)", 3),
+        ("fedasync()", "immediate(steps=4, concurrency=2)", 4),
     ],
 )
-def test_a_link_that_would_be_unsafe_does_not_start(nodes, operator, word, secrets, tmp_path):
-    from fedbraid.deploy.link import parse_address, serve
+def test_asynchronous_schedules_give_the_simulators_numbers(algorithm, schedule, steps, tmp_path):
+    ran = driven(tmp_path, algorithm=algorithm, schedule=schedule)
+    assert [len(r["clients"]) for r in ran.history] == [2 if "buffered" in schedule else 1] * steps
+    same(ran, simulated(algorithm_from(algorithm), Replay.of(ran.history)))
 
-    with pytest.raises(ConfigError, match=word):
-        serve(secrets, parse_address(nodes), parse_address(operator), tmp_path / "db")
+
+def test_uploads_that_do_not_fit_in_memory_are_read_again_in_the_same_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbraid.deploy.inbox.HELD_BYTES", 0)
+    monkeypatch.setattr("fedbraid.deploy.inbox.BLOCK_BYTES", 0)
+    reads = []
+    from fedbraid.deploy import inbox
+
+    monkeypatch.setattr(inbox, "unpack_answer", lambda m: reads.append(len(m)) or unpack_answer(m))
+    ran = driven(tmp_path, algorithm="scaffold()", schedule=ROUNDS, minimum=3)
+    assert torch.equal(ran.x, simulated(fb.scaffold(), TWO).x)
+    assert len([n for n in reads if n > 200]) == 2 * 6  # each upload: to check it, and to fold it
 
 
-# What one node can do to the others ---------------------------------------------------------------------
+def test_a_deployment_is_watched_and_recorded_as_a_simulation_is(tmp_path):
+    class Watcher:
+        def __init__(self):
+            self.told = []
+
+        def start(self, run):
+            self.told.append("start")
+
+        def step(self, record, run):
+            self.told.append(record["step"])
+            return record["step"] == 2
+
+        def end(self, result):
+            self.told.append("end")
+
+    watcher = Watcher()
+    said = {"schedule": "rounds(4, clients=3)", "minimum": 3, "keep_best": True}
+    result = driven(tmp_path, callbacks=(watcher,), **said)
+    assert watcher.told == ["start", 1, 2, "end"]
+    assert result.state.t == 2
+    expected = set(simulated(fb.fedavg(), fb.rounds(4, clients=3)).history[0])
+    assert set(result.history[0]) >= expected | {"versions", "nodes", "came", "start_times", "end_times"}
+    assert sorted(c for c, _ in result.history[0]["came"]) == [0, 1, 2]
+    for record in result.history:
+        spans = zip(record["start_times"], record["end_times"], strict=True)
+        assert all(b <= e <= record["time"] for b, e in spans)
+        assert sum(record["node_up"]) == record["bytes_up"]
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    assert driven(tmp_path, **said).state.t == 2  # it had ended, and stays so
+    short = driven(tmp_path, out=tmp_path / "short", patience=1, metric="nodes", **said)
+    assert short.state.t == 2  # as many nodes as before are no improvement
+
+
+def test_the_first_step_of_a_process_may_not_be_affordable(tmp_path):
+    """A record of the source's was missing then, and the server ended in an AttributeError."""
+
+    class Spent:
+        def can_afford(self, clients, sizes):
+            return False
+
+        def recall(self, cohorts):
+            pass
+
+    from fedbraid.deploy import serve
+
+    real = serve.attach_privacy
+    try:
+        serve.attach_privacy = lambda algorithm, setup: (real(algorithm, setup)[0], (Spent(),))
+        result = driven(tmp_path, schedule="rounds(2, clients=3)")
+    finally:
+        serve.attach_privacy = real
+    assert result.state.t == 0
+    assert len(result.history) == 0
+
+
+# Who leaves, who comes back ---------------------------------------------------------------------------
+
+
+class At:
+    """Does something after a step."""
+
+    def __init__(self, step, act):
+        self.at, self.act = step, act
+
+    def step(self, record, run):
+        if record["step"] == self.at:
+            self.act(run)
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold()", "fedvarp()", "fedvarp(held='client')", "feddyn()"])
+def test_who_leaves_for_good_leaves_nothing_behind(algorithm, tmp_path):
+    cohorts = [[0, 1, 2], [0, 1, 2], [0, 2], [2, 0]]
+    task = fb.Task.from_arrays(model, [load({"share": i}) for i in range(3)], data_for_tests())
+    expected = fb.simulate(
+        task, algorithm_from(algorithm), fb.Work(lr=0.1, steps=3, batch=4), fb.rounds(4, clients=cohorts),
+        engine="in_process", callbacks=[At(2, lambda run: run.leave(1))],
+    )  # fmt: skip
+    say = At(2, lambda run: departures.name(run.folder, "node-1"))
+    said = {"algorithm": algorithm, "schedule": f"rounds(4, clients={cohorts})", "minimum": 2}
+    ran = driven(tmp_path, callbacks=(say,), **said)
+    assert torch.equal(ran.x, expected.x)
+    assert ran.history[2]["left"] == expected.history[2]["left"] == [1]
+    assert departures.named(Folder(tmp_path / "run")) == []
+
+
+def test_an_upload_of_who_leaves_while_a_buffer_fills_is_not_in_the_step(tmp_path):
+    """SCAFFOLD's c kept its share for good."""
+    fleet = LocalFleet(tmp_path)
+    go = threading.Event()
+
+    def hold(order, head, upload):  # so that the buffer cannot fill without it
+        if order.kind == "TRAIN":
+            go.wait(LONG)
+        return head, upload
+
+    def once(order, head, upload):
+        again = order.kind == "TRAIN" and fleet.trained().count("node-1") > 1
+        return None if again else (head, upload)
+
+    def leave_while_it_fills():
+        until(lambda: fleet.trained().count("node-1") > 1, "an upload of node-1")
+        departures.name(Folder(tmp_path / "run"), "node-1")
+        until(lambda: "node-1" not in [n["name"] for n in fleet.status["fleet"]], "a departure")
+        go.set()
+
+    fleet.rewrite |= {"node-0": hold, "node-1": once}
+    fleet.start("node-0", "node-1")
+    helper = threading.Thread(target=leave_while_it_fills, daemon=True)
+    helper.start()
+    said = {"schedule": "buffered(steps=2, buffer=2, concurrency=2)", "nodes": 2, "deadline": LONG}
+    ran = fleet.serve(algorithm="scaffold()", **said)
+    fleet.stop()
+    helper.join(LONG)
+    assert [1 in r["clients"] for r in ran.history] == [False, False]
+    assert ran.history[0]["left"] == [1]
+
+
+@pytest.mark.parametrize("share", ["no answer", "lost", "garbage", 1e18, float("nan")])
+def test_who_cannot_be_asked_leaves_its_contribution(share, tmp_path):
+    """Or sends back what nobody can have: refused, and the run goes on."""
+
+    def vanish(order, head, upload):
+        if order.kind != "LEAVE":
+            return head, upload
+        if share == "lost":
+            head["lost"] = True
+        elif share == "garbage":
+            upload = b"\x00" * 40
+        elif isinstance(share, float):
+            upload = whole(share)
+        return None if share == "no answer" else (head, upload)
+
+    say = At(1, lambda run: departures.name(run.folder, "node-1"))
+    said = {"algorithm": "scaffold()", "schedule": "rounds(6, clients=2)", "deadline": 0.5, "minimum": 2}
+    records = driven(tmp_path, rewrite=vanish, callbacks=(say,), **said).history
+    assert [r["unreturned"] for r in records if "left" in r] == [[1]]
+    assert all(r["norm"] < 100 for r in records)
+    left = next(i for i, r in enumerate(records) if "left" in r)
+    assert all(1 not in r["clients"] for r in records[left:])
+
+
+def test_a_node_that_is_killed_gets_its_order_again_while_the_deadline_lasts(tmp_path):
+    """It lost what it was at; the round waits for it, and closes with all three."""
+    fleet = LocalFleet(tmp_path)
+    killed = threading.Event()
+
+    def dies(order, head, upload):
+        if order.kind == "TRAIN" and not killed.is_set():
+            killed.set()
+            threading.Thread(target=again, daemon=True).start()
+            return None
+        return head, upload
+
+    def again():
+        fleet.stop("node-1")
+        time.sleep(0.6)  # the server sees it gone
+        fleet.start("node-1")
+
+    fleet.rewrite["node-1"] = dies
+    fleet.start("node-0", "node-1", "node-2")
+    ran = fleet.serve(algorithm="scaffold()", schedule=ROUNDS, minimum=2, deadline=LONG)
+    fleet.stop()
+    assert torch.equal(ran.x, simulated(fb.scaffold(), TWO).x)
+    jobs = [job for _, name, kind, job in fleet.orders if (name, kind) == ("node-1", "TRAIN")]
+    assert len(jobs) == 3  # the first order twice, under one job
+    assert jobs[0] == jobs[1] != jobs[2]
+    assert ran.history[0].get("dropped") is None
+
+
+class Killed(BaseException):
+    """The server's process, as far as this test is concerned."""
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold()", EQUAL[-1]])
+@pytest.mark.parametrize(
+    "moment", ["before the commit", "before the acknowledgement", "while uploads arrive"]
+)
+def test_a_server_that_is_killed_and_started_again_ends_with_the_undisturbed_bits(
+    algorithm, moment, tmp_path
+):
+    fleet = LocalFleet(tmp_path).start("node-0", "node-1", "node-2")
+    said = {"algorithm": algorithm, "schedule": "rounds(4, clients=2)", "nodes": 3, "minimum": 2}
+    expected = driven(tmp_path / "other", **said)
+    kills = []
+
+    class Deadly(type(fleet.transport())):
+        def acknowledge(self, answers):
+            if (
+                moment == "before the acknowledgement"
+                and any(a.size > 90 for a in answers)
+                and len(kills) < 2
+            ):
+                kills.append(1)
+                raise Killed
+            super().acknowledge(answers)
+
+        def receive(self, limit, wait):
+            found = super().receive(1, wait)
+            if moment == "while uploads arrive" and any(a.size > 90 for a in found) and len(kills) < 2:
+                kills.append(1)
+                raise Killed
+            return found
+
+    class AtCommit:
+        def step(self, record, run):
+            if moment == "before the commit" and len(kills) < 2:
+                kills.append(1)
+                raise Killed
+
+    while True:
+        try:
+            result = fleet.serve(transport=Deadly(fleet.broker), callbacks=(AtCommit(),), **said)
+            break
+        except Killed:
+            continue
+    fleet.stop()
+    assert len(kills) == 2
+    assert torch.equal(result.x, expected.x)
+    for key in ("clients", "train_loss", "bytes_up", "norm"):
+        assert [r[key] for r in result.history] == [r[key] for r in expected.history], key
+    assert not fleet.broker.answers  # all were acknowledged in the end
+
+
+def test_a_server_that_starts_again_waits_for_the_nodes_it_had_or_says_who_is_missing(tmp_path):
+    fleet = LocalFleet(tmp_path).start("node-0", "node-1", "node-2")
+    said = {"schedule": "rounds(3, clients=3)", "nodes": 3, "minimum": 2}
+
+    class Dies(type(fleet.transport())):
+        def acknowledge(self, answers):
+            if len(answers) == 3:  # after a commit
+                raise Killed
+            super().acknowledge(answers)
+
+    with pytest.raises(Killed):
+        fleet.serve(transport=Dies(fleet.broker), **said)
+    fleet.stop("node-2")
+    threading.Timer(1.0, lambda: fleet.start("node-2")).start()
+    with pytest.raises(Killed):
+        fleet.serve(transport=Dies(fleet.broker), deadline=LONG, **said)
+    records = [*map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]
+    assert [sorted(r["clients"]) for r in records] == [[0, 1, 2]] * 2
+    assert "missing" not in records[1]
+    fleet.stop("node-2")
+    result = fleet.serve(deadline=1.0, **said)
+    fleet.stop()
+    assert result.history[-1]["missing"] == [2]
+    assert sorted(result.history[-1]["clients"]) == [0, 1]
+
+
+@pytest.mark.parametrize("schedule", ["rounds(1, clients=2)", "buffered(steps=1, buffer=1, concurrency=2)"])
+def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, tmp_path):
+    fleet = LocalFleet(tmp_path).start("node-0")
+    threading.Timer(1.0, lambda: fleet.start("node-1")).start()
+    ran = fleet.serve(schedule=schedule, nodes=2, deadline=0.3)
+    fleet.stop()
+    first = min(at for at, _, kind, _ in fleet.orders if kind == "TRAIN")
+    assert first > max(at for at, _, kind, _ in fleet.orders if kind == "HELLO")
+    assert ran.history[0]["nodes"] == 2
+
+
+def test_a_newcomer_takes_part_and_keeps_its_number(tmp_path):
+    fleet = LocalFleet(tmp_path).start("node-0", "node-1")
+    joined = At(1, lambda run: fleet.start("node-7"))
+    until_three = fb.deploy.Project(
+        model, "cross_entropy", load, data_for_tests, callbacks=[joined]
+    )  # fmt: skip
+    fleet.project = until_three
+    ran = fleet.serve(schedule="rounds(40, clients=3)", nodes=2, minimum=2)
+    fleet.stop()
+    came = [c for r in ran.history for c, _ in r.get("came", ())]
+    assert came[:2] in ([0, 1], [1, 0])
+    if 7 in came:  # forty rounds take longer than a hello, but nothing says so
+        assert fleet.trained().count("node-7") == sum(7 in r["clients"] for r in ran.history)
+
+
+def test_a_node_that_lost_its_state_says_so(tmp_path):
+    fleet = LocalFleet(tmp_path).start("node-0", "node-1")
+
+    def lose(run):
+        for file in (tmp_path / "nodes" / "node-1").rglob("memory.safetensors"):
+            file.unlink()
+
+    ran = fleet.serve(
+        algorithm="scaffold()", schedule="rounds(3, clients=2)", nodes=2, minimum=2, callbacks=(At(2, lose),)
+    )
+    fleet.stop()
+    troubles = [t for r in ran.history for t in r.get("trouble", [])]
+    assert [(t["node"], t["client"]) for t in troubles] == [("node-1", 1)]
+    assert "no longer had its state" in troubles[0]["why"]
+
+
+def test_a_node_that_does_not_hold_the_model_gets_all_of_it_in_the_same_round(tmp_path):
+    fleet = LocalFleet(tmp_path).start("node-0", "node-1")
+
+    def lose(run):
+        for file in (tmp_path / "nodes" / "node-1").rglob("memory.safetensors"):
+            file.unlink()
+
+    algorithm = "hidden_state(with_codecs(fedavg(), up=qsgd(4), down=qsgd(8)))"
+    ran = fleet.serve(
+        algorithm=algorithm, schedule="rounds(3, clients=2)", nodes=2, minimum=1, callbacks=(At(2, lose),)
+    )
+    fleet.stop()
+    assert [sorted(r["clients"]) for r in ran.history] == [[0, 1]] * 3
+    assert "gets all of it" in ran.history[2]["trouble"][0]["why"]
+
+
+def test_another_task_is_refused_by_the_node(tmp_path):
+    fleet = LocalFleet(tmp_path).start("node-0", "node-1")
+    other = fb.deploy.Project(lambda: torch.nn.Linear(5, 4), "cross_entropy", load, data_for_tests)
+    fleet.project = other
+    fleet.start("node-2")  # with other code than the two before and the server
+    fleet.project = PROJECT
+    ran = fleet.serve(schedule="rounds(2, clients=2)", nodes=2, minimum=2)
+    fleet.stop()
+    assert all(2 not in r["clients"] for r in ran.history)
+    told = [t["why"] for r in ran.history for t in r.get("trouble", [])] + [
+        t["why"] for t in fleet.status["trouble"]
+    ]
+    assert any("task is another than the server's" in why for why in told), told
+
+
+# What one node can do to the others -------------------------------------------------------------------
 
 
 def huge(size):
-    """The second node uploads this in every entry of its update, finite as it is."""
-
-    def mischief(node, order, reply):
-        if order.metadata.message_type == "train" and node == 101:
-            answer, layout = reply.content["fedbraid"], fb.Layout.of(torch.nn.Linear(5, 3))
-            forged = frame(0, 0, layout.fingerprint, np.full(layout.size, size, "<f4").tobytes())
-            several = not answer["blob"].startswith(MAGIC)
-            answer["blob"] = (
-                pack_message({**unpack_message(answer["blob"], 10**6), "delta": forged})
+    def rewrite(order, head, upload):
+        if order.kind == "TRAIN":
+            several = not upload.startswith(MAGIC)
+            upload = (
+                pack_message({**unpack_message(upload, 10**6), "delta": whole(size)})
                 if several
-                else forged
+                else whole(size)
             )
-        return reply
+        return head, upload
 
-    return mischief
+    return rewrite
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.0])
@@ -303,961 +434,340 @@ def huge(size):
     "algorithm",
     ["fednova()", "fedadavr(lr=0.1, memory='fp16')", "with_codecs(fedavg(), down=fp16())", "fedavg()"],
 )
-def test_an_upload_that_no_step_can_be_taken_with_is_refused(algorithm, factor, user, tmp_path):
-    grid = in_process(user, tmp_path, 3, huge(1e18))
-    result = driven(
-        user, grid, tmp_path / "run", algorithm=algorithm, schedule="rounds(3, clients=3)", norm_factor=factor
+def test_an_upload_that_no_step_can_be_taken_with_is_refused(algorithm, factor, tmp_path):
+    ran = driven(
+        tmp_path, rewrite=huge(1e18), algorithm=algorithm, schedule="rounds(3, clients=3)", norm_factor=factor
     )
-    records = result.history
-    assert [r["step"] for r in records] == [1, 2, 3]
-    assert not any(1 in r["clients"] for r in records)
-    troubles = [t for r in records for t in r.get("trouble", [])]
-    assert {(t["client"], t["node"]) for t in troubles} == {(1, "101")}
+    assert [r["step"] for r in ran.history] == [1, 2, 3]
+    assert not any(1 in r["clients"] for r in ran.history)
+    troubles = [t for r in ran.history for t in r.get("trouble", [])]
+    assert {(t["client"], t["node"]) for t in troubles} == {(1, "node-1")}
     assert all(("beyond" if factor else "no step can be taken") in t["why"] for t in troubles), troubles
 
 
 def lies(kind, **values):
-    """The second node answers orders of this kind with these values."""
+    def rewrite(order, head, upload):
+        return (head | values if order.kind == kind else head), upload
 
-    def mischief(node, order, reply):
-        if order.metadata.message_type == kind and node == 101:
-            reply.content["fedbraid"].update(values)
-        return reply
-
-    return mischief
+    return rewrite
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("loss", [1e39, -1e308, float("inf")])
-def test_a_loss_that_no_mean_holds_is_refused(loss, user, tmp_path):
-    """It would stand in the records as Infinity, which no reader of JSON takes."""
-    grid = in_process(user, tmp_path, 3, lies("train", loss=loss))
-    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=2)
-    assert [sorted(r["clients"]) for r in result.history] == [[0, 2]] * 2
-    assert [(t["client"], "its training loss is" in t["why"]) for t in result.history[0]["trouble"]] == [
-        (1, True)
-    ]
+def zero(loss):
+    """A zero update with a claimed loss."""
+
+    def rewrite(order, head, upload):
+        return (head | {"loss": loss}, whole(0.0)) if order.kind == "TRAIN" else (head, upload)
+
+    return rewrite
+
+
+@pytest.mark.parametrize("loss", [9e29, 1e39, -1e29, -1e308, float("inf"), float("nan"), -0.5, 10**400])
+def test_a_claimed_loss_ends_no_run_and_enters_no_record(loss, tmp_path):
+    """The attack that ended a run: a zero update with a loss of 9e29, round after round."""
+    ran = driven(tmp_path, rewrite=zero(loss), schedule="rounds(6, clients=3, select=oort())", minimum=3)
+    assert [r["step"] for r in ran.history] == [1, 2, 3, 4, 5, 6]
+    for record in ran.history:
+        assert 0 < record["train_loss"] < 10
+        assert record["losses"][record["clients"].index(1)] is None
+        assert any("left out" in t["why"] for t in record["trouble"])
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "Infinity" not in text
     assert "NaN" not in text
 
 
-@pytest.mark.quick
+def test_claimed_samples_are_bounded_by_the_others_and_the_operators_file(tmp_path):
+    """1e9 samples and a zero update froze a run that weighs by samples."""
+
+    def rewrite(order, head, upload):
+        return lies("HELLO", samples=10**9)(order, *zero(0.5)(order, head, upload))
+
+    said = {"algorithm": "fedavg(weights='samples')", "schedule": "rounds(3, clients=2)", "minimum": 2}
+    ran = driven(tmp_path, rewrite=rewrite, **said)
+    assert all(1 not in r["clients"] for r in ran.history)
+    assert "claims 1000000000 samples" in ran.history[0]["trouble"][0]["why"]
+    assert ran.history[-1]["loss"] < ran.history[0]["loss"]
+
+
+def test_the_operators_file_says_how_many_samples_a_node_has():
+    table = NodeTable(b"k", "run", samples_factor=100.0, vouched={"a-0": 5, "a-1": 10**6})
+    table.connect({f"a-{i}": NodeIdentity(f"a-{i}", "k") for i in range(5)}, 1.0)
+    with pytest.raises(WireError, match="claims 6 samples, not 5"):
+        table.register(table.nodes["a-0"], 6, -1)
+    for name, samples in (("a-0", 5), ("a-1", 10**6), ("a-2", 7), ("a-3", 6), ("a-4", 10**5)):
+        table.register(table.nodes[name], samples, -1)
+        table.nodes[name].on("registered")
+    assert [n.name for n in table.idle()] == ["a-0", "a-1", "a-2", "a-3"]
+    assert table.sizes.tolist() == [5, 10**6, 7, 6, 0]
+
+
 @pytest.mark.parametrize("held", [10**15, 1, -7])
-def test_a_newcomer_that_claims_to_hold_what_it_does_not_gets_everything(held, user, tmp_path):
-    grid = in_process(user, tmp_path, 3, lies("query", held=held))
+def test_a_newcomer_that_claims_to_hold_what_it_does_not_gets_everything(held, tmp_path):
     algorithm = "hidden_state(with_codecs(fedavg(), up=qsgd(4), down=qsgd(8)))"
-    result = driven(user, grid, tmp_path / "run", algorithm=algorithm, schedule="rounds(2, clients=3)")
-    assert [r["step"] for r in result.history] == [1, 2]
+    ran = driven(
+        tmp_path, rewrite=lies("HELLO", version=held), algorithm=algorithm, schedule="rounds(2, clients=3)"
+    )
+    assert [r["step"] for r in ran.history] == [1, 2]
 
 
 ESCAPE = "\x1b[2J\nfedbraid: all is well"  # clears a terminal, and forges a line of the log
 
 
-@pytest.mark.quick
-def test_what_a_node_says_is_one_line_without_control_characters(user, tmp_path, caplog):
-    def mischief(node, order, reply):
-        if node == 101 and order.metadata.message_type == "train":
-            return Message(Error(1, ESCAPE), reply_to=order)
-        return lies("query", name=f"clinic{ESCAPE}")(node - 1, order, reply)
-
-    grid = in_process(user, tmp_path, 3, mischief)
-    driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=2)", nodes=2, minimum=1)
-    told = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert [one["name"] for one in told["fleet"]] == ["n0", "n1"]
-    assert "under the name 'clinic\\x1b[2J\\nfedbraid: all is well'" in caplog.text
-    assert "it failed: \\x1b[2J\\nfedbraid: all is well" in caplog.text
+@pytest.mark.parametrize(
+    ("rewrite", "why"),
+    [
+        (lambda o, h, u: b"", "cut off"),
+        (lambda o, h, u: b"\xff" * 50, "cut off"),
+        (lambda o, h, u: b"\0\0\0\2[]", "not an object"),
+        (lambda o, h, u: b"\0\0\0\3{,}", "cannot be read"),
+        (lambda o, h, u: b"\0\0\x80\0" + b"[" * 32768, "cannot be read"),
+        (lambda o, h, u: ({k: v for k, v in h.items() if k != "loss"}, u), "no loss"),
+        (lambda o, h, u: (h | {"loss": "low"}, u), "no loss"),
+        (lambda o, h, u: (h | {"lost": 0}, u), "no lost"),
+        (lambda o, h, u: (h, u[:-1]), ""),
+        (lambda o, h, u: (h, u + b"x"), ""),
+        (lambda o, h, u: (h, b"garbage" * 20), ""),
+        (lambda o, h, u: (h, whole(np.nan)), ""),
+        (lambda o, h, u: (h, whole(np.inf)), ""),
+        (lambda o, h, u: (h, frame(0, 0, bytes(6), bytes(4 * LAYOUT.size))), "layout"),
+        (lambda o, h, u: ({"error": ESCAPE}, b""), "it failed: \\x1b[2J\\nfedbraid: all is well"),
+        (lambda o, h, u: ({"error": ["x"] * 1000}, b""), "it failed"),
+    ],
+)
+def test_broken_answers_are_refused_by_name_and_the_rounds_go_on(rewrite, why, tmp_path, caplog):
+    ran = driven(
+        tmp_path,
+        rewrite=lambda o, h, u: rewrite(o, h, u) if o.kind == "TRAIN" else (h, u),
+        schedule="rounds(2, clients=3)",
+    )
+    assert [1 in r["clients"] for r in ran.history] == [False, False]
+    troubles = [t for r in ran.history for t in r.get("trouble", [])]
+    assert troubles
+    assert all(t["node"] == "node-1" and why in t["why"] for t in troubles), troubles
     assert all(line.isprintable() for line in caplog.messages)
+    same(ran, simulated(fb.fedavg(), Replay.of(ran.history)))
 
 
-def test_honest_uploads_of_any_size_are_taken_and_learned_from(tmp_path):
-    """Early and late, of one step and of a thousand; only what is out of all proportion is refused."""
-    x, bound = torch.ones(100), Bound(100.0)
-    for norm, steps in ((50.0, 1), (3.0, 10), (0.5, 1), (900.0, 1000), (2.0, 1), (0.01, 1), (150.0, 200)):
-        bound.took(bound.check({"delta": torch.full((1, 100), norm / 10)}, steps, x))
-    with pytest.raises(WireError, match="norm-factor=100 times the median"):
-        bound.check({"delta": torch.full((1, 100), 1e4)}, 1, x)
-    again = Bound.restore(100.0, json.loads(json.dumps(bound.note())))
-    assert again == bound
-    assert Bound(0.0).check({"delta": torch.full((1, 100), 1e30)}, 1, x)
-    with pytest.raises(WireError, match="a million times"):
-        Bound(100.0).check({"delta": torch.full((1, 100), 1e9)}, 1, x)
+def test_a_large_answer_to_a_small_question_is_not_even_read(tmp_path):
+    def rewrite(order, head, upload):
+        return (head, bytes(10**6)) if order.kind == "HELLO" else (head, upload)
+
+    ran = driven(tmp_path, rewrite=rewrite, schedule="rounds(1, clients=2)", nodes=2, minimum=2)
+    assert 1 not in ran.history[0]["clients"]
+    assert any("far too large" in t["why"] for t in ran.history[0]["trouble"])
 
 
-def test_failing_nodes_are_asked_ever_more_rarely(user, tmp_path):
-    """However fast they fail; what is told of it stays small."""
+def test_a_second_answer_a_foreign_job_and_a_replay_count_for_nothing(tmp_path):
+    fleet = LocalFleet(tmp_path)
 
-    def fail(node, order, reply):
-        return Message(Error(1, f"attempt {len(grid.orders)}"), reply_to=order)
+    class Order:  # whatever job this node makes up
+        def __init__(self, job):
+            self.job = job
 
-    grid = in_process(user, tmp_path, 3, lambda node, order, reply: reply)
-    grid.mischief = lambda *about: fail(*about) if about[1].metadata.message_type == "train" else about[2]
-    with pytest.raises(RunError, match="can be continued"):
-        driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=3)", deadline=6.0, too_few="stop")
-    orders = [node for _, node, kind in grid.orders if kind == "train"]
-    assert 3 <= len(orders) <= 3 * 6  # 1/2 + 1 + 2 + 4 s at least between one node's first five
+    jobs = []
+
+    def rewrite(order, head, upload):
+        if order.kind == "TRAIN":
+            end = fleet.nodes["node-1"]
+            for job in (order.job, "0123456789abcdef" * 2, *jobs):
+                end.answer(Order(job), pack_answer(head | {"again": len(fleet.orders)}, upload))
+            jobs.append(order.job)
+        return head, upload
+
+    fleet.rewrite["node-1"] = rewrite
+    fleet.broker.quota = 100
+    fleet.start("node-0", "node-1", "node-2")
+    ran = fleet.serve(algorithm="scaffold()", schedule=ROUNDS, minimum=3)
+    fleet.stop()
+    assert torch.equal(ran.x, simulated(fb.scaffold(), TWO).x)
+    told = [t for r in ran.history for t in r.get("trouble", [])] + fleet.status["trouble"]
+    assert told
+    assert all(t["node"] == "node-1" and "which it was not given" in t["why"] for t in told), told
+
+
+def test_failing_nodes_are_asked_ever_more_rarely_and_what_is_told_stays_small(tmp_path):
+    fleet = LocalFleet(tmp_path)
+    for i in range(3):
+        fleet.rewrite[f"node-{i}"] = lambda o, h, u: (
+            ({"error": f"attempt {len(fleet.orders)}"}, b"") if o.kind == "TRAIN" else (h, u)
+        )
+    fleet.start("node-0", "node-1", "node-2")
+    with pytest.raises(RunError, match="restart with the same out="):
+        fleet.serve(schedule="rounds(1, clients=3)", deadline=6.0, too_few="stop")
+    fleet.stop()
+    assert 3 <= len(fleet.trained()) <= 3 * 6  # 1/2 + 1 + 2 + 4 s at least between one node's first five
     assert (tmp_path / "run" / "status.json").stat().st_size < 50_000
+    assert fleet.status["state"] == "failed"
+    assert "restart with the same out=" in fleet.status["traceback"]
 
 
-def test_orders_go_out_together_and_records_make_a_clock(user, tmp_path):
-    grid, pushed = in_process(user, tmp_path, 3), []
-    push = grid.push_messages
+def test_an_asynchronous_order_past_its_deadline_makes_room_and_still_counts(tmp_path):
+    fleet = LocalFleet(tmp_path)
+    go = threading.Event()
 
-    def seen(messages):
-        pushed.append([m.content["model"].object_id for m in messages if "model" in m.content])
-        return push(messages)
+    def slow(order, head, upload):
+        if order.kind == "TRAIN" and order.job == fleet_jobs(fleet, "node-0")[0]:
+            go.wait(LONG)
+        return head, upload
 
-    grid.push_messages = seen
-    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
-    orders = [models for models in pushed if models]
-    assert [len(models) for models in orders] == [3, 3]  # one push a cohort
-    assert [len(set(models)) for models in orders] == [1, 1]  # of one model, which Flower keeps once
-    assert sorted(c for c, _ in result.history[0]["came"]) == [0, 1, 2]
-    for record in result.history:
-        assert all(
-            b <= e <= record["time"] for b, e in zip(record["start_times"], record["end_times"], strict=True)
-        )
-        assert sum(record["node_up"]) == record["bytes_up"]
-        assert sum(record["node_down"]) == record["bytes_down"]
-    assert set(fb.clock.from_run(tmp_path / "run")) == {"durations"}
+    fleet.rewrite["node-0"] = slow
+    fleet.start("node-0", "node-1")
 
+    class Watch:
+        def step(self, record, run):
+            if any("no answer within" in t["why"] for t in record.get("trouble", [])):
+                go.set()
+            return 0 in record["clients"] and len(record["clients"]) == 1 and go.is_set()
 
-def test_a_superlink_that_is_overwhelmed_is_tried_again(user, tmp_path):
-    """It loses orders, answers and the list of nodes, each once."""
-    grid, failed = in_process(user, tmp_path, 2), []
-
-    def failing(name):
-        honest = getattr(grid, name)
-
-        def once(*words):
-            if name not in failed and len(grid.orders) == 2:  # after the introductions
-                failed.append(name)
-                raise ObjectPushError("x", 1, "y") if name == "push_messages" else httpx.ReadTimeout("busy")
-            return honest(*words)
-
-        return once
-
-    for name in ("push_messages", "pull_messages", "get_nodes"):
-        setattr(grid, name, failing(name))
-    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=2)", minimum=2)
-    assert sorted(failed) == ["get_nodes", "pull_messages", "push_messages"]
-    assert [sorted(r["clients"]) for r in result.history] == [[0, 1]] * 2
-    why = [t["why"] for t in result.history[0]["trouble"]]
-    assert sum("did not take orders: ObjectPushError" in w for w in why) == 1
-    assert sum("did not take its order" in w for w in why) == 2
+    ran = fleet.serve(
+        schedule="buffered(steps=10000, buffer=1, concurrency=1)", nodes=2, deadline=1.5, callbacks=(Watch(),)
+    )
+    fleet.stop()
+    last = ran.history[-1]
+    assert last["clients"] == [0]
+    if len(ran.history) > 1:
+        assert last["versions"][0] < last["step"]
 
 
-@pytest.mark.quick
-def test_a_superlink_that_is_silent_is_waited_for_by_name_and_until_the_deadline(
-    user, tmp_path, monkeypatch, caplog
-):
-    """Flower's own client would try for ever."""
-    monkeypatch.setattr(mailbox, "PATIENCE", 0.1)
-    grid = HttpGrid(f"127.0.0.1:{free_port()}", insecure=True, token="t")
-    grid.nodes = {1: {}}
-    with caplog.at_level("INFO", "flwr"), pytest.raises(httpx.ConnectError):
-        driven(user, grid, tmp_path / "run", deadline=1.0)
-    assert "waiting for the SuperLink, which does not answer" in caplog.text
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["wait"]["for"]) == ("failed", "the SuperLink, which does not answer")
+def fleet_jobs(fleet, name):
+    return [job for _, node, kind, job in fleet.orders if (node, kind) == (name, "TRAIN")]
 
 
-class Office:
-    """A SuperLink's side of the mail: replies by the order that they answer, with the parts that are here so far."""
-
-    def __init__(self, replies):
-        self.replies, self.confirmed = dict(replies), []
-        self.objects, self.here = {}, set()
-        for reply in self.replies.values():
-            self.objects |= {i: part.deflate() for i, part in get_all_nested_objects(reply).items()}
-
-    def PullMessages(self, request):
-        found = [self.replies.pop(i) for i in request.message_ids if i in self.replies]
-        for reply in found:
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-        return PullAppMessagesResponse(
-            messages_list=[message_to_proto(remove_content_from_message(m)) for m in found],
-            message_object_trees=[get_object_tree(m) for m in found],
-        )
-
-    def PullObject(self, request):
-        i = request.object_id
-        content = self.objects.get(i, b"") if i in self.here else b""
-        return PullObjectResponse(
-            object_found=i in self.objects, object_available=bool(content), object_content=content
-        )
-
-    def ConfirmMessageReceived(self, request):
-        self.confirmed.append(request.message_object_id)
+# Small parts ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mail():
-    """A mailbox, its office, and two nodes' answers there, of which no part has come."""
-    TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
-    replies = {}
-    for i in range(2):
-        order = Message(RecordDict(), dst_node_id=i + 1, message_type="train")
-        order.metadata.__dict__["_message_id"] = f"order {i}"
-        replies[f"order {i}"] = Message(RecordDict({"fedbraid": ConfigRecord({"a": i})}), reply_to=order)
-    office, grid = Office(replies), HttpGrid(token="t")
-    grid._client, grid._run = office, Run.create_empty(1)
-    return Mailbox(grid), office, replies
+def test_every_state_of_a_node_has_its_events():
+    reached = {state for moves in EVENTS.values() for state in moves.values()} | {NodeState.NEW}
+    assert reached == set(NodeState)
+    assert not any(NodeState.GONE in moves for moves in EVENTS.values())
+    node = Node("a")
+    with pytest.raises(KeyError):
+        node.on("asked")  # who has not introduced itself is asked nothing
 
 
-@pytest.mark.quick
-def test_an_answer_on_its_way_keeps_no_other_waiting(mail):
-    """Flower's own `pull_messages` would wait for its parts, for up to two hours."""
-    mailbox, office, replies = mail
-    ids = ["order 0", "order 1", "order 2"]
-    assert mailbox.pull(ids) == []
-    office.here |= get_all_nested_objects(replies["order 1"]).keys()
-    office.here.add(replies["order 0"].object_id)
-    ((to, message),) = mailbox.pull(ids)
-    assert (to, message.content["fedbraid"]["a"]) == ("order 1", 1)
-    office.here |= office.objects.keys()
-    ((to, message),) = mailbox.pull(ids)
-    assert (to, message.content["fedbraid"]["a"]) == ("order 0", 0)
-    assert mailbox.pull(ids) == []
-    assert len(office.confirmed) == 2
+def test_numbers_follow_names_and_outlive_restarts():
+    table = NodeTable(b"k", "run")
+    names = ["node-2", "node-0", "clinic", "x-2", "node-99999999"]
+    table.connect({name: NodeIdentity(name, "k", "s") for name in names}, 1.0)
+    for name in names:
+        table.register(table.nodes[name], 5, -1)
+        table.nodes[name].on("registered")
+    assert {n.name: n.client for n in table.members} == {
+        "node-2": 2, "node-0": 0, "clinic": 1, "x-2": 3, "node-99999999": 4,
+    }  # fmt: skip
+    again = NodeTable(b"k", "run")
+    assert again.restore(json.loads(json.dumps(table.note()))) == set(names)
+    assert {n.name: n.client for n in again.members} == {n.name: n.client for n in table.members}
+    with pytest.raises(WireError, match="1000000000 samples, 5 at first"):
+        again.register(again.nodes["clinic"], 10**9, -1)
+    with pytest.raises(WireError, match="claims 0 samples"):
+        again.register(again.nodes["clinic"], 0, -1)
 
 
-@pytest.mark.quick
-def test_an_answer_that_cannot_be_read_is_its_senders_trouble(mail):
-    """A node may send any bytes as a part; its server must outlive that."""
-    mailbox, office, replies = mail
-    record = replies["order 0"].content["fedbraid"].object_id
-    head, _, _ = office.objects[record].partition(b"\0")
-    office.objects[record] = head + b"\0" + b"\xff" * 40
-    office.here |= office.objects.keys()
-    found = dict(mailbox.pull(["order 0", "order 1"]))
-    assert isinstance(found["order 0"], WireError)
-    assert "cannot be read" in str(found["order 0"])
-    assert found["order 1"].content["fedbraid"]["a"] == 1
+def test_jobs_are_known_again_and_by_nobody_else():
+    node, versions = Node("a", committed_sequence=4), {7: None, 8: None}
+    table = NodeTable(b"secret", "run")
+    assert table.adopt(node, table.job(node, 5, 8), versions) == (5, 8)
+    assert table.adopt(node, table.job(node, 4, 8), versions) is None  # was counted
+    assert table.adopt(node, table.job(node, 5, 6), versions) is None  # of a model that is gone
+    assert table.adopt(node, NodeTable(b"other", "run").job(node, 5, 8), versions) is None
+    assert table.adopt(node, table.job(Node("b"), 5, 8), versions) is None
 
 
-@pytest.mark.quick
-def test_an_answer_that_never_came_whole_is_said_to_be_lost(mail):
-    mailbox, office, replies = mail
-    del office.objects[replies["order 0"].content.object_id]
-    office.here |= office.objects.keys()
-    found = dict(mailbox.pull(["order 0", "order 1"]))
-    assert "never came" in str(found["order 0"])
-    assert found["order 1"].content["fedbraid"]["a"] == 1
+def test_honest_uploads_of_any_size_are_accepted_and_learned_from():
+    """Early and late, of one step and of a thousand; only what is out of all proportion is refused."""
+    x, limit = torch.ones(100), NormLimit(100.0)
+    for norm, steps in ((50.0, 1), (3.0, 10), (0.5, 1), (900.0, 1000), (2.0, 1), (0.01, 1), (150.0, 200)):
+        limit.accepted(limit.check({"delta": torch.full((1, 100), norm / 10)}, steps, x))
+    with pytest.raises(WireError, match="norm_factor=100 times the median"):
+        limit.check({"delta": torch.full((1, 100), 1e4)}, 1, x)
+    again = NormLimit.restore(100.0, json.loads(json.dumps(limit.note())))
+    assert again == limit
+    assert NormLimit(0.0).check({"delta": torch.full((1, 100), 1e30)}, 1, x)
+    with pytest.raises(WireError, match="a million times"):
+        NormLimit(100.0).check({"delta": torch.full((1, 100), 1e9)}, 1, x)
 
 
-@pytest.mark.quick
-def test_what_has_come_stays_when_the_superlink_fails(mail):
-    mailbox, office, replies = mail
-    office.here |= office.objects.keys()
-    pull, bad = office.PullObject, replies["order 0"].content.object_id
-
-    def failing(request):
-        if request.object_id == bad:
-            raise httpx.ReadTimeout("busy")
-        return pull(request)
-
-    office.PullObject = failing
-    assert [to for to, _ in mailbox.pull(["order 0", "order 1"])] == ["order 1"]
-    with pytest.raises(httpx.ReadTimeout):
-        mailbox.pull(["order 0"])
-    office.PullObject = pull
-    assert [to for to, _ in mailbox.pull(["order 0"])] == ["order 0"]
+def test_honest_losses_are_believed_from_the_first_to_the_last():
+    limit = LossLimit(100.0)
+    for loss in (2.3, 2.2, 1.0, 0.3, 0.01, 1e-5, 1e-7, 1e-8, 1e-9, 3.0):
+        assert limit.doubt(loss) is None
+        limit.believed([loss])
+    assert "beyond" in limit.doubt(1e6)
+    assert "cannot be" in limit.doubt(-1.0)
+    assert LossLimit(100.0, is_signed=True).doubt(-1.0) is None
+    again = LossLimit.restore(100.0, False, json.loads(json.dumps(limit.note())))
+    assert (again.first, list(again.newest)) == (limit.first, list(limit.newest))
 
 
 def test_what_is_told_of_trouble_is_bounded():
     troubles = Troubles()
-    for i in range(100_000):
-        troubles.add(i % 7, i % 7, f"reason {i % 1000}" * 100)
-    found = troubles.take()
-    assert len(found["trouble"]) == 100
-    assert sum(t["times"] for t in found["trouble"]) + found["more_trouble"] == 100_000
-    assert len(json.dumps(found)) < 100_000
-    assert len(troubles.told) <= 2000
+    for i in range(10_000):
+        troubles.add(f"node-{i % 200}", i % 200, "x" * 1000)
+    taken = troubles.take()
+    assert len(taken["trouble"]) == 100
+    assert taken["more_trouble"] == 5_000
+    assert len(json.dumps(taken)) < 100_000
     assert troubles.take() == {}
 
 
+def test_a_dead_server_is_said_to_be_dead_and_a_silent_one_silent(tmp_path):
+    told = {"state": "running", "at": time.time(), "pid": 2**22 - 1, "host": ""}
+    (tmp_path / "status.json").write_text(json.dumps(told))
+    assert status_file.read(tmp_path)["life"] == "running"  # of another machine, just now
+    (tmp_path / "status.json").write_text(json.dumps(told | {"at": time.time() - 55}))
+    assert status_file.read(tmp_path)["life"] == "silent"
+    assert 54 < status_file.read(tmp_path)["age"] < 100
+    import socket
+
+    (tmp_path / "status.json").write_text(json.dumps(told | {"host": socket.gethostname()}))
+    assert status_file.read(tmp_path)["life"] == "dead"
+    (tmp_path / "status.json").write_text("{")
+    assert status_file.read(tmp_path) == {}
+
+
+def test_a_corrupt_state_says_what_to_do(tmp_path):
+    memory = NodeMemory(3, {"x": torch.ones(4)}, {"job": {"c": torch.ones(1, 4)}}, 2)
+    memory.write(tmp_path, keep_down=True)
+    again = NodeMemory.read(tmp_path)
+    assert (again.version, again.participations, list(again.after)) == (3, 2, ["job"])
+    file = tmp_path / "memory.safetensors"
+    data = bytearray(file.read_bytes())
+    for at in (5, len(data) // 2, len(data) - 1):
+        broken = data.copy()
+        broken[at] ^= 1
+        file.write_bytes(broken)
+        with pytest.raises(RunError, match="remove it"):
+            NodeMemory.read(tmp_path)
+
+
 @pytest.mark.parametrize(
-    "schedule",
+    ("config", "word"),
     [
-        "rounds(2, clients=3)",
-        "rounds(2, clients=[[0, 1], [0, 1]])",
-        "buffered(steps=2, buffer=1, concurrency=2)",
+        ({"deadlin": 1.0}, "did you mean 'deadline'"),
+        ({"deadline": "soon"}, "type float"),
+        ({"deadline": 0}, "no time"),
+        ({"minimum": 0}, "too small"),
+        ({"too-few": "panic"}, "'wait' or 'stop'"),
+        ({"max-norm": -1.0}, "refuses everything"),
+        ({"vouched": {}}, "vouched"),
     ],
 )
-def test_a_run_never_starts_with_fewer_nodes_than_it_says(schedule, user, tmp_path):
-    """Many deadlines pass before the third node comes."""
-    grid = in_process(user, tmp_path, 3)
-    third, honest, seen = grid.nodes.pop(102), grid.get_nodes, []
-
-    def nodes():
-        seen.append(len(grid.orders))
-        if len(seen) == 60:
-            grid.nodes[102] = third
-        return honest()
-
-    grid.get_nodes = nodes
-    result = driven(user, grid, tmp_path / "run", schedule=schedule, nodes=3, deadline=0.05)
-    assert seen[59] == 2  # two introductions and no order
-    assert len(result.history) == 2
-
-
-def test_who_does_not_say_its_name_is_shown_and_a_server_leaves_its_traceback(user, tmp_path, caplog):
-    def silent(node, order, reply):
-        if order.metadata.message_type == "query" and node == 101:
-            return None
-        return reply
-
-    def nodes():
-        if len(looks) > 20:
-            raise ValueError("the grid is gone")
-        looks.append(json.loads(status.read_text()) if status.exists() else {})
-        return honest()
-
-    grid, looks, status = in_process(user, tmp_path, 2, silent), [], tmp_path / "run" / "status.json"
-    honest, grid.get_nodes = grid.get_nodes, nodes
-    with caplog.at_level("INFO", "flwr"), pytest.raises(ValueError, match="grid is gone"):
-        driven(user, grid, tmp_path / "run", schedule="rounds(1, clients=2)", nodes=2)
-    named, nameless = looks[-1]["fleet"]
-    assert (named["name"], nameless["client"], nameless["here"]) == ("n0", -1, True)
-    assert nameless["asked"] >= 0
-    assert (
-        "waiting for 2 nodes before the first step (1 are here), as long as it takes: node 101" in caplog.text
-    )
-    left = json.loads(status.read_text())
-    assert left["state"] == "failed"
-    assert "Traceback (most recent call last)" in left["traceback"]
-    assert "the grid is gone" in left["traceback"]
-
-
-def test_an_order_that_died_with_its_node_is_given_again(user, tmp_path):
-    def dies(node, order, reply):
-        if order.metadata.message_type == "train" and len(grid.orders) == 4 + 1:
-            grid.woke[node] = "again"
-            return None
-        return reply
-
-    grid = in_process(user, tmp_path, 3, dies)
-    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=3)", minimum=3)
-    records = result.history
-    assert [sorted(r["clients"]) for r in records] == [[0, 1, 2]] * 2
-    assert ["started again" in t["why"] for t in records[0]["trouble"]] == [True]
-
-
-class Lost:
-    """Mischief: the first answers of a kind, as many as told, never come."""
-
-    def __init__(self, kind, times, node=101):
-        self.kind, self.left, self.node = kind, times, node
-
-    def __call__(self, node, order, reply):
-        about = order.content["fedbraid"]
-        kind = "leave" if "leave" in about else about.get("ask", "train")
-        if (node, kind) == (self.node, self.kind) and self.left:
-            self.left -= 1
-            return None
-        return reply
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(server, "SOON", 0.05)
-
-
-@pytest.mark.quick
-def test_who_does_not_say_its_name_is_asked_again(user, tmp_path, impatient):
-    read = []
-    user = {**user, "apps": counting(user, read)}
-    grid = in_process(user, tmp_path, 1, Lost("hello", 3, node=100))
-    result = driven(user, grid, tmp_path / "run", schedule="rounds(2, clients=1)", deadline=LONG)
-    assert [r["clients"] for r in result.history] == [[0]] * 2
-    assert [kind for *_, kind in grid.orders][:4] == ["query"] * 4
-    assert read == [0]  # for all that it was asked
-    assert "trouble" not in result.history[0]
-
-
-def counting(user, read):
-    """The user's apps, whose nodes note that they read their data."""
-
-    def load(node_config):
-        read.append(node_config["share"])
-        return user["load"](node_config)
-
-    return fb.deploy.apps(user["model"], "cross_entropy", load, user["test"])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("schedule", ["rounds(3, clients=2)", "buffered(steps=4, buffer=1, concurrency=2)"])
-def test_an_answer_that_lies_on_its_node_is_brought_forth(schedule, user, tmp_path, impatient):
-    """As on Flower's own SuperNode after an order of a run that ended: each answer waits for the next question."""
-    lying = []
-
-    def late(node, order, reply):
-        if node != 101:
-            return reply
-        if lying:
-            message, answer = lying.pop()
-            grid.replies[message] = answer
-        lying.append((order.metadata.message_id, reply))
-        return None
-
-    grid = in_process(user, tmp_path, 2, late)
-    result = driven(user, grid, tmp_path / "run", schedule=schedule, deadline=LONG, minimum=2)
-    assert {c for r in result.history for c in r["clients"]} == {0, 1}
-    assert not any("trouble" in r for r in result.history)
-
-
-@pytest.mark.quick
-def test_who_is_to_leave_is_asked_for_its_share_again(user, tmp_path, impatient):
-    class Leave:
-        def step(self, record, run):
-            if record["step"] == 1:
-                leaving.name(run.folder, "n1")
-
-    grid = in_process(user, tmp_path, 3, Lost("leave", 1))
-    said = {"algorithm": "scaffold()", "schedule": "rounds(60, clients=2)", "deadline": LONG, "minimum": 2}
-    records = driven(user, grid, tmp_path / "run", (Leave(),), **said).history
-    assert [r["left"] for r in records if "left" in r] == [[1]]
-    assert not any("unreturned" in r for r in records)  # it came
-
-
-# Who is who -----------------------------------------------------------------------------------------------
-
-
-def test_nobody_takes_the_name_of_a_node_that_is_away(flower, fleet, secrets, tmp_path):
-    """Nor its number and memory, whatever else it is registered for; and its own key brings it back."""
-    with flower.operator as operator:
-        operator.register(secrets / "node-3.pub")
-    fleet.misbehave(0, "honest", "hold")
-    fleet.submit(schedule="rounds(3, clients=2)", nodes=2, minimum=1, deadline=LONG)
-    fleet.wait_for(step=1, busy=1)
-    flower.end("node-1")
-    fleet.wait_for(nodes=1)
-    about = {"name": "node-1", "client": 1, "share": 2, "state": str(tmp_path / "impostor")}
-    flower.node("impostor", about, secrets / "node-3.key")
-    try:
-        status = fleet.wait(lambda status: status["trouble"])
-        assert "'node-1', which belongs to the key" in status["trouble"][0]["why"]
-        assert status["nodes"] == 1
-        flower.end("impostor")
-        start(flower, 1, secrets)
-        fleet.wait_for(nodes=2)
-        fleet.let_go(0)
-        fleet.wait_for(state="done")
-        assert fleet.records[-1]["nodes"] == 2
-    finally:
-        with flower.operator as operator:
-            operator.unregister(secrets / "node-3.pub")
-
-
-@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # of Flower's migrations
-def test_a_busy_superlinks_requests_wait_for_one_another(secrets, tmp_path):
-    app = link._superlink(secrets, ("127.0.0.1", free_port()), tmp_path / "link.db")
-    (told,) = app.state.linkstate_factory.state().query("PRAGMA busy_timeout")
-    assert [*told.values()] == [60_000]
-
-
-# Who stays ------------------------------------------------------------------------------------------------
-
-
-def test_nodes_come_in_turns_and_the_server_between_them():
-    """However many nodes ask at once; and one on a slow line, going or coming, has no turn meanwhile."""
-    inside, most, answered = [], [], []
-
-    async def app(scope, receive, send):
-        inside.append(scope["path"])
-        most.append(len([path for path in inside if path in gate.NODE]))
-        body = (await receive())["body"]
-        await asyncio.sleep(0.01)
-        inside.remove(scope["path"])
-        await send({"type": "http.response.body", "body": body})
-
-    def asked(path, server, slow):
-        pieces = [
-            {"type": "http.request", "body": b"a", "more_body": True},
-            {"type": "http.request", "body": b"b"},
-        ]
-
-        async def receive():
-            if slow:
-                await asyncio.Event().wait()
-            return pieces.pop(0)
-
-        async def send(message):
-            answered.append((path, message["body"]))
-
-        headers = [(b"host", b"h"), (b"flwr-public-key", b"aa==")]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "server": server}
-        return asyncio.ensure_future(door(scope, receive, send))
-
-    async def all_of_them():
-        slow = [asked("/v1/fleet/push-object", ("0.0.0.0", 1), True) for _ in range(50)]
-        await asyncio.sleep(0)
-        nodes = [asked("/v1/fleet/pull-messages", ("0.0.0.0", 1), False) for _ in range(50)]
-        await asyncio.sleep(0)
-        await asked("/v1/runtime/push-object", ("127.0.0.1", 2), False)
-        between = len(answered)
-        await asyncio.gather(*nodes)
-        for one in slow:
-            one.cancel()
-        return between
-
-    door = gate.Gate(app, ("127.0.0.1", 2), "", lambda key: True)
-    assert asyncio.run(all_of_them()) <= 2 * gate.TURNS  # the server's request did not wait for fifty nodes
-    assert max(most) == gate.TURNS
-    assert answered.count(("/v1/fleet/pull-messages", b"ab")) == 50
-
-
-def test_a_registered_key_is_looked_up_now_and_then(monkeypatch):
-    """And a stranger's every time; one that was removed is a stranger some seconds later."""
-    now, looked, registered = [100.0], [], {b"node"}
-    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
-    known = gate.TaskSummary(lambda key: looked.append(key) or key in registered)
-    assert [known(b"node"), known(b"node"), known(b"who"), known(b"who")] == [True, True, False, False]
-    assert looked == [b"node", b"who", b"who"]
-    registered.clear()
-    now[0] += gate.TRUST
-    assert not known(b"node")
-    assert len(known.until) == 1
-
-
-def test_flowers_layers_are_met_by_the_requests_that_they_look_at():
-    """All of them are known; one that another version brings is not left out unseen."""
-    from flwr.superlink.main import _get_middleware
-
-    layers = _get_middleware()
-    rest = {"BaseHTTPMiddleware", "ProtobufTranslationMiddleware", "RuntimeTracingMiddleware"}
-    assert {layer.cls.__name__ for layer in layers} == {*link.ONLY, *rest}
-    lighter = link._lighter(layers)
-    assert len(lighter) == len(layers) - 1  # nobody traces
-    assert sum(layer.cls is link.Only for layer in lighter) == len(link.ONLY)
-    met = []
-
-    def layer(app):
-        async def around(scope, receive, send):
-            met.append(scope.get("path"))
-            await app(scope, receive, send)
-
-        return around
-
-    async def app(scope, receive, send):
-        pass
-
-    only = link.Only(app, layer, "/v1/fleet/")
-    for scope in (
-        {"type": "http", "path": "/v1/fleet/pull-messages"},
-        {"type": "http", "path": "/v1/runtime/pull-messages"},
-        {"type": "lifespan"},
-    ):
-        asyncio.run(only(scope, None, None))
-    assert met == ["/v1/fleet/pull-messages"]
-
-
-@pytest.mark.quick
-def test_a_node_does_all_its_orders_in_one_process_with_its_data_read_once(flower, fleet, user):
-    """To the bit what the simulator, which is never interrupted, comes to."""
-    read = [loads(flower, i) for i in range(2)]
-    fleet.run(algorithm="scaffold()", schedule=f"rounds(5, clients={[[0, 1]] * 5})", nodes=2, minimum=2)
-    assert [len(set(fleet.lives(i))) for i in range(2)] == [1, 1]
-    assert [len(fleet.lives(i)) for i in range(2)] == [5, 5]
-    assert [loads(flower, i) - read[i] for i in range(2)] == [1, 1]
-    rounds = fb.rounds(5, clients=[[0, 1]] * 5)
-    expected = simulated(user, fb.scaffold(), rounds, clients=2)[1]
-    assert all(torch.equal(fleet.model[k], v) for k, v in expected.items())
-
-
-def test_another_app_and_a_failed_order_get_a_fresh_process(flower, fleet, app, tmp_path):
-    def run(name, **config):
-        one = Fleet(flower, fleet.app, tmp_path / name)
-        one.place.mkdir()
-        if config:
-            one.misbehave(0, *config["lines"])
-        one.run(schedule="rounds(2, clients=[[0, 1], [0, 1]])", nodes=2, minimum=2)
-        return one.lives(0)
-
-    (pid, first), (_, second) = run("first")
-    fleet.app = tmp_path / "app"
-    shutil.copytree(app, fleet.app)
-    with (fleet.app / "fleet.py").open("a") as file:
-        file.write("# another one\n")
-    other = run("other")
-    assert first == second
-    assert {process for process, _ in other} == {pid}
-    assert len({first, *(life for _, life in other)}) == 2
-    failed, again, _ = run("failed", lines=["raise"])
-    assert failed[1] == other[0][1] != again[1]
-
-
-def test_a_task_that_its_supernode_gave_up_does_not_block_the_next(monkeypatch):
-    """Its content never comes, as when its run ends while it is on the way."""
-    over = threading.Event()
-    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: over.wait(LONG))
-    doing = worker.Worker("nowhere", b"")
-    monkeypatch.setattr(doing, "_next", lambda main: "newer")
-    try:
-        assert doing._pulled(None, None) == (None, "newer")
-    finally:
-        over.set()
-    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: "input")
-    assert doing._pulled(None, None) == ("input", None)
-
-
-class Connection:
-    """A worker's line to its SuperNode, and what it said there."""
-
-    def __init__(self):
-        self.said = []
-
-    def close(self):
-        pass
-
-    def SendTaskHeartbeat(self, request):
-        pass
-
-    def PushTaskOutput(self, request):
-        self.said.append((request.sub_status, request.details))
-
-
-def at_work(monkeypatch, pull, push=None):
-    """A worker that gets its order by `pull()` and leaves its answer by `push()`: it, and its line."""
-    line, doing = Connection(), worker.Worker("nowhere", b"")
-    monkeypatch.setattr(run_clientapp, "pull_task_input", lambda link: pull())
-    monkeypatch.setattr(run_clientapp, "push_message", lambda link, reply, context: push())
-    monkeypatch.setattr(doing, "_connected", lambda token: contextlib.closing(line))
-    monkeypatch.setattr(doing, "_loaded", lambda run, fab: lambda message, context: "reply")
-    return doing, line
-
-
-@pytest.mark.quick
-def test_a_worker_outlives_an_answer_that_was_not_taken(monkeypatch, capsys):
-    """As when the run has ended, and its SuperNode throws the answer away while it comes."""
-
-    def refused():
-        raise ObjectPushError("id", 1, "session")
-
-    doing, line = at_work(monkeypatch, lambda: (None, None, None, None), refused)
-    assert doing._do("token", None) is None
-    assert "an answer was not taken" in capsys.readouterr().err
-    assert [status for status, _ in line.said] == ["failed"]
-
-
-@pytest.mark.quick
-def test_a_task_that_was_overtaken_is_ended(monkeypatch):
-    """Or its SuperNode would, a minute later, answer it in place of the order that it has then."""
-    over = threading.Event()
-    doing, line = at_work(monkeypatch, lambda: over.wait(LONG))
-    monkeypatch.setattr(doing, "_next", lambda main: "newer")
-    try:
-        assert doing._do("token", None) == "newer"
-    finally:
-        over.set()
-    assert [status for status, _ in line.said] == ["failed"]
-
-
-def loads(flower, i):
-    place = flower.scratch / "nodes" / f"loads-{i}"
-    return len(place.read_text().splitlines()) if place.exists() else 0
-
-
-# Who comes back --------------------------------------------------------------------------------------------
-
-
-def of_node(home, *words):
-    """The processes of a node's service that have all these words in their command."""
-    mark = f"FEDBRAID_NODE={home}".encode()
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found += [process] if all(w in " ".join(process.cmdline()) for w in words) else []
-    return found
-
-
-@contextlib.contextmanager
-def service(flower, key, name, state, *more):
-    """`fedbraid deploy node`, for as long as this lasts."""
-    words = [
-        "deploy",
-        "node",
-        str(key),
-        "--superlink",
-        f"127.0.0.1:{flower.port}",
-        "--name",
-        name,
-        "--state",
-        str(state),
-    ]
-    words += [w for pair in more for w in ("-c", pair)]
-    with open(flower.scratch / f"{name}.log", "ab") as log:
-        process = subprocess.Popen([sys.executable, "-m", "fedbraid", *words], stdout=log, stderr=log)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        assert process.wait(60) in (0, -signal.SIGKILL)
-
-
-def test_a_node_that_is_killed_comes_back_by_itself(flower, fleet, secrets, tmp_path):
-    """Its SuperNode, its worker in mid-task, or the service itself, and all with it."""
-    state = tmp_path / "state"
-    home = state / ".svc"
-    with flower.operator as operator:
-        operator.register(secrets / "node-4.pub")
-    for name in ("node-0", "node-1"):
-        flower.end(name)
-    try:
-        with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
-            fleet.misbehave(2, "hold", "hold", "hold")
-            fleet.submit(schedule="rounds(4, clients=1)", nodes=1, minimum=1, deadline=LONG)
-            for left, victim in ((2, "fedbraid.deploy.supernode"), (1, "fedbraid.deploy.worker")):
-                wait_until(
-                    lambda left=left: lines_left(fleet) == left
-                )  # its app is in the middle of an order
-                held = of_node(home, "fedbraid.deploy.worker")
-                of_node(home, victim)[0].kill()
-                wait_until(lambda held=held: not any(app.is_running() for app in held))  # no orphan
-            wait_until(lambda: lines_left(fleet) == 0)  # it has the same order for the third time
-            process.kill()  # the service itself
-            process.wait()
-            wait_until(lambda: of_node(home) == [])
-        with service(flower, secrets / "node-4.key", "svc", state, "share=2") as process:
-            fleet.wait_for(state="done")
-            assert [r["clients"] for r in fleet.records] == [[0]] * 4
-        assert of_node(home) == []
-    finally:
-        with flower.operator as operator:
-            operator.unregister(secrets / "node-4.pub")
-        for i in range(2):
-            start(flower, i, secrets)
-
-
-def lines_left(fleet):
-    return len((fleet.place / "mischief-2").read_text().splitlines())
-
-
-def wait_until(true):
-    end = time.monotonic() + LONG
-    while not true():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.2)
-
-
-# What is going on --------------------------------------------------------------------------------------------
-
-
-def findings(folder, nodes, control):
-    return {one.what: one for one in doctor.examine(folder, f"127.0.0.1:{nodes}", f"127.0.0.1:{control}")}
-
-
-def test_status_and_doctor_say_what_is_going_on(flower, fleet, secrets, tmp_path):
-    fleet.misbehave(0, "hold")
-    fleet.submit(schedule="rounds(1, clients=2)", nodes=2, minimum=2, seed=1)
-    fleet.wait_for(busy=1)
-    told = doctor.status(secrets, f"127.0.0.1:{flower.control}")
-    assert sum(n["status"] == "online" for n in told["nodes"]) == 2
-    inside = told["folder"]
-    assert inside["wait"]["for"] == "uploads of round 1"
-    assert inside["wait"]["until"] > time.time()
-    assert [one["name"] for one in inside["fleet"] if one["asked"] is not None] == ["node-0"]
-    assert any("waiting for uploads of round 1" in line for line in told["log"])
-    fleet.let_go(0)
-    fleet.wait_for(state="done")
-
-    found = findings(secrets, flower.port, flower.control)
-    assert {what for what, one in found.items() if not one.good} == {
-        f"node-{i}.key" for i in (2, 3, 4)
-    }  # not registered
-    assert "node-2.pub" in found["node-2.key"].todo
-    for what in ("keys", "ca.crt", "server.crt", "clocks", "versions there", "nodes", "who may do what"):
-        assert found[what].good
-
-    alone = tmp_path / "local_only"  # what a node has
-    alone.mkdir()
-    for name in ("ca.crt", "node-1.key", "trusted.yaml"):
-        shutil.copy(secrets / name, alone / name)
-    assert all(one.good for one in findings(alone, flower.port, flower.control).values())
-    (alone / "node-1.key").chmod(0o644)
-    assert "chmod 600" in findings(alone, flower.port, flower.control)["keys"].todo
-
-    other = tmp_path / "other"
-    keys.make(other, ["127.0.0.1"], 0)
-    assert (
-        "ca.crt is not the one" in findings(other, flower.port, flower.control)["SuperLink, for nodes"].todo
-    )
-    nobody = findings(secrets, free_port(), free_port())
-    assert not nobody["SuperLink, for nodes"].good
-    assert not nobody["SuperLink, for the operator"].good
-
-
-@contextlib.contextmanager
-def listening(secrets, body):
-    """Something that has the server's own certificate, and answers everything with this."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(secrets / "server.crt", secrets / "server.key")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
-        served.socket = context.wrap_socket(served.socket, server_side=True)
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
-        try:
-            yield served.server_port
-        finally:
-            served.shutdown()
-            thread.join()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("body", [b"<html></html>", b"[1, 2]", b"{}", b"\xff" * 100])
-def test_what_is_no_superlink_is_said_to_be_none(body, secrets):
-    with listening(secrets, body) as port, Operator(secrets, f"127.0.0.1:{port}") as operator:
-        found = findings(secrets, port, port)
-        assert not all(one.good for one in found.values())
-        if body != b"{}":
-            assert "is no SuperLink" in found["SuperLink, for the operator"].found
-        with pytest.raises(EngineError, match="is no SuperLink"):
-            operator.nodes()
-        with pytest.raises(EngineError, match="is no SuperLink"):
-            doctor.status(secrets, f"127.0.0.1:{port}")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("token", [b"\xff\xfe", "é".encode(), b"a\nb", b"a\0"])
-def test_a_damaged_token_says_what_to_do(token, secrets, tmp_path):
-    shutil.copytree(secrets, tmp_path / "keys")
-    (tmp_path / "keys" / "operator.token").write_bytes(token)
-    for look in (doctor.status, partial(check.look, nodes="127.0.0.1:1")):
-        with pytest.raises(ConfigError, match=r"operator.token is damaged .* copy it again"):
-            look(tmp_path / "keys", control="127.0.0.1:1")
-
-
-def test_doctor_shows_the_server_apps_own_error(flower, fleet, secrets):
-    for process in psutil.Process(flower.processes["superlink"].pid).children():
-        if "flower-superexec" in " ".join(process.cmdline()):
-            process.kill()  # it is started again, or no run would ever start
-    with flower.operator as operator:
-        run = operator.start(fleet.app, {"algorithm": "fedavgg()", "out": str(fleet.folder.path)})
-        wait_until(lambda: next(r for r in operator.runs() if r["run"] == run)["status"] == "finished")
-    found = findings(secrets, flower.port, flower.control)[f"run {run}"]
-    assert not found.good
-    assert "unknown algorithm 'fedavgg'" in found.found
-    assert "Traceback" in found.todo
-    assert "fedavgg" in doctor.status(secrets, f"127.0.0.1:{flower.control}")["traceback"]
-
-
-def test_units_are_what_systemd_takes(secrets, tmp_path):
-    key, config = str(secrets / "node-0.key"), "path=/data/100% of 'it' $HOME"
-    for words in (["link", str(secrets)], ["node", key, "--superlink", "fl.example.org:8000", "-c", config]):
-        unit = tmp_path / f"fedbraid-{words[0]}.service"
-        done = subprocess.run(
-            [sys.executable, "-m", "fedbraid", "deploy", *words, "--unit", str(unit)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"-m fedbraid deploy {words[0]}" in unit.read_text()
-        if (tool := shutil.which("systemd-analyze")) is not None:
-            said = subprocess.run([tool, "verify", str(unit)], capture_output=True, text=True)
-            assert (said.returncode, said.stderr) == (0, ""), said
-    assert "\"path=/data/100%% of 'it' $$HOME\"" in unit.read_text()
-
-
-def test_recipes_pass_their_linters():
-    recipes = Path(__file__).parent.parent / "docs" / "recipes"
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    for words in (
-        [shellcheck, *recipes.glob("*.sbatch")],
-        [Path(sys.executable).with_name("kubernetes-validate"), "--strict", recipes / "kubernetes.yaml"],
-    ):
-        said = subprocess.run(words, capture_output=True, text=True)
-        assert said.returncode == 0, said
-
-
-def test_a_damaged_memory_says_what_to_do(tmp_path):
-    memory = Memory(3, {}, {"job": {"h": torch.ones(1, 4)}})
-    memory.write(tmp_path, keep_down=False)
-    file = tmp_path / "memory.safetensors"
-    whole = file.read_bytes()
-    for cut in range(0, len(whole), 7):
-        file.write_bytes(whole[:cut])
-        with pytest.raises(RunError, match="is damaged"):
-            Memory.read(tmp_path)
-    for at in range(0, 8 * len(whole), 11):
-        flipped = bytearray(whole)
-        flipped[at // 8] ^= 1 << at % 8
-        file.write_bytes(flipped)
-        with pytest.raises(RunError, match="is damaged"):
-            Memory.read(tmp_path)
-    file.write_bytes(whole)
-    assert Memory.read(tmp_path).after["job"]["h"].tolist() == [[1.0] * 4]
-
-
-@pytest.mark.quick
-def test_a_memory_outlives_a_power_cut(tmp_path, monkeypatch):
-    """The server may count on it as soon as the upload is made: file and folder are on the disk before."""
-    synced, real = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
-    Memory(3, {}, {"job": {"h": torch.ones(1, 4)}}).write(tmp_path / "a" / "b", keep_down=False)
-    assert Path(synced[-1]) == tmp_path / "a" / "b"
-    assert {str(tmp_path), str(tmp_path / "a")} < set(synced)
-    assert any("memory.safetensors" in name for name in synced)
-    assert (tmp_path / "a" / "b" / "memory.safetensors").stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.quick
-def test_a_node_that_lost_its_memory_says_so(user, tmp_path):
-    def mischief(node, order, reply):
-        if node == 101 and [to for _, to, kind in grid.orders if kind == "train"].count(101) == 1:
-            shutil.rmtree(tmp_path / "nodes" / "n1")
-        return reply
-
-    grid = in_process(user, tmp_path, 3, mischief)
-    population_weight = f"rounds(3, clients={[[0, 1, 2]] * 3})"
-    result = driven(user, grid, tmp_path / "run", algorithm="scaffold()", schedule=population_weight)
-    told = [[(t["client"], t["why"]) for t in r.get("trouble", [])] for r in result.history]
-    assert told == [[], [(1, FORGOT)], []]
-
-
-@pytest.mark.parametrize("left", ["", "-1", "x", "9" * 30, "\0\0\0"])
-def test_a_node_whose_note_was_cut_comes_back(left, secrets, tmp_path, monkeypatch):
-    """Its last number is written down to sign off by; a power cut may leave anything there."""
-    asked = []
-
-    def answer(request):
-        asked.append(request.url.path)
-        return httpx.Response(200, content=ActivateNodeResponse(node_id=7).SerializeToString())
-
-    client = httpx.Client
-    monkeypatch.setattr(
-        httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer), base_url="https://h")
-    )
-    service = Service(secrets / "node-0.key", "h:1", {"name": "a", "state": str(tmp_path)})
-    service.home.mkdir()
-    (service.home / "node-id").write_text(left)
-    assert service._knock() is None
-    assert asked == ["/v1/fleet/activate-node", "/v1/fleet/deactivate-node"]
-    assert service._knock() is None
-    assert asked[2] == "/v1/fleet/deactivate-node"
-
-
-@pytest.mark.parametrize("name", [".", "", "a\nb", "\x1b[2J", "x" * 201])
-def test_a_name_is_what_can_be_shown(name, secrets, tmp_path):
-    with pytest.raises(ConfigError, match="is no name for a node"):
-        Service(secrets / "node-0.key", "h:1", {"name": name, "state": str(tmp_path)})
-
-
-def test_a_deployment_goes_into_a_folder(tmp_path):
-    (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / ("x" * 300)):
-        with pytest.raises(ConfigError, match="cannot hold a deployment"):
-            init(place)
+def test_settings_are_checked(config, word):
+    with pytest.raises(ConfigError, match=word):
+        Settings.read(config)
+
+
+def test_what_the_file_makes_is_not_said_twice():
+    made = {"algorithm": fb.scaffold(), "work": None}
+    assert Settings.read({"seed": 1}, made).what()[0] == fb.scaffold()
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        Settings.read({"algorithm": "fedavg()"}, made)
+    with pytest.raises(ConfigError, match="no algorithm"):
+        Settings.read({}, {"algorithm": fb.scaffold}).what()
+
+
+def test_a_project_is_complete_or_says_what_is_missing():
+    with pytest.raises(ConfigError, match="give both"):
+        fb.deploy.Project(model)
+    with pytest.raises(ConfigError, match="option of a project"):
+        fb.deploy.Project(model, "mse", load, options={"metric": {}})

@@ -335,11 +335,11 @@ HOSTILE = "<img src=x onerror=document.title='taken'></script><b>"
 
 def fleet_status(**changed):
     """A deployment's status, as its server writes it."""
-    node = {"client": 0, "name": f"clinic {HOSTILE}", "node": "12", "here": True, "asked": 45.0}
-    away = {"client": 1, "name": "clinic-1", "node": "None", "here": False, "asked": None}
+    node = {"client": 0, "name": f"clinic {HOSTILE}", "here": True, "seen": 0.1, "asked": 45.0}
+    away = {"client": 1, "name": "clinic-1", "here": False, "seen": None, "asked": None}
     wait = {"for": "uploads of round 6", "since": time.time() - 45, "until": time.time() + 555}
     return {
-        "state": "running", "error": "", "traceback": "", "step": 5, "steps": 9, "busy": 1, "nodes": 1, "pid": 1,
+        "state": "running", "error": "", "traceback": "", "step": 5, "steps": 9, "busy": 1, "nodes": 1, "pid": os.getpid(), "host": socket.gethostname(),
         "at": time.time(), "wait": wait, "fleet": [node, away],
         "trouble": [{"node": "12", "client": 0, "why": f"it failed: {HOSTILE}", "times": 3}],
     } | changed  # fmt: skip
@@ -365,6 +365,11 @@ def test_watch_tells_of_a_fleet(watched, single, tmp_path):
     (told,) = fleets(fleet_status(at=time.time() - 100))  # the server was killed: its orders grow old
     assert told["silent"] >= 100
     assert told["fleet"][0]["asked"] >= 145
+    assert (told["state"].partition(":")[0], told["wait"]) == ("SILENT", "")
+    assert not any(one["here"] for one in told["fleet"])
+    (told,) = fleets(fleet_status(pid=2**22 - 1))  # at once, where its process can be looked for
+    assert told["state"].startswith("DEAD")
+    assert told["silent"] is not None
     (told,) = fleets(fleet_status(state="failed", error="no", traceback="Traceback: no"))
     assert (told["error"], told["wait"]) == ("Traceback: no", "")
     for damaged in ("", "[]", "{}", json.dumps(fleet_status(fleet=3)), json.dumps(fleet_status(wait=None))):

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fleets import driven
 from safetensors.torch import load_file
 
 import fedbraid as fb
-from fedbraid.errors import ConfigError, DataError
-
-pytest.importorskip("flwr", reason="flwr is not installed: make test-engines brings it")
-from fleets import in_process
-
 from fedbraid.deploy import Project
-from fedbraid.deploy.parts import Same
 from fedbraid.deploy.project import init
-from fedbraid.deploy.server import serve
+from fedbraid.deploy.task_halves import Same
+from fedbraid.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.engines
 
@@ -92,19 +88,9 @@ def mine(tmp_path_factory):
 
 
 def deployed(task, algorithm, place):
-    """A fleet without processes: (its model, its records)."""
-    from flwr.supercore.task_identity import TaskIdentity
-
-    TaskIdentity._run_id = TaskIdentity._task_id = TaskIdentity._node_id = 1
+    """A fleet in this process: (its model, its records)."""
     project = Project(algorithm=algorithm, work=WORK, schedule=ROUNDS, task=task)
-    from fedbraid.deploy.node import client_app
-
-    class Its:
-        client = client_app(project)
-
-    grid = in_process({"apps": Its}, place, 3)
-    grid.config = {"nodes": 3, "minimum": 2, "out": str(place / "run"), "poll": 0.01}
-    ran = serve(project, project.settings(grid.config), grid)
+    ran = driven(place, project=project, work=None, minimum=2)
     return load_file(place / "run" / "model.safetensors"), ran.history
 
 
@@ -183,12 +169,12 @@ def test_a_deployment_of_a_file(mine, tmp_path):
     said = (tmp_path / "a/fleet.py").read_text()
     assert "from mine import task" in said
     assert "fb.deploy.from_task(task)" in said
-    assert 'algorithm = "scaffold()"' in (tmp_path / "a/pyproject.toml").read_text()
+    assert 'algorithm = "scaffold()"' in (tmp_path / "a/fleet.toml").read_text()
     assert (tmp_path / "a/mine.py").read_text() == MINE
     init(tmp_path / "b", task=f"{path}:task(personal=('head.*',))", algorithm=f"{path}:algorithm")
     said = (tmp_path / "b/fleet.py").read_text()
     assert "from_task(lambda: task(personal=('head.*',)), algorithm=algorithm)" in said
-    assert "\nalgorithm =" not in (tmp_path / "b/pyproject.toml").read_text()
+    assert "\nalgorithm =" not in (tmp_path / "b/fleet.toml").read_text()
     for task, algorithm, why in (
         ("digits", None, "names no task in a file"),
         (f"{path}:nothing", None, "nothing"),
@@ -201,7 +187,7 @@ def test_a_deployment_of_a_file(mine, tmp_path):
 
 
 def test_it_runs_on_real_nodes(mine, tmp_path):
-    """One file: `run` in the simulator, `deploy init` and `trial` as Flower's processes."""
+    """One file: `run` in the simulator, `deploy init` and `trial` with a broker and processes."""
     path, user = mine
     environment = {
         **os.environ,
@@ -224,6 +210,6 @@ def test_it_runs_on_real_nodes(mine, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = fb.simulate(user["task"](), user["algorithm"](), WORK, fb.rounds(2, clients=3))
-    model = load_file(tmp_path / "run/model.safetensors")
+    model = load_file(tmp_path / "fleet/run/model.safetensors")
     for name, v in result.task.layout.views(result.x).items():
         assert torch.allclose(model[name], v, atol=1e-5, rtol=1e-5), name

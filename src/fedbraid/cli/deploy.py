@@ -3,58 +3,62 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedbraid.cli.help import App
-from fedbraid.cli.show import Json, Quiet, facts, give, table
-from fedbraid.errors import ConfigError
+from fedbraid.cli.show import Json, Quiet, complain, facts, give, table
+from fedbraid.errors import ConfigError, EngineError
 from fedbraid.parse import literal
 from fedbraid.run.formatting import format_bytes, format_share
 
 if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Record
 
-app = App(help="Real clients on Flower: from a file to a fleet.", no_args_is_help=True)
-
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The deployment's folder.")]
-Keys = Annotated[Path, typer.Argument(metavar="KEYS", help="The folder that `deploy keys` made.")]
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?):([0-9]{1,5})")
+app = App(help="Run a fleet of real clients: a broker, a server, and nodes.", no_args_is_help=True)
+TRY_AGAIN = 75  # the exit code of a server that its supervisor is to start again
+URL = re.compile(r"tls://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})")
 
 
-def _place(text: str) -> str:
-    found = _PLACE.fullmatch(text)
-    if found is None or len(found[1]) > 253 or not 0 < int(found[3]) < 65536:
-        raise ConfigError(f"{text!r} is no HOST:PORT; write it like fl.example.org:8000")
+def _url(text: str) -> str:
+    found = URL.fullmatch(text)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise ConfigError(
+            f"the broker's address must be tls://HOST:PORT, got {text!r}; e.g. tls://fl.example.org:4222"
+        )
     return text
 
 
-Control = Annotated[str, typer.Option(callback=_place, help="Where the SuperLink listens for the operator.")]
+Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the deployment [default: here].")]
+InDir = Annotated[Path, typer.Option("--dir", help="Folder of the deployment [default: here].")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("-c", "--config", metavar="KEY=VALUE", help="Override a key of [tool.flwr.app.config]."),
+    typer.Option(
+        "-c", "--config", metavar="KEY=VALUE", help="Override a key of fleet.toml; may be repeated."
+    ),
 ]
-Nodes = Annotated[str, typer.Option(callback=_place, help="Where nodes reach the SuperLink.")]
+Url = Annotated[str, typer.Argument(metavar="URL", callback=_url, help="Broker: tls://HOST:PORT.")]
 Unit = Annotated[Path | None, typer.Option(help="Write a systemd unit that does this, instead of doing it.")]
-CONTROL, NODES = "127.0.0.1:8001", "127.0.0.1:8000"
+HERE = Path(".")
 
 
 @app.command()
 def init(
-    folder: Folder,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the deployment.")],
     task: Annotated[
-        str | None, typer.Argument(metavar="FILE.py:TASK", help="A task of your own, as `run` takes it.")
+        str | None, typer.Argument(metavar="FILE.py:TASK", help="A task from your own file, as in `run`.")
     ] = None,
     algorithm: Annotated[
         str | None, typer.Argument(metavar="ALGORITHM", help="A name, or FILE.py:NAME of your own.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a deployment: fleet.py, the one file to edit, and pyproject.toml, which makes it a Flower app.
+    """Write a deployment: fleet.py says what is learned, fleet.toml how the run goes.
 
-    Given a task of yours, there is nothing to edit: its file comes along, and the nodes learn what the simulator did.
+    Given a task of yours, there is nothing to edit: its file is copied, and the nodes learn what the simulator did.
 
     \b
     Examples:
@@ -67,24 +71,23 @@ def init(
     if json:
         give({"written": [str(p) for p in written]})
     else:
-        facts(
-            {
-                "edit": str(written[0]),
-                "configure": str(written[1]),
-                "try": f"fedbraid deploy trial {folder} --nodes 3",
-            }
-        )
+        said = {
+            "edit": written[0],
+            "configure": written[1],
+            "try": f"fedbraid deploy trial {folder} --nodes 3",
+        }
+        facts({name: str(value) for name, value in said.items()})
 
 
 @app.command()
 def trial(
-    folder: Folder,
-    nodes: Annotated[int, typer.Option(min=1, max=1000, help="SuperNodes to start on this machine.")] = 3,
+    folder: Dir = HERE,
+    nodes: Annotated[int, typer.Option(min=1, max=1000, help="Nodes to start on this machine.")] = 3,
     set_: Set = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a deployment to its end on this machine: a SuperLink and SuperNodes on loopback, then clean up.
+    """Run a deployment to its end on this machine: a broker, a server and nodes on loopback; then clean up.
 
     Each node gets `share` (0 to NODES-1) and `shares` in its configuration, for `load(node_config)`.
 
@@ -93,7 +96,7 @@ def trial(
       fedbraid deploy trial fleet --nodes 3
       fedbraid deploy trial fleet -c "algorithm=scaffold()" -c "schedule=rounds(5, clients=2)"
     """
-    from fedbraid.deploy.trial import trial as run
+    from fedbraid.deploy.local_fleet import trial as run
 
     view = View(quiet or json)
     done = run(folder, nodes, _settings(set_ or []), view.tell)
@@ -117,252 +120,236 @@ def trial(
 
 @app.command()
 def keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the keys go.")],
+    folder: Dir = HERE,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or address that nodes reach the server by; may be given again."),
+        typer.Option(
+            help="Name or address that nodes reach the broker by; may be repeated [default: localhost]."
+        ),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=0, max=100_000, help="How many nodes need a key.")] = 0,
+    nodes: Annotated[int, typer.Option(min=0, max=100_000, help="Number of nodes that need a key.")] = 0,
     json: Json = False,
 ) -> None:
-    """Make a CA, the server's certificate, the nodes' keys, the operator's token and the key that signs apps.
+    """Make a CA, the server's certificate, the operator's key, and a key for each node, in DIR/keys.
 
-    What is there already is kept.
+    Existing files are kept, so a larger --nodes adds keys; a broker that runs accepts them at once.
 
     \b
     Example:
-      fedbraid deploy keys secrets --host fl.example.org --nodes 3
+      fedbraid deploy keys fleet --host fl.example.org --nodes 50
     """
-    from fedbraid.deploy.keys import make
+    from fedbraid.deploy import credentials, service
 
-    written = make(folder, host or ["localhost", "127.0.0.1"], nodes)
+    written = credentials.make(folder / "keys", host or ["localhost", "127.0.0.1"], nodes)
+    if (folder / "broker" / service.UP).exists() and (broker := service.broker_of(folder)).is_running:
+        broker.reload()
     if json:
         give({"written": [str(p) for p in written]})
     else:
-        facts({"written": ", ".join(p.name for p in written) or "nothing: all are there", "in": str(folder)})
+        names = [p.name for p in written]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        facts({"written": shown or "nothing: all exist", "in": str(folder / "keys")})
 
 
 @app.command()
-def link(
-    keys: Keys,
-    listen: Annotated[str, typer.Option(help="Where nodes come in.")] = "0.0.0.0:8000",
-    control: Control = CONTROL,
-    database: Annotated[Path, typer.Option(help="What the SuperLink remembers.")] = Path("superlink.db"),
+def up(
+    folder: Dir = HERE,
+    host: Annotated[str, typer.Option(help="Address that the broker listens on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port that the broker listens on.")] = 4222,
+    set_: Set = None,
     unit: Unit = None,
 ) -> None:
-    """Run the SuperLink: nodes on one port, and nothing but nodes; the operator on another, on loopback alone.
+    """Run the broker and the server until the run has ended; whichever dies is started again.
+
+    Started again with the same `out`, the run resumes from its last committed step.
 
     \b
     Examples:
-      fedbraid deploy link secrets --listen 0.0.0.0:8000
-      fedbraid deploy link /etc/fedbraid --unit fedbraid-link.service
+      fedbraid deploy up fleet -c "algorithm=scaffold()" -c minimum=2
+      fedbraid deploy up /var/lib/fedbraid/fleet --unit fedbraid-server.service
     """
-    from fedbraid.deploy.link import parse_address, serve
-    from fedbraid.deploy.unit import write
+    from fedbraid.deploy.service import up as run
+    from fedbraid.deploy.systemd import write
 
-    addresses = parse_address(listen), parse_address(control)
     if unit is None:
-        return serve(keys, *addresses, database)
-    words = ["deploy", "link", str(keys.resolve()), "--listen", listen, "--control", control]
-    write(unit, "fedbraid SuperLink", [*words, "--database", str(database)], devices=False)
+        return run(folder, host, port, set_ or [], _settings(set_ or []))
+    words = ["deploy", "up", str(folder.resolve()), "--host", host, "--port", str(port)]
+    write(unit, "fedbraid server", [*words, *(w for p in set_ or [] for w in ("-c", p))], is_node=False)
     _next(unit)
+
+
+@app.command(hidden=True)
+def serve(folder: Dir, url: Url, set_: Set = None) -> None:
+    """Run a server alone; `up` and `trial` do, and start it again."""
+    import logging
+
+    from fedbraid.deploy.project import Deployment
+    from fedbraid.deploy.serve import serve_folder
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S")
+    logging.getLogger("fedbraid").setLevel(logging.INFO)
+    deployment = Deployment.read(folder, _settings(set_ or []))
+    try:
+        serve_folder(deployment, url)
+    except EngineError as error:  # the broker's: it may be starting
+        complain(str(error))
+        raise typer.Exit(TRY_AGAIN) from error
 
 
 @app.command()
 def node(
-    key: Annotated[
-        Path, typer.Argument(metavar="NODE.key", help="Its key, with ca.crt and trusted.yaml beside it.")
-    ],
-    superlink: Annotated[
-        str, typer.Option(callback=_place, help="Where nodes reach the SuperLink, HOST:PORT.")
-    ],
-    name: Annotated[
-        str | None, typer.Option(help="Who this node is; its key file's name by default.")
-    ] = None,
-    state: Annotated[Path, typer.Option(help="Where it remembers.")] = Path("~/.fedbraid/nodes"),
+    url: Url,
+    key: Annotated[Path, typer.Option(help="Key of this node, with ca.crt and operator.pub beside it.")],
+    task: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="The project in this node's copy of fleet.py.")
+    ] = "fleet.py:fleet",
+    state: Annotated[Path, typer.Option(help="Folder for this node's state.")] = Path("~/.fedbraid/nodes"),
     set_: Annotated[
         list[str] | None,
-        typer.Option("-c", "--config", metavar="KEY=VALUE", help="What load(node_config) gets."),
+        typer.Option(
+            "-c", "--config", metavar="KEY=VALUE", help="What load(node_config) gets; may be repeated."
+        ),
     ] = None,
     unit: Unit = None,
 ) -> None:
-    """Run a node and keep it running: whatever dies is started again, and nothing is left behind.
+    """Run a node: it connects to the broker and trains on its own data as signed orders say.
 
     \b
     Examples:
-      fedbraid deploy node secrets/node-0.key --superlink fl.example.org:8000 --name clinic-0
-      fedbraid deploy node /etc/fedbraid/node-0.key --superlink fl.example.org:8000 --unit fedbraid-node.service
+      fedbraid deploy node --key node-7.nk tls://fl.example.org:4222
+      fedbraid deploy node --key /etc/fedbraid/node-7.nk --task /etc/fedbraid/fleet.py:fleet --unit node.service tls://fl.example.org:4222
     """
-    from fedbraid.deploy.service import Service
-    from fedbraid.deploy.unit import write
+    from fedbraid.deploy.node import run_node
+    from fedbraid.deploy.project import load
+    from fedbraid.deploy.systemd import write
+    from fedbraid.user_files import absolute
 
-    called = name or key.stem
+    project = load(task)
     if unit is None:
-        config = {**_settings(set_ or []), "name": called, "state": str(state.expanduser().resolve())}
-        return Service(key.resolve(), superlink, config).run()
-    words = ["deploy", "node", str(key.resolve()), "--superlink", superlink, "--name", called]
-    words += ["--state", "/var/lib/fedbraid/nodes", *(w for pair in set_ or [] for w in ("-c", pair))]
-    write(unit, f"fedbraid node {called}", words, devices=True)
+        return run_node(project, url, key, state, _settings(set_ or []))
+    words = ["deploy", "node", "--key", str(key.resolve()), "--task", absolute(task)]
+    words += ["--state", "/var/lib/fedbraid/nodes", *(w for pair in set_ or [] for w in ("-c", pair)), url]
+    write(unit, f"fedbraid node {key.stem}", words, is_node=True)
     _next(unit)
 
 
 def _next(unit: Path) -> None:
-    facts(
-        {
-            "written": str(unit),
-            "install": f"useradd -r fedbraid; cp {unit} /etc/systemd/system/; systemctl enable --now {unit.name}",
-        }
-    )
+    install = f"useradd -r fedbraid; cp {unit} /etc/systemd/system/; systemctl enable --now {unit.name}"
+    facts({"written": str(unit), "install": install})
 
 
 @app.command()
-def register(
-    keys: Keys,
-    public: Annotated[list[Path], typer.Argument(metavar="NODE.pub", help="Public keys of nodes.")],
-    control: Control = CONTROL,
-    remove: Annotated[bool, typer.Option("--remove", help="Shut these nodes out instead.")] = False,
-    json: Json = False,
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NODE", help="Name of the node, such as node-7.")],
+    folder: InDir = HERE,
 ) -> None:
-    """Let nodes in by their public keys, or shut them out.
+    """Take a node's key away: it is disconnected at once, and what it sent is dropped.
 
     \b
     Example:
-      fedbraid deploy register secrets secrets/node-*.pub
+      fedbraid deploy revoke node-7
     """
-    from fedbraid.deploy.operator import Operator
+    from fedbraid.deploy.service import revoke as take
 
-    done: dict[str, Any] = {}
-    with Operator(keys, control) as operator:
-        for path in public:
-            if remove:
-                operator.unregister(path)
-            done[str(path)] = None if remove else str(operator.register(path))
-    if json:
-        give(done)
-    else:
-        facts({name: "removed" if remove else f"node {node}" for name, node in done.items()})
-
-
-@app.command()
-def run(
-    folder: Folder,
-    keys: Keys,
-    set_: Set = None,
-    control: Control = CONTROL,
-    json: Json = False,
-) -> None:
-    """Sign a deployment and start it; started again with the same `out`, it goes on from its last step.
-
-    \b
-    Example:
-      fedbraid deploy run fleet secrets -c "algorithm=scaffold()" -c minimum=2
-    """
-    from fedbraid.deploy.operator import Operator
-    from fedbraid.deploy.trial import checked
-
-    given = _settings(set_ or [])
-    checked(folder, given)
-    with Operator(keys, control) as operator:
-        started = operator.start(folder, given)
-    if json:
-        give({"run": str(started)})
-    else:
-        facts({"run": str(started), "look": f"fedbraid deploy status {keys}"})
-
-
-@app.command()
-def check(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Json = False) -> None:
-    """What a SuperLink lets whom do: tried out from here, with the token, without it, and as a node.
-
-    \b
-    Example:
-      fedbraid deploy check secrets --nodes fl.example.org:8000
-    """
-    from fedbraid.deploy.check import look
-
-    found = look(keys, nodes, control)
-    if json:
-        give([vars(one) for one in found])
-    else:
-        head = ["API", "where", "who may", "tried", "found", "as it should be"]
-        table("What this SuperLink lets whom do", head, [one.row() for one in found], left=len(head))
-    if not all(one.good for one in found):
-        raise typer.Exit(1)
+    cut = take(folder, name)
+    typer.echo(f"{name} is revoked" + (" and disconnected" if cut else "; no broker runs here"))
 
 
 @app.command()
 def leave(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, where the server runs.")],
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The node's name, as `deploy status` shows it.")
+        str, typer.Argument(metavar="NODE", help="Name of the node, as `deploy status` shows it.")
     ],
+    folder: InDir = HERE,
 ) -> None:
-    """Let a client leave a run for good: what the server remembers of it goes before the next step.
+    """Let a client leave the run for good, before the next server step.
 
-    Where clients hold their own memory, the node is asked for the negative of its share; if it does not answer
-    within the run's deadline, the share stays, and the step's record says so (left_share).
+    What the server holds of it is removed. Where clients hold state, the node is asked for its contribution; if it does not
+    answer within the deadline, the contribution stays, and the step's record says so (unreturned).
 
     \b
     Example:
-      fedbraid deploy leave runs/fleet clinic-2
+      fedbraid deploy leave node-2
     """
-    from fedbraid.deploy import leaving
+    from fedbraid.deploy import departures, service
     from fedbraid.run.checkpoint import Folder
 
-    leaving.name(Folder(folder), name)
-    typer.echo(f"{name} will have left when the server takes its next step")
+    departures.name(Folder(service.read(folder).out), name)
+    typer.echo(f"{name} leaves before the server's next step")
 
 
 @app.command()
-def status(
-    keys: Keys,
-    control: Control = CONTROL,
-    run: Annotated[int | None, typer.Option(help="A run's number; the newest by default.")] = None,
-    json: Json = False,
-) -> None:
-    """What a fleet is doing: who is connected, what the run waits for, who was asked when and has not answered.
+def status(folder: Dir = HERE, json: Json = False) -> None:
+    """Show what a fleet is doing: who is connected, what the run waits for, what was refused. Exit code 1 if it is dead.
 
     \b
     Example:
-      fedbraid deploy status secrets
+      fedbraid deploy status fleet
     """
     from fedbraid.deploy.doctor import status as ask
 
-    told = ask(keys, control, run)
+    told = ask(folder)
+    run = told["run"]
     if json:
-        return give(told)
-    about, inside = told["run"], told["folder"]
+        give(told)
+    else:
+        _show(told, run)
+    if not told["broker"] or run is None or run["life"] in ("dead", "silent", "failed"):
+        raise typer.Exit(1)
+
+
+LIVES = {
+    "dead": "DEAD: its process has ended", "silent": "SILENT", "running": "running", "done": "done",
+    "failed": "FAILED", "stopped": "stopped",
+}  # fmt: skip
+
+
+def _show(told: dict[str, Any], run: dict[str, Any] | None) -> None:
+    broker = f"port {told['port']} " + ("answers" if told["broker"] else "DOES NOT ANSWER")
+    if run is None:
+        return facts({"broker": broker, "server": "has not said anything yet"})
+    lives = run["life"] == "running"
     facts(
         {
-            "nodes": f"{sum(n['status'] == 'online' for n in told['nodes'])} of {len(told['nodes'])} connected",
-            "run": about and f"{about['run']}, {about['status']} {about['how']}".strip(),
-            "step": inside and f"{inside['step']} of {inside['steps']}, {inside['busy']} nodes are at work",
-            "waiting for": (inside and inside["state"] == "running" and inside["wait"]["for"]) or None,
+            "broker": broker,
+            "server": f"{LIVES[run['life']]}, last heard of {run['age']:.0f} s ago",
+            "step": f"{run['step']} of {run['steps']}"
+            + (f", {run['busy']} nodes are at work" if lives else ""),
+            "nodes": f"{run['nodes']} connected" if lives else None,
+            "waiting for": run["wait"]["for"] if lives else None,
+            "error": run["error"] or None,
         }
     )
-    for one in inside["fleet"] if inside else ():
-        asked = f"asked {one['asked']:.0f} s ago" if one["asked"] is not None else "idle"
-        typer.echo(f"  {one['name']}: {'here' if one['here'] else 'away'}, {asked}")
-    for trouble in inside["trouble"] if inside else ():
-        typer.echo(f"  node {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
-    typer.echo("\n".join(f"  {line}" for line in told["log"]))
-    if told["traceback"]:
-        typer.echo(told["traceback"])
+    for one in run["fleet"] if lives else ():
+        asked = f", asked {one['asked'] + run['age']:.0f} s ago" if one["asked"] is not None else ""
+        seen = "" if one["seen"] is None else f", last seen {one['seen'] + run['age']:.0f} s ago"
+        typer.echo(f"  {one['name']}: {one['state']}{asked}{'' if one['here'] else ', NOT CONNECTED' + seen}")
+    for trouble in run["trouble"]:
+        typer.echo(f"  {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
 
 
 @app.command()
-def doctor(keys: Keys, control: Control = CONTROL, nodes: Nodes = NODES, json: Json = False) -> None:
-    """What is wrong with a fleet: keys, certificates, clocks, versions, connections, and the run's own error.
-
-    Looks at all that the keys in this folder let it: the operator's, or a node's.
+def doctor(
+    folder: Dir = HERE,
+    key: Annotated[Path | None, typer.Option(help="Examine this node's key instead, with --url.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Broker that the node connects to: tls://HOST:PORT.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Find what is wrong: task, keys, certificates, open files, the broker and how durable it is, the server.
 
     \b
     Examples:
-      fedbraid deploy doctor secrets --nodes fl.example.org:8000
+      fedbraid deploy doctor fleet
+      fedbraid deploy doctor --key node-7.nk --url tls://fl.example.org:4222
     """
-    from fedbraid.deploy.doctor import examine
+    from fedbraid.deploy.doctor import examine, examine_node
 
-    found = examine(keys, nodes, control)
+    if (key is None) != (url is None):
+        raise ConfigError("--key and --url must be given together; leave out both to examine a server")
+    found = examine(folder) if key is None or url is None else examine_node(key, _url(url))
     if json:
         give([vars(one) for one in found])
     else:
@@ -388,7 +375,7 @@ class View:
             self.nodes = status["nodes"]
             typer.echo(f"{self.nodes} nodes connected", err=True)
         for trouble in status["trouble"][self.troubles :]:
-            typer.echo(f"node {trouble['node']}: {trouble['why']}", err=True)
+            typer.echo(f"{trouble['node']}: {trouble['why']}", err=True)
         self.troubles = len(status["trouble"])
         wait = status["wait"]
         if wait["for"] != self.waits and status["at"] - wait["since"] > LONG:

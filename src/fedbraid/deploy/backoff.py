@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 
@@ -25,24 +23,3 @@ class Backoff:
 
     def succeeded(self) -> None:
         self.failures = 0
-
-
-@dataclass
-class Resting:
-    """Whoever failed is left alone for a while, longer each time."""
-
-    first: float = 1.0
-    most: float = 60.0
-    now: Callable[[], float] = time.monotonic
-    of: dict[Hashable, Backoff] = field(default_factory=dict)
-    until: dict[Hashable, float] = field(default_factory=dict)
-
-    def failed(self, who: Hashable) -> None:
-        self.until[who] = self.now() + self.of.setdefault(who, Backoff(self.first, self.most)).failed()
-
-    def succeeded(self, who: Hashable) -> None:
-        self.of.pop(who, None)
-        self.until.pop(who, None)
-
-    def __contains__(self, who: Hashable) -> bool:
-        return self.until.get(who, 0.0) > self.now()

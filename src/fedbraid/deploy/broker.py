@@ -34,8 +34,8 @@ from pathlib import Path
 
 from fedbraid.deploy import credentials
 from fedbraid.deploy.backoff import Backoff
-from fedbraid.deploy.notes import plain, say
 from fedbraid.deploy.transport import ORDER_LIMIT, Refusal
+from fedbraid.deploy.troubles import plain, say
 from fedbraid.errors import ConfigError, EngineError
 from fedbraid.run.atomic_files import make_folder, write_whole
 
@@ -231,6 +231,10 @@ accounts {{
                 self._spawn()
                 self._wait_until_ready()
                 self.backoff.succeeded()
+
+    @property
+    def is_running(self) -> bool:
+        return self._running() is not None
 
     def _running(self) -> int | None:
         """The process id of the broker with this configuration."""

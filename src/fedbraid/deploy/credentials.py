@@ -119,7 +119,7 @@ def private_bytes(path: Path) -> bytes:
     """The content of a file that only its owner may read."""
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
+            if _is_loose(os.fstat(file.fileno())):
                 raise ConfigError(f"{path} can be read by other users of this machine; use: chmod 600 {path}")
             return file.read()
     except OSError as error:
@@ -131,7 +131,12 @@ def private_bytes(path: Path) -> bytes:
 def loose_files(folder: Path) -> list[Path]:
     """The files with secrets that other users can read."""
     found = [*folder.glob("*.nk"), *folder.glob("*.key")]
-    return sorted(path for path in found if path.stat().st_mode & 0o077)
+    return sorted(path for path in found if _is_loose(path.stat()))
+
+
+def _is_loose(file: os.stat_result) -> bool:
+    """Whether others can read it; root may give a file to the group of a service, as Kubernetes does."""
+    return bool(file.st_mode & (0o037 if file.st_uid == 0 and os.geteuid() else 0o077))
 
 
 def public_key(path: Path) -> str:

@@ -1,28 +1,25 @@
-"""`fedbraid deploy status` and `deploy doctor`: what a fleet is doing, and what keeps it from doing it."""
+"""`fedbraid deploy doctor`: what keeps a fleet, or a node, from working, and what to do about it."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
-import re
-import time
+import resource
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from fedbraid.deploy.about import versions
-from fedbraid.deploy.check import PROTOBUF, _context, look
-from fedbraid.deploy.gate import UNKNOWN
-from fedbraid.deploy.keys import certificate, signed
-from fedbraid.deploy.notes import plain
-from fedbraid.deploy.operator import Operator
-from fedbraid.errors import EngineError, FedbraidError
+from fedbraid.deploy import credentials, service, status_file
+from fedbraid.deploy.broker import answers, find_program
+from fedbraid.deploy.nats_connection import Connection
+from fedbraid.deploy.project import Deployment
+from fedbraid.errors import ConfigError, FedbraidError
 
-CLOCKS = 5.0  # seconds by which Flower lets a node's clock be ahead
 SOON = 30  # days before a certificate ends at which it is time for another
+SPARE_FILES = 256  # that a broker opens beside its connections
+FREE_BYTES = 1024**3
 
 
 @dataclass(frozen=True)
@@ -38,163 +35,118 @@ class Finding:
         return [self.what, self.found, "yes" if self.good else "NO", self.todo]
 
 
-def examine(folder: Path, nodes: str, control: str) -> list[Finding]:
-    """Everything that can be looked at with the keys that this folder holds, the operator's or a node's."""
-    found = list(_files(folder))
-    if not (folder / "ca.crt").is_file():
-        return found
-    found += _door(folder, nodes)
-    for key in sorted(folder.glob("node-*.key")):
-        found += _known(folder, key, nodes)
-    if (folder / "operator.token").is_file():
-        found += _operators(folder, nodes, control)
+def examine(folder: Path) -> list[Finding]:
+    """A deployment's folder, where its server runs."""
+    found = [*_task(folder), *_keys(folder / "keys")]
+    if (folder / "keys" / "nodes.json").is_file():
+        found += _broker(folder)
     return found
 
 
-def _files(folder: Path) -> Iterator[Finding]:
-    keys = sorted([*folder.glob("*.key"), *folder.glob("operator.token")])
-    loose = [p.name for p in keys if p.stat().st_mode & 0o077]
-    yield Finding(
-        "keys", ", ".join(p.name for p in keys) or "none", bool(keys) and not loose,
-        f"chmod 600 {' '.join(loose)}" if loose else "" if keys else "fedbraid deploy keys",
-    )  # fmt: skip
+def examine_node(key: Path, url: str) -> list[Finding]:
+    """A node's key, and whether the broker lets it in."""
+    found = []
+    try:
+        name, _ = credentials.read_key(key)
+        found.append(Finding("key", f"{key.name} is that of {name}", True))
+    except FedbraidError as error:
+        return [Finding("key", str(error), False, "copy it again, with mode 600")]
+    for name in ("ca.crt", "operator.pub"):
+        there = (key.parent / name).is_file()
+        found.append(
+            Finding(
+                name, "present" if there else "missing", there, "" if there else "copy it from the server"
+            )
+        )
+    if not all(one.good for one in found):
+        return found
+    try:
+        Connection(url, key, key.parent / "ca.crt").close()
+        found.append(Finding("broker", f"{url} accepts this key", True))
+    except FedbraidError as error:
+        found.append(
+            Finding("broker", str(error), False, "start it with: fedbraid deploy up; check the firewall")
+        )
+    return found
+
+
+def _task(folder: Path) -> Iterator[Finding]:
+    try:
+        made = Deployment.read(folder)
+        algorithm, _ = made.settings.what()
+        yield Finding(
+            "fleet.py, fleet.toml",
+            f"{algorithm.name or 'an algorithm of yours'}, {made.settings.schedule}",
+            True,
+        )
+        free = shutil.disk_usage(_existing(Path(made.settings.out))).free
+        yield Finding(
+            "disk", f"{free / 1e9:.1f} GB free", free > FREE_BYTES, "" if free > FREE_BYTES else "free some"
+        )
+    except FedbraidError as error:
+        yield Finding("fleet.py, fleet.toml", str(error), False, "correct it")
+
+
+def _keys(folder: Path) -> Iterator[Finding]:
+    if not folder.is_dir():
+        yield Finding("keys", "none", False, f"fedbraid deploy keys {folder.parent} --host NAME --nodes 3")
+        return
+    loose = credentials.loose_files(folder)
+    todo = f"chmod 600 {' '.join(map(str, loose))}" if loose else ""
+    yield Finding("keys", f"{len(loose)} can be read by others" if loose else "private", not loose, todo)
+    with contextlib.suppress(FedbraidError):
+        yield Finding("registered nodes", str(len(credentials.read_nodes(folder))), True)
     for name in ("ca.crt", "server.crt"):
-        if not (folder / name).is_file():
-            if name == "ca.crt":
-                yield Finding(name, "missing", False, "copy it from where the keys were made")
-            continue
         try:
-            about = certificate(folder / name)
-        except ValueError as error:
-            yield Finding(name, f"unreadable: {error}", False, "copy it again from where the keys were made")
+            about = credentials.certificate(folder / name)
+        except (OSError, ValueError) as error:
+            yield Finding(name, f"cannot be read: {error}", False, "fedbraid deploy keys")
             continue
         days = (about.until - datetime.datetime.now(datetime.UTC)).days
         valid = f"{days} days left" + (f", for {', '.join(about.hosts)}" if about.hosts else "")
+        todo = "" if days > SOON else f"remove {folder / name} and run: fedbraid deploy keys"
+        yield Finding(name, valid, days > SOON, todo)
+
+
+def _broker(folder: Path) -> Iterator[Finding]:
+    try:
+        program, _ = find_program()
+    except FedbraidError as error:
+        yield Finding("nats-server", str(error), False, "apt-get install nats-server")
+        return
+    nodes = len(credentials.read_nodes(folder / "keys"))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = hard == resource.RLIM_INFINITY or hard > 2 * nodes + SPARE_FILES
+    todo = "" if enough else "raise it: ulimit -n, or LimitNOFILE in the unit"
+    yield Finding("open files", f"at most {hard}, for {nodes} nodes", enough, todo)
+    try:
+        told = service.read(folder)
+    except ConfigError:
+        yield Finding("broker", f"{program}, never started here", False, f"fedbraid deploy up {folder}")
+        return
+    broker = service.broker_of(folder, told.host, told.port)
+    yield Finding("durability", broker.durability(), True)
+    local = service.url_of(told.host, told.port).removeprefix("tls://").rpartition(":")[0].strip("[]")
+    lives = answers(local, told.port)
+    todo = "" if lives else f"fedbraid deploy up {folder}"
+    yield Finding("broker", f"port {told.port} " + ("answers" if lives else "is silent"), lives, todo)
+    run = status_file.read(Path(told.out))
+    if run:
+        good = run["life"] in ("running", "done")
+        told_error = run["error"] or f"last heard of {run['age']:.0f} s ago"
         yield Finding(
-            name, valid, days > SOON, "" if days > SOON else f"remove {name} and run: fedbraid deploy keys"
+            "server", f"{run['life']}; {told_error}", good, "" if good else f"fedbraid deploy up {folder}"
         )
+        yield Finding("nodes", f"{run['nodes']} connected", run["nodes"] > 0 or run["life"] == "done", "")
 
 
-def _door(folder: Path, nodes: str) -> Iterator[Finding]:
-    """Whether the nodes' side answers, with a certificate that this CA signed, and what time it is there."""
-    import httpx
-
-    try:
-        with httpx.Client(verify=_context(folder), timeout=10.0) as client:
-            answer = client.post(f"https://{nodes}/")
-    except httpx.HTTPError as error:
-        yield Finding("SuperLink, for nodes", f"{nodes}: {error}", False, _why_not(str(error)))
-        return
-    yield Finding("SuperLink, for nodes", f"{nodes} answers", True)
-    try:
-        there = parsedate_to_datetime(answer.headers["date"]).timestamp()
-    except (KeyError, ValueError):
-        return
-    apart = time.time() - there
-    good = -300 < apart < CLOCKS + 1  # the header has whole seconds
-    yield Finding(
-        "clocks",
-        f"this one is {apart:+.0f} s from the SuperLink's",
-        good,
-        "" if good else "synchronise them (NTP)",
-    )
+def status(folder: Path) -> dict[str, Any]:
+    """What a fleet is doing; asks nobody but the files and the broker's port, and answers at once."""
+    told = service.read(folder)
+    host = service.url_of(told.host, told.port).removeprefix("tls://").rpartition(":")[0].strip("[]")
+    run = status_file.read(Path(told.out))
+    return {"broker": answers(host, told.port), "port": told.port, "out": told.out, "run": run or None}
 
 
-def _why_not(error: str) -> str:
-    if "CERTIFICATE" in error.upper():
-        return "this ca.crt is not the one that signed its certificate, or the name is not in it"
-    return "start it with: fedbraid deploy link; let the port through the firewall"
-
-
-def _known(folder: Path, key: Path, nodes: str) -> Iterator[Finding]:
-    """Whether the SuperLink would let a node with this key in; asks for a run that there is not."""
-    import httpx
-    from flwr.proto.run_pb2 import GetRunRequest
-
-    try:
-        headers, _ = signed(key)
-        with httpx.Client(verify=_context(folder), timeout=10.0) as client:
-            body = GetRunRequest(run_id=1).SerializeToString()
-            status = client.post(
-                f"https://{nodes}/v1/fleet/get-run", content=body, headers=PROTOBUF | headers
-            )
-    except (httpx.HTTPError, FedbraidError):
-        return
-    good = UNKNOWN not in status.text
-    todo = f"fedbraid deploy register KEYS {key.stem}.pub"
-    yield Finding(key.name, "registered" if good else "not registered", good, "" if good else todo)
-
-
-def _operators(folder: Path, nodes: str, control: str) -> Iterator[Finding]:
-    try:
-        with Operator(folder, control) as operator:
-            there = operator.about()
-            yield Finding("SuperLink, for the operator", f"{control} answers", True)
-            here = versions()
-            differ = [k for k in ("fedbraid", "flwr") if here[k] != there.get(k)]
-            told = ", ".join(f"{k} {there.get(k)}" for k in ("fedbraid", "flwr", "torch", "python"))
-            todo = f"here: {', '.join(f'{k} {here[k]}' for k in differ)}; install the same" if differ else ""
-            yield Finding("versions there", told, not differ, todo)
-            fleet = operator.nodes()
-            online = sum(n.online for n in fleet)
-            yield Finding(
-                "nodes",
-                f"{online} of {len(fleet)} connected",
-                online > 0,
-                "" if online else "fedbraid deploy node, on each of them",
-            )
-            yield from _newest(operator)
-    except EngineError as error:
-        todo = "fedbraid deploy link, or the tunnel: ssh -L 8001:127.0.0.1:8001 SERVER"
-        yield Finding("SuperLink, for the operator", str(error), False, todo)
-        return
-    open_ = [t for t in look(folder, nodes, control) if not t.good]
-    yield Finding(
-        "who may do what",
-        f"{len(open_)} things are open" if open_ else "as it should be",
-        not open_,
-        "fedbraid deploy check" if open_ else "",
-    )
-
-
-def _newest(operator: Operator) -> Iterator[Finding]:
-    runs = operator.runs()
-    if not runs:
-        yield Finding("newest run", "none yet", True, "fedbraid deploy run")
-        return
-    run = runs[0]
-    how = " ".join(str(run[k]) for k in ("status", "how", "details") if run[k])
-    broken = traceback(operator.log(run["run"]))
-    yield Finding(
-        f"run {run['run']}",
-        broken.splitlines()[-1] if broken else how,
-        run["how"] in ("", "completed") and not broken,
-        broken,
-    )
-
-
-def traceback(log: str) -> str:
-    """The last traceback in a log, nothing where there is none."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    found = re.findall(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*", plain)
-    return found[-1] if found else ""
-
-
-def status(folder: Path, control: str, run: int | None = None) -> dict[str, Any]:
-    """What the SuperLink knows, and what the run's own folder tells where it can be read from here."""
-    with Operator(folder, control) as operator:
-        fleet, runs = operator.nodes(), operator.runs()
-        wanted = next((r for r in runs if run is None or r["run"] == run), None)
-        log = operator.log(wanted["run"]) if wanted else ""
-    told: dict[str, Any] = {
-        "nodes": [{"node": str(n.id), "status": n.status, "key": n.fingerprint[:16]} for n in fleet],
-        "run": wanted and {**wanted, "run": str(wanted["run"])},
-        "log": [plain(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in log.strip().splitlines()[-10:]],
-        "traceback": traceback(log),
-        "folder": None,
-    }
-    out = Path(str((wanted or {}).get("config", {}).get("out", "")))
-    if wanted and out.is_absolute():
-        with contextlib.suppress(OSError, ValueError):
-            told["folder"] = json.loads((out / "status.json").read_text())
-    return told
+def _existing(path: Path) -> Path:
+    return next(p for p in (path, *path.parents) if p.exists())

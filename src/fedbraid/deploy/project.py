@@ -1,13 +1,22 @@
-"""A new deployment's folder: one file of the user's, and the configuration that makes it a Flower app."""
+"""A deployment's folder: fleet.py says what is learned, fleet.toml how the run goes, keys/ who may take part."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import fedbraid.user_files as files
+from fedbraid.core.layout import Layout
+from fedbraid.deploy import Project
+from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError
+from fedbraid.run.simulate import parts
 
 FLEET = '''\
 """What this fleet learns. Edit model, loss, load and test; the rest of the deployment needs no code."""
@@ -33,58 +42,35 @@ def load(node_config):
 
 
 def test():
-    """What the server judges the model on; leave it out of `apps` where the server has no data."""
+    """The server's test set; leave it out of the project where the server has no data."""
     inputs, targets = fb.tasks.load("digits", clients=3).test
     return inputs.flatten(1), targets
 
 
-apps = fb.deploy.apps(model, loss, load, test)
-server = apps.server
-client = apps.client
+fleet = fb.deploy.Project(model, loss, load, test)
 '''
 
-PYPROJECT = """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{name}"
-version = "1.0.0"
-description = "A fedbraid deployment"
-license = "Apache-2.0"
-dependencies = ["fedbraid[flower]"]
-
-[tool.flwr.app]
-publisher = "fedbraid"
-
-[tool.flwr.app.components]
-serverapp = "fleet:server"
-clientapp = "fleet:client"
-
-# Everything below can be overridden when a run is started: fedbraid deploy run . KEYS -c seed=1 -c minimum=2
-[tool.flwr.app.config]
+CONFIG = """\
+# Everything below can be overridden when the server is started: fedbraid deploy up -c seed=1 -c minimum=2
 algorithm = "fedavg()"                              # any of `fedbraid list algorithms`, wrapped as you like
-work = "Work(lr=0.1, epochs=1, batch=20)"           # what a client does in one visit
+work = "Work(lr=0.1, epochs=1, batch=20)"           # local training
 schedule = "rounds(10, clients=3)"                  # or "buffered(steps=50, buffer=2, concurrency=3)", "immediate(steps=50)"
 seed = 0
-out = "runs/{name}"                                 # the run's folder, on the server; the same one continues the run
-nodes = 3                                           # how many must be there before the first step
+out = "runs/{name}"                                 # the run's folder, from here; the same one continues the run
+nodes = 3                                           # how many must be connected before the first step
 minimum = 2                                         # uploads without which no round closes
-deadline = 600.0                                    # seconds for a round, or for an asynchronous job
-too-few = "wait"                                    # or "stop"
-max-norm = 0.0                                      # an upload with a vector of a larger norm is refused; 0: none
-norm-factor = 100.0                                 # so is one this many times the median of those taken; 0: none
-identity = "key"                                    # a name belongs to the key that had it first; "name": to anybody
+deadline = 600.0                                    # seconds for a round, or for an asynchronous order
+too_few = "wait"                                    # or "stop"
+max_norm = 0.0                                      # an upload with a vector of a larger norm is refused; 0: none
+norm_factor = 100.0                                 # so is one this many times the median of those accepted; 0: none
 samples = "fixed"                                   # as many as a node said at first; "free": they may change
-evaluate-every = 1
+samples_factor = 100.0                              # who claims this many times the median is not asked; 0: any
+evaluate_every = 1
 patience = 0                                        # end when so many evaluations brought nothing better; 0: never
-metric = "accuracy"                                 # what patience and keep-best go by
-keep-best = false                                   # keep the best model beside the last, as best.safetensors
+metric = "accuracy"                                 # what patience and keep_best go by
+keep_best = false                                   # keep the best model beside the last, as best.safetensors
 track = ""                                          # trackers on the server: "tensorboard", "mlflow", "wandb"
-poll = 0.5                                          # seconds between two looks at what has arrived
 """
-
 
 SAME = '''\
 """What this fleet learns: the task of {file}, which `fedbraid run {file}:{task}` simulates."""
@@ -93,28 +79,85 @@ SAME = '''\
 
 import fedbraid as fb
 
-apps = fb.deploy.from_task({what})
-server = apps.server
-client = apps.client
+fleet = fb.deploy.from_task({what})
 '''
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A deployment's folder, read."""
+
+    folder: Path
+    project: Project
+    settings: Settings
+
+    @classmethod
+    def read(
+        cls, folder: Path, given: Mapping[str, Any] | None = None, project: Project | None = None
+    ) -> Deployment:
+        """fleet.py and fleet.toml, with `given` keys instead of theirs, and samples.json where there is one."""
+        if project is None and not (folder / "fleet.py").is_file():
+            raise ConfigError(f"{folder} holds no fleet.py; make one with: fedbraid deploy init {folder}")
+        project = project or load(f"{folder / 'fleet.py'}:fleet")
+        settings = project.settings({**_config(folder / "fleet.toml"), **(given or {})})
+        settings.what(), settings.when()
+        settings = replace(settings, out=str((folder / settings.out).resolve()))
+        return cls(folder, project, replace(settings, vouched=_vouched(folder / "samples.json")))
+
+
+def load(text: str) -> Project:
+    """The project that `fleet.py:fleet` names."""
+    made: Project = files.load(text, Project, "project")
+    return made
+
+
+def task_digest(settings: Settings, layout: Layout) -> str:
+    """A digest of what server and nodes must agree on: the model's parameters, algorithm, local training, schedule."""
+    algorithm, work = settings.what()
+    about = {
+        "layout": layout.fingerprint.hex(), "parts": parts(algorithm), "work": repr(work),
+        "schedule": repr(settings.when()), "seed": settings.seed,
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; compare it with: fedbraid deploy init") from error
+
+
+def _vouched(path: Path) -> dict[str, int]:
+    try:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict) or not all(isinstance(n, int) and n > 0 for n in found.values()):
+            raise ValueError("it must be an object of names and numbers of samples")
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; correct or remove it") from error
 
 
 def init(
     folder: Path, name: str | None = None, task: str | None = None, algorithm: str | None = None
 ) -> list[Path]:
-    """Write fleet.py and pyproject.toml; files that are there already are not touched.
+    """Write fleet.py and fleet.toml; existing files are not touched.
 
-    With FILE.py:NAME of a task, and of an algorithm or its text, the fleet learns those; their files come along.
+    With FILE.py:NAME of a task, and of an algorithm or its text, the fleet learns those; their files are copied.
     """
     called = re.sub(r"[^a-z0-9]+", "-", (name or folder.resolve().name).lower()).strip("-") or "fleet"
-    fleet, config, copied = FLEET, PYPROJECT.format(name=called), dict[Path, str]()
+    fleet, config, copied = FLEET, CONFIG.format(name=called), dict[Path, str]()
     if task is not None:
         fleet, config, copied = _of_files(folder, config, task, algorithm)
-    written = {folder / "fleet.py": fleet, folder / "pyproject.toml": config, **copied}
+    written = {folder / "fleet.py": fleet, folder / "fleet.toml": config, **copied}
     try:
         for path in written:
             if path.exists():
-                raise ConfigError(f"{path} is already there; choose another folder, or remove it first")
+                raise ConfigError(f"{path} already exists; choose another folder, or remove it first")
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in written.items():
             path.write_text(text)
@@ -128,7 +171,7 @@ def init(
 def _of_files(
     folder: Path, config: str, task: str, algorithm: str | None
 ) -> tuple[str, str, dict[Path, str]]:
-    """(fleet.py, pyproject.toml, the user's files as they come along) for names in the user's files."""
+    """(fleet.py, fleet.toml, the user's files as they are copied) for names in the user's files."""
     from fedbraid.data import tasks
     from fedbraid.run.simulate import algorithm_of
 

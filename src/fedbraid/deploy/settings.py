@@ -1,9 +1,9 @@
-"""The app's configuration, `[tool.flwr.app.config]`: what runs, and what to do when nodes do not answer."""
+"""`fleet.toml`: what runs, and what to do when nodes do not answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.core.check import integer, number
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from fedbraid.parse import Names
     from fedbraid.schedule import Schedule
 
-SELECTIONS = {"too_few": ("wait", "stop"), "identity": ("key", "name"), "samples": ("fixed", "free")}
+SELECTIONS = {"too_few": ("wait", "stop"), "samples": ("fixed", "free")}
+ON_SERVER = ("out", "track", "keep_best", "patience", "metric", "evaluate_every")  # which nodes are not told
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Keys of the configuration, with `-` for `_`."""
+    """Keys of fleet.toml; `-` is read as `_`."""
 
     algorithm: str | Algorithm = "fedavg()"
     work: str | Work = "Work(lr=0.01, epochs=1, batch=20)"
@@ -35,7 +36,6 @@ class Settings:
     norm_factor: float = (
         100.0  # so is one this many times larger than the median of those taken; 0 refuses none
     )
-    identity: str = "key"  # a name belongs to the "key" that had it first; "name": to whoever claims it
     samples: str = "fixed"  # a client has as many as it said at first; "free": it may come back with others
     evaluate_every: int = 1
     patience: int = (
@@ -44,38 +44,43 @@ class Settings:
     metric: str = "accuracy"  # what patience and keep-best go by
     keep_best: bool = False  # keep the best model beside the last, as best.safetensors
     track: str = ""  # trackers on the server, such as "tensorboard,mlflow"
-    poll: float = 0.5  # seconds between two looks at what has arrived
+    samples_factor: float = 100.0  # a node that claims this many times the median of all is not asked; 0: any
+    vouched: Mapping[str, int] = field(
+        default_factory=dict
+    )  # samples.json: samples by name, as the operator knows them
 
     @classmethod
     def read(cls, config: Mapping[str, Any], made: Mapping[str, Any] | None = None) -> Settings:
-        """From Flower's run configuration and what the user's file made; keys that nobody knows are refused."""
-        known = {f.name: str(f.type).split(" ")[0] for f in fields(cls)}
+        """From the configuration and what the user's file made; unknown keys are refused."""
+        known = {f.name: str(f.type).split(" ")[0] for f in fields(cls) if f.name != "vouched"}
         given = {key.replace("-", "_"): value for key, value in config.items()}
         kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
         for key, value in given.items():
             if key not in known:
-                raise unknown("key of [tool.flwr.app.config]", key, known)
+                raise unknown("key of fleet.toml", key, known)
             if not isinstance(value, kinds[known[key]]) or isinstance(value, bool) != (known[key] == "bool"):
-                raise ConfigError(f"{key}={value!r} should be of type {known[key]}")
+                raise ConfigError(f"{key} must be of type {known[key]}, got {value!r}")
         made = {key: value for key, value in (made or {}).items() if value is not None}
         if twice := made.keys() & given.keys():
             raise ConfigError(
-                f"{min(twice)} is given to apps(...) and in [tool.flwr.app.config]; remove one of the two"
+                f"{min(twice)} is given in Python and in the configuration; remove one of the two"
             )
         return cls(**given, **made)
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0), ("patience", 0)):
             integer(name, getattr(self, name), least, "is too small")
-        for name in ("deadline", "poll"):
-            number(name, getattr(self, name), "(0, inf)", "leaves no time")
-        for name in ("max_norm", "norm_factor"):
+        number("deadline", self.deadline, "(0, inf)", "leaves no time")
+        for name in ("max_norm", "norm_factor", "samples_factor"):
             number(name, getattr(self, name), "[0, inf)", "refuses everything, and 0 nothing")
         for name, words in SELECTIONS.items():
             if getattr(self, name) not in words:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not known; use {words[0]!r} or {words[1]!r}"
-                )
+                raise ConfigError(f"{name} must be {words[0]!r} or {words[1]!r}, got {getattr(self, name)!r}")
+
+    def to_nodes(self) -> dict[str, str | int | float | bool]:
+        """What an order says of the run: declarative, and `read` on the node."""
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ON_SERVER}
+        return {name: value for name, value in told.items() if isinstance(value, str | int | float)}
 
     def what(self) -> tuple[Algorithm, Work]:
         """What nodes and server must agree on."""

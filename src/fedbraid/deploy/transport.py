@@ -11,7 +11,7 @@ Invariants.
    that gives an order again (the node reconnected) signs it again; the job's name says that it is the same job.
 3. `answer` returns when the transport has stored the answer. That is not the commit: client state stays pending until
    a later order names the job as committed.
-4. Job names are random (`new_job`). Message ids contain them, and a broker drops what has the id of another message:
+4. Job names cannot be foretold (`new_job`, `NodeTable.job`). Message ids contain them, and a broker drops what has the id of another message:
    a name that others could guess would let them suppress an upload.
 
 Permissions of the broker alone do not suffice for 1: a node may ask the broker for its due, with the subject of another
@@ -40,6 +40,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MAGIC = b"fedbraid order 1\n"
 SIGNATURE_BYTES = 64
 HEAD_LIMIT = 4096  # bytes of an order's head
+ANSWER_HEAD_LIMIT = 65536  # bytes of an answer's head
 ORDER_LIMIT = 512 * 1024  # bytes of an order; what is larger travels as a model
 CLOCK_TOLERANCE_S = 30.0  # by which the clocks of server and node may differ
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -265,6 +266,31 @@ def _signed(order: SignedOrder, signature: bytes) -> SignedOrder:
 def new_job() -> str:
     """A job's name: 128 random bits."""
     return secrets.token_hex(16)
+
+
+def pack_answer(head: Mapping[str, Any], upload: bytes = b"") -> bytes:
+    """An answer's bytes: the head's length (4 bytes, big-endian), the head as JSON, the upload.
+
+    >>> pack_answer({"n": 1}, b"up")
+    b'\\x00\\x00\\x00\\x07{"n":1}up'
+    """
+    about = json.dumps(head, separators=(",", ":")).encode()
+    return len(about).to_bytes(4, "big") + about + upload
+
+
+def unpack_answer(message: bytes) -> tuple[dict[str, Any], bytes]:
+    """(head, upload) of an answer; whoever wrote it, this returns them or raises WireError."""
+    length = int.from_bytes(message[:4], "big")
+    about = message[4 : 4 + length]
+    if len(message) < 4 or length > ANSWER_HEAD_LIMIT or len(about) != length:
+        raise WireError("its answer is cut off, or none")
+    try:
+        head = json.loads(about)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the head of its answer cannot be read: {str(error)[:200]}") from error
+    if not isinstance(head, dict):
+        raise WireError("the head of its answer is not an object")
+    return head, message[4 + length :]
 
 
 def digest(message: bytes) -> str:

@@ -20,16 +20,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
+from flwr.serverapp import Grid, ServerApp
 
-from fedbraid.deploy.credentials import operator_public_key
+from fedbraid.deploy import Project
+from fedbraid.deploy.credentials import operator_key, operator_public_key
+from fedbraid.deploy.node import NodeRuntime
+from fedbraid.deploy.project import Deployment
+from fedbraid.deploy.serve import serve
 from fedbraid.deploy.transport import (
     ModelReference,
     NodeIdentity,
     NodeTransport,
+    OrderSigner,
     OrderVerifier,
     ReceivedAnswer,
     Refusal,
@@ -178,6 +184,34 @@ def client_app(serve: Callable[[NodeTransport, Context], None], operator: Path) 
     app.train()(handle)
     app.query()(handle)
     return app
+
+
+class Apps(NamedTuple):
+    """The two halves of a Flower app."""
+
+    server: ServerApp
+    client: ClientApp
+
+
+def apps(project: Project, folder: str | Path) -> Apps:
+    """A project's server and nodes over Flower.
+
+    `folder` is a deployment's: the server reads fleet.toml and keys/operator.key there, nodes read keys/operator.pub. A
+    node's configuration may name another folder as `fleet`, and another one for its state as `state`.
+    """
+    server, place = ServerApp(), Path(folder)
+
+    def main(grid: Grid, context: Context) -> None:
+        deployment = Deployment.read(place, project=project)
+        signer = OrderSigner(operator_key(place / "keys"))
+        serve(project, deployment.settings, FlowerTransport(grid), signer)
+
+    def obey(node: NodeTransport, context: Context) -> None:
+        config = dict(context.node_config)
+        NodeRuntime(project, node, Path(str(config.get("state", "~/.fedbraid/nodes"))), config).run()
+
+    server.main()(main)
+    return Apps(server, client_app(obey, place / "keys" / "operator.pub"))
 
 
 def _accepted(context: Context) -> dict[int, float]:

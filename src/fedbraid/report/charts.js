@@ -180,6 +180,7 @@ const charts = (() => {
 
   function timeline(place, line, { height, formats, tell }) {
     const width = Math.max(260, place.clientWidth), jobs = prepared(line);
+    const named = Object.keys(line.names || {}).length > 0, name = (v) => (line.names || {})[v] || String(v);
     const end = Math.max(jobs.end, line.steps[line.steps.length - 1] || 1);
     place.whole = { x: { min: 0, max: end }, y: { min: -0.5, max: line.clients - 0.5 } };
     const free = (key) => (u, min, max) => (place.zoom ? [min, max] : [place.whole[key].min, place.whole[key].max]);
@@ -189,8 +190,8 @@ const charts = (() => {
       padding: [10, 14, 0, 0],
       scales: { x: { time: false, range: free("x") }, y: { range: free("y") } },
       axes: [
-        axis(formats.along, { label: "simulated time", size: 30, space: 60 }),
-        axis((v) => (Number.isInteger(v) ? String(v) : ""), { label: "client", size: 46, space: 30, grid: { show: false } }),
+        axis(formats.along, { label: formats.time, size: 30, space: 60 }),
+        axis((v) => (Number.isInteger(v) ? name(v) : ""), { label: named ? "node" : "client", size: named ? 84 : 46, space: 30, grid: { show: false } }),
       ],
       cursor: { drag: { x: true, y: true, uni: 20 }, points: { show: false } },
       hooks: {

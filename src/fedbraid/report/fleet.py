@@ -1,45 +1,58 @@
-"""What a deployment's folder tells of its nodes, for the live page."""
+"""What a deployment's folder tells of its nodes, for reports and the live page."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+from fedbraid.deploy import status_file
 from fedbraid.run.checkpoint import Record
 
 MOST = 200  # nodes, and troubles, that are shown
-SILENT = 30.0  # seconds without a word from the server after which the page says so
+STATES = {
+    "dead": "DEAD: the server's process has ended", "silent": "SILENT: the server has not been heard of",
+}  # fmt: skip
 
 
 def describe(folder: Path) -> Record | None:
     """Who is there, what was asked of whom when, what is waited for and what went wrong; None where there is no fleet."""
     try:
-        told = json.loads((folder / "status.json").read_text())
-        return _read(told)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged
+        told = status_file.read(folder)
+        return _read(told) if told else None
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged
         return None
 
 
+def names(folder: Path) -> dict[int, str]:
+    """Nodes' names by client number."""
+    try:
+        return {
+            int(one["client"]): str(one["name"])[:40] for one in status_file.read(folder).get("fleet", [])
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def _read(told: dict[str, Any]) -> Record:
-    age = max(0.0, time.time() - float(told["at"]))
+    age, lives = told["age"], told["life"] == "running"
     running, wait = told["state"] == "running", told["wait"]
     fleet = [
         {
-            "name": str(one["name"]), "client": int(one["client"]), "here": bool(one["here"]),
+            "name": str(one["name"]), "client": int(one["client"]), "here": bool(one["here"]) and lives,
+            "seen": None if one.get("seen") is None else round(float(one["seen"]) + age),
             "asked": None if one["asked"] is None else round(float(one["asked"]) + (age if running else 0.0)),
         }
         for one in told["fleet"]
     ]  # fmt: skip
     until = wait["until"]
     return {
-        "state": str(told["state"]),
+        "state": STATES.get(told["life"], str(told["state"])),
         "nodes": int(told["nodes"]),
-        "wait": str(wait["for"]) if running else "",
+        "wait": str(wait["for"]) if lives else "",
         "since": round(max(0.0, time.time() - float(wait["since"]))),
         "left": None if until is None else round(float(until) - time.time()),
-        "silent": round(age) if running and age > SILENT else None,
+        "silent": round(age) if running and not lives else None,
         "fleet": fleet[:MOST],
         "more": max(0, len(fleet) - MOST),
         "trouble": [{k: str(one[k]) for k in ("node", "why", "times")} for one in told["trouble"][:MOST]],

@@ -181,7 +181,7 @@
     ].filter((column) => column[2]);
     $("results").replaceChildren(html("tr", null, html("th", null, ""), ...columns.map(([name]) => html("th", null, name))),
       ...data.rows.map((r, i) => line(r, i, columns.map(([, cell]) => cell(r)))));
-    $("results-note").textContent = "Results are means of the last tenth of the evaluations; bytes, FLOPs and simulated time are means over seeds of the whole run.";
+    $("results-note").textContent = "Results are means of the last tenth of the evaluations; bytes, FLOPs and time are means over seeds of the whole run.";
   }
 
   const line = (r, i, cells) => html("tr", null, html("td", null, html("span", { class: "swatch", style: `background:${colour(i)}` }), ...named(r.name)), ...cells.map((c) => html("td", null, c)));
@@ -236,7 +236,7 @@
     $("timeline-zoom").replaceChildren(...[["in", "Zoom in", 0.5], ["out", "Zoom out", 2], ["all", "All", 0]].map(([value, text, factor]) =>
       html("button", { type: "button", "data-value": value, onclick: () => (factor ? charts.zoom(place, factor, place.chart.over.clientWidth / 2, place.chart.over.clientHeight / 2) : charts.all(place)) }, text)));
     charts.timeline(place, line, {
-      height: Math.max(260, Math.min(460, window.innerWidth * 0.8)), formats: { along: plain },
+      height: Math.max(260, Math.min(460, window.innerWidth * 0.8)), formats: { along: plain, time: AXIS_TITLES.time },
       tell: (job, u) => (job === null ? hush() : spell(u, job)),
     });
     $("timeline-key").replaceChildren("trained from a version so many steps old:", ...charts.ages(line).map(([, text, name]) => html("span", null, html("span", { class: "swatch", style: `background:var(--${name})` }), text)),
@@ -324,17 +324,18 @@
     const asked = (n) => (n.asked === null ? "idle" : `asked ${n.asked} s ago, no answer yet`);
     const cells = (tag, ...texts) => html("tr", null, ...texts.map((t) => html(tag, null, t)));
     return [
-      html("p", null, `${data.fleets.length > 1 ? `${f.name}: ` : ""}${f.state}, ${f.nodes} of ${f.fleet.length + f.more} nodes connected. ${waits}`),
+      html("p", null, f.silent !== null ? `${f.name}: ${f.state}.` : `${data.fleets.length > 1 ? `${f.name}: ` : ""}${f.state}, ${f.nodes} of ${f.fleet.length + f.more} nodes connected. ${waits}`),
       f.silent === null ? null : html("p", { class: "bad" }, `The server was last heard of ${f.silent} s ago; see: fedbraid deploy doctor`),
       html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0" }, html("table", null, cells("th", "node", "client", "connected", "order"),
-        ...f.fleet.map((n) => cells("td", n.name, n.client < 0 ? dash : String(n.client), n.here ? "yes" : "no", asked(n)))))),
+        ...f.fleet.map((n) => cells("td", n.name, n.client < 0 ? dash : String(n.client), n.here ? "yes" : n.seen === null ? "no" : `no, last seen ${n.seen} s ago`, asked(n)))))),
       f.more ? html("p", { class: "soft note" }, `and ${f.more} more`) : null,
-      ...f.trouble.map((t) => html("p", { class: "bad" }, `node ${t.node}: ${t.why} (${t.times} times)`)),
+      ...f.trouble.map((t) => html("p", { class: "bad" }, `${t.node}: ${t.why} (${t.times} times)`)),
       f.error ? html("pre", null, f.error) : null,
     ].filter((part) => part !== null);
   }
 
   function heading() {
+    AXIS_TITLES.time = data.real ? "time, seconds" : "simulated time";
     $("title").replaceChildren(...named(data.title));
     $("task").textContent = data.task;
     $("verdict").textContent = data.verdict;
@@ -343,6 +344,7 @@
     fleets();
     if (!data.live) return;
     if (data.finished) status("finished", "finished");
+    else if (data.fleets.some((f) => f.silent !== null)) status("lost", `${data.progress}; the server was last heard of ${lasting(Math.max(...data.fleets.map((f) => f.silent)))} ago`);
     else if (data.silent === null) status("running", `running: ${data.progress}`);
     else status("lost", `${data.progress}, and no step for ${lasting(data.silent)}. If it was stopped: ${data.again}`);
   }

@@ -58,7 +58,7 @@ def advance(
     algorithm, task, tick = setup.algorithm, setup.task, step.tick
     layout, x, sizes, N = task.layout, state.x, population.sizes, population.N
     traits = algorithm.gather.traits()
-    metrics = StepMetrics(traits.weights, state.t + 1, traits.drops_nonfinite)
+    metrics = StepMetrics(traits.weights, state.t + 1, traits.drops_nonfinite, population.is_live)
     acc = None  # made while the first clients train
     state.clients.expect()
     for reply in _encoded(step.replies, state.t + 1):

@@ -19,28 +19,37 @@ from fedbraid.schedule import Tick
 class StepMetrics:
     """Counts of one step, and means over its senders, weighed as its gather weighs them."""
 
-    def __init__(self, weights: str, step: int, drops_nonfinite: bool = False) -> None:
-        self.kind, self.step, self.drops_nonfinite = weights, step, drops_nonfinite
+    def __init__(self, weights: str, step: int, drops_nonfinite: bool = False, is_live: bool = False) -> None:
+        self.kind, self.step, self.drops_nonfinite, self.is_live = weights, step, drops_nonfinite, is_live
         self.clients: list[int] = []
-        self.losses: list[float] = []
+        self.losses: list[float | None] = []  # None where a real client's claim is not believed
         self.staleness: list[NDArray[np.int64]] = []
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
-        self.count = self.quantized = 0
+        self.count = self.quantized = self.doubted = 0
         self.sums = dict.fromkeys(("weight", "lr", "K", "a", "loss", "update_norm"), 0.0)
 
     def add(self, up: Uploads, reply: Reply, down: dict[str, int], quantized: int) -> None:
         self.count += len(reply.clients)
         self.quantized += quantized
         self.clients += reply.clients.tolist()
-        self.losses += reply.loss.tolist()
+        loss = reply.loss
+        if self.is_live:
+            told = torch.isfinite(loss)
+            self.losses += [
+                value if is_told else None for value, is_told in zip(loss.tolist(), told.tolist())
+            ]
+            self.doubted += int((~told).sum())
+            loss = torch.where(told, loss, 0.0)
+        else:
+            self.losses += loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
         sent = next(iter(up.vectors.values()))
         moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
         if self.drops_nonfinite:  # what does not reach the model does not end the run
             moved = moved.nan_to_num(0.0, 0.0)
         # in float64, which lr has
-        columns = torch.cat([up.p(self.kind), up.lr, up.K, up.a, reply.loss[:, None], moved], 1)
+        columns = torch.cat([up.p(self.kind), up.lr, up.K, up.a, loss[:, None], moved], 1)
         self.sums = dict(zip(self.sums, _plus([*self.sums.values()], columns.cpu().numpy()), strict=True))
         if not math.isfinite(self.sums["update_norm"]):
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
@@ -74,12 +83,15 @@ class StepMetrics:
 
     @property
     def train_loss(self) -> float:
-        return self.sums["loss"] / self.count
+        return self.sums["loss"] / (self.count - self.doubted)
 
     @property
     def guarded_loss(self) -> float:
-        """By which training is seen to diverge; where hostile clients are borne, none can end a run by what it reports."""
-        return statistics.median(self.losses) if self.drops_nonfinite else self.train_loss
+        """By which training is seen to diverge; where clients may be hostile, none can end a run by what it reports."""
+        if self.is_live:
+            return 0.0
+        told = [loss for loss in self.losses if loss is not None]
+        return statistics.median(told) if self.drops_nonfinite else self.train_loss
 
     @property
     def max_staleness(self) -> int:
@@ -97,7 +109,7 @@ class StepMetrics:
         }
         if self.count:
             record |= {
-                "train_loss": self.train_loss,
+                **({"train_loss": self.train_loss} if self.count > self.doubted else {}),
                 "lr": self.mean("lr"),
                 "update_norm": self.sums["update_norm"] / self.count,
             }

@@ -1,4 +1,4 @@
-"""What a deployment tells: what went wrong, in bounded space, and what it is waiting for."""
+"""What a fleet tells its operator: what went wrong, in bounded space, and what it is waiting for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-log = logging.getLogger("flwr")  # whose lines reach `deploy status` and the SuperLink
+log = logging.getLogger("fedbraid")
 
 MOST = 100  # different troubles that are kept between two steps
 LINES = 10  # lines of the log about one node's troubles of one kind, before only powers of two are told
@@ -18,17 +18,17 @@ LINES = 10  # lines of the log about one node's troubles of one kind, before onl
 class Troubles:
     """Refused, failed or silent: by node and reason, with how often."""
 
-    kept: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    kept: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     more: int = 0  # those beyond MOST
-    told: dict[tuple[int, str], int] = field(default_factory=dict)
+    told: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def add(self, node: int, client: int, why: str) -> None:
-        key = node, plain(why[:500])[:500]
-        self._tell(key, client)
+    def add(self, node: str, client: int, why: str) -> None:
+        key = plain(node[:200])[:200], plain(why[:500])[:500]
+        self._tell(key)
         if key in self.kept:
             self.kept[key]["times"] += 1
         elif len(self.kept) < MOST:
-            self.kept[key] = {"node": str(node), "client": client, "why": key[1], "times": 1}
+            self.kept[key] = {"node": key[0], "client": client, "why": key[1], "times": 1}
         else:
             self.more += 1
 
@@ -43,13 +43,13 @@ class Troubles:
     def shown(self) -> list[dict[str, Any]]:
         return list(self.kept.values())
 
-    def _tell(self, key: tuple[int, str], client: int) -> None:
+    def _tell(self, key: tuple[str, str]) -> None:
         if len(self.told) > 10 * MOST:
             self.told.clear()
         times = self.told[key] = self.told.get(key, 0) + 1
         if times <= LINES or times & (times - 1) == 0:
             again = f" ({times} times)" if times > 1 else ""
-            log.warning("fedbraid: node %d (client %d): %s%s", key[0], client, key[1], again)
+            log.warning("%s: %s%s", key[0], key[1], again)
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Wait:
         else:
             self.told, self.pause = at, min(2 * self.pause, 600.0)
         left = "as long as it takes" if seconds is None else f"{max(seconds, 0):.0f} s more"
-        log.info("fedbraid: waiting for %s, %s%s", name, left, f": {detail}" if detail else "")
+        log.info("waiting for %s, %s%s", name, left, f": {detail}" if detail else "")
 
     def note(self) -> dict[str, Any]:
         return {"for": self.name, "since": self.since, "until": self.until}

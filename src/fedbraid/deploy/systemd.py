@@ -1,4 +1,4 @@
-"""systemd units for the two services that a fleet has: the SuperLink, and a node."""
+"""systemd units for the two services that a fleet has: the server with its broker, and a node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedbraid.errors import DataError
+
+FILES = 1_048_576  # open files: a connection each
 
 UNIT = """\
 [Unit]
@@ -19,7 +21,7 @@ StartLimitIntervalSec=0
 [Service]
 Type=exec
 ExecStart={command}
-Restart=always
+Restart={restart}
 RestartSec=5
 KillMode=control-group
 TimeoutStopSec=20
@@ -27,7 +29,7 @@ User=fedbraid
 StateDirectory=fedbraid
 StateDirectoryMode=0700
 WorkingDirectory=/var/lib/fedbraid
-Environment=FLWR_HOME=/var/lib/fedbraid/flower FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
+LimitNOFILE={files}
 UMask=0077
 NoNewPrivileges=yes
 ProtectSystem=strict
@@ -43,10 +45,13 @@ WantedBy=multi-user.target
 """
 
 
-def write(path: Path, what: str, words: Sequence[str], devices: bool) -> Path:
-    """A unit that runs `fedbraid WORDS` for ever; `devices`: it may use graphics cards."""
+def write(path: Path, what: str, words: Sequence[str], *, is_node: bool) -> Path:
+    """A unit that runs `fedbraid WORDS`: a node for ever, with graphics cards; a server until its run has ended."""
     command = " ".join(_quoted(word) for word in [sys.executable, "-m", "fedbraid", *words])
-    text = UNIT.format(what=what, command=command, private_devices="no" if devices else "yes")
+    text = UNIT.format(
+        what=what, command=command, private_devices="no" if is_node else "yes",
+        restart="always" if is_node else "on-failure", files=FILES,
+    )  # fmt: skip
     try:
         path.write_text(text)
     except OSError as error:

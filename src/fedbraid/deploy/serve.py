@@ -1,0 +1,105 @@
+"""The server's entry point: a deployed run, to its end or as far as it gets."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from contextlib import suppress
+from typing import Any
+
+from fedbraid.deploy import Project
+from fedbraid.deploy.backoff import Backoff
+from fedbraid.deploy.broker import Broker
+from fedbraid.deploy.credentials import operator_key
+from fedbraid.deploy.fleet import Fleet
+from fedbraid.deploy.project import Deployment, task_digest
+from fedbraid.deploy.settings import Settings
+from fedbraid.deploy.transport import OrderSigner, Transport
+from fedbraid.deploy.transport_nats import NatsTransport, StreamLimits
+from fedbraid.deploy.troubles import say
+from fedbraid.engines.autograd import LoopGradient
+from fedbraid.engines.engine import Setup
+from fedbraid.errors import ConfigError, EngineError, InUseError
+from fedbraid.run.budget import PrivacySetup, attach_privacy
+from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
+
+log = logging.getLogger("fedbraid")
+LOCK_TIMEOUT_S = 30.0  # for which a server waits for the one before it to release the run's folder
+BROKER_TIMEOUT_S = 120.0
+MiB = 1024**2
+
+
+def serve(
+    project: Project, settings: Settings, transport: Transport, signer: OrderSigner, callbacks: Any = ()
+) -> Result:
+    """Run a fleet behind this transport, from where the run's folder stands."""
+    (algorithm, work), schedule, task = settings.what(), settings.when(), project.halves.served()
+    algorithm.fits(work, task.full_layout.size > task.layout.size)
+    algorithm.gather.traits().check_layout(task.layout)
+    if algorithm.rule.traits().example_privacy is not None and settings.samples == "free":
+        raise ConfigError(
+            "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
+        )
+    body = {"task": task_digest(settings, task.layout), "settings": settings.to_nodes()}
+    algorithm, budgets = attach_privacy(algorithm, PrivacySetup(schedule, settings.nodes, work))
+    setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
+    watching = [*project.callbacks, *settings.callbacks(), *callbacks, Lines()]
+    options = Options(evaluate_every=settings.evaluate_every or None, callbacks=watching)
+    _open(folder, describe(setup, schedule, FleetName(), options, "cpu"), settings)
+    end = time.monotonic() + LOCK_TIMEOUT_S
+    with Fleet(setup, schedule, settings, transport, signer, folder, body) as fleet:
+        while True:
+            try:
+                return drive(setup, schedule, fleet, LoopGradient(task), options, folder, budgets)
+            except InUseError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.5)
+
+
+def serve_folder(deployment: Deployment, url: str) -> Result:
+    """The same for a deployment's folder, whose broker runs at `url`."""
+    folder, settings = deployment.folder, deployment.settings
+    keys, size = folder / "keys", deployment.project.halves.layout.size
+    # four bytes an entry; an algorithm may send several vectors, and the quota holds two answers
+    limits = StreamLimits(answer_bytes=MiB + 40 * size, model_bytes=MiB + 40 * size)
+    log_file = Broker(keys, folder / "broker").log
+    end, backoff = time.monotonic() + BROKER_TIMEOUT_S, Backoff(0.2, 5.0)
+    while True:
+        try:
+            transport = NatsTransport(url, keys, limits, log_file)
+            break
+        except EngineError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(backoff.failed())
+    try:
+        return serve(deployment.project, settings, transport, OrderSigner(operator_key(keys)))
+    finally:
+        with suppress(Exception):
+            transport.close()
+
+
+def _open(folder: Folder, config: Record, settings: Settings) -> None:
+    """The folder must hold this run or none."""
+    config |= {"clients": settings.nodes, "run": secrets.token_hex(8), "real": True}
+    if not folder.exists:
+        folder.create(config)
+    same(folder, folder.config(), config)
+
+
+class FleetName:
+    """What run.json calls the engine."""
+
+    def describe(self) -> str:
+        return "fleet"
+
+
+class Lines:
+    """A line of the log for every step."""
+
+    def step(self, record: Record, run: Run) -> None:
+        told = ", ".join(f"{k} {record[k]:.4f}" for k in ("loss", "accuracy", "train_loss") if k in record)
+        say(f"step {record['step']} of {run.schedule.steps}, {len(record['clients'])} uploads, {told}")

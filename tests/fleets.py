@@ -67,6 +67,17 @@ class Mischief:
             self.transport.answer(order, made if isinstance(made, bytes) else pack_answer(*made))
 
 
+TORCH = threading.Lock()  # its random state is the process's, and real nodes are processes
+
+
+class ThreadedNode(NodeRuntime):
+    """A node among others of this process."""
+
+    def _answer(self, order, place):
+        with TORCH:
+            return super()._answer(order, place)
+
+
 @dataclass
 class LocalFleet:
     """A broker in memory, and nodes in threads of this process."""
@@ -87,7 +98,7 @@ class LocalFleet:
             share = int(name.rpartition("-")[2])
             node = self.nodes[name] = MemoryNode(self.broker, name)
             end = Mischief(node, self.rewrite[name]) if name in self.rewrite else node
-            runtime = NodeRuntime(self.project, end, self.place / "nodes", {"share": share} | config)
+            runtime = ThreadedNode(self.project, end, self.place / "nodes", {"share": share} | config)
             self.runtimes[name] = runtime
             threading.Thread(target=self._serve, args=(runtime,), daemon=True).start()
         return self

@@ -321,6 +321,94 @@ def test_private_and_secure_refuse_what_they_cannot_do_together():
         run(coarse, work=fb.Work(lr=0.05, batch=2, steps=3))
 
 
+# Noise in shares
+
+
+def shared_noise(a, **options):
+    return private(fb.secure(a, range=1.0), where="distributed", **options)
+
+
+def test_shares_of_noise_are_whole_numbers_of_the_deviation_that_is_claimed():
+    from dataclasses import replace
+
+    from fedbraid.core.link import UploadContext
+
+    layout = Layout.from_shapes([("w", (300, 100))])
+    made = fb.private(fb.secure(fb.fedavg(), bits=14, range=0.5), clip=0.4, noise=2.0, where="distributed")
+    up = replace(made.up, z=2.0, planned=20.0)
+    who = UploadContext(np.arange(20), 0, 0, torch.zeros(1, layout.size), made.uploads, layout, None, {})
+    sent = up.send({"delta": torch.zeros(20, layout.size)}, {}, who).received["delta"].double()
+    (grid,) = up.codec.grids()
+    assert float((sent / grid.step - (sent / grid.step).round()).abs().max()) < 1e-2
+    deviation = float(sent.sum(0).std())
+    assert deviation == pytest.approx(2.0 * 0.4, rel=5 / math.sqrt(2 * layout.size))
+    assert abs(float(sent.sum(0).mean())) < 5 * 0.8 / math.sqrt(layout.size)
+    unbound = made.up
+    with pytest.raises(ValueError, match="lam"):  # nothing leaves without noise
+        unbound.send({"delta": torch.zeros(20, layout.size)}, {}, who)
+
+
+@pytest.mark.parametrize("order", [2, 8, 64])
+@pytest.mark.parametrize("z", [0.7, 3.0])
+def test_the_divergence_of_a_share_is_bounded_as_the_paper_says(order, z):
+    """Skellam against itself moved by the whole clip, summed over its probabilities: below the corollary, and near it."""
+    from scipy.special import ive
+
+    from fedbraid.run.budget import Mechanism
+
+    grain = 30
+    variance = (z * grain) ** 2
+    most = 2 * order * grain + int(20 * z * grain)
+    ratios = np.zeros(most + 200)  # I_{k+1}/I_k, by Bessel's recurrence from far out
+    for k in range(len(ratios) - 1, 0, -1):
+        ratios[k - 1] = 1 / (2 * k / variance + ratios[k])
+    log_p = np.log(ive(0, variance)) + np.concatenate([[0], np.cumsum(np.log(ratios[:most]))])
+    k = np.arange(-most + grain, most - grain + 1)
+    p, q = log_p[np.abs(k)], log_p[np.abs(k - grain)]
+    assert np.exp(p).sum() == pytest.approx(1)
+    exact = np.logaddexp.reduce(order * p - (order - 1) * q) / (order - 1)
+    bound = Mechanism("skellam", grain=grain).skellam(z, order)
+    assert exact <= bound
+    assert (
+        exact > 0.8 * bound or order * grain > variance
+    )  # where Skellam's tails are heavier than a Gaussian's
+
+
+def test_epsilon_of_shares_is_near_that_of_composed_gaussians():
+    dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
+    result = run(shared_noise(fb.fedavg(), noise=1.0), work=fb.Work(lr=0.05, batch=2, steps=3))
+    gaussian = dp.get_epsilon_gaussian(1.0 / math.sqrt(4), 1e-5)
+    assert gaussian < result.history[-1]["epsilon"] < 1.1 * gaussian
+
+
+def test_shares_of_noise_keep_the_same_bits_in_blocks():
+    pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
+    work = fb.Work(lr=0.05, batch=2, steps=3)
+    a = shared_noise(fb.fedadavr(held="client"), noise=0.1)
+    one, many = (run(a, work=work, engine=f"in_process(backend='loop', block={b})") for b in (1, 64))
+    assert torch.equal(one.x, many.x)
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule", "why"),
+    [
+        (lambda: fb.private(fb.fedavg(), noise=1.0, where="distributed"), None, r"private\(secure"),
+        (lambda: shared_noise(fb.mifa(held="client")), None, "one vector on one grid"),
+        (
+            lambda: shared_noise(fb.fedavg()),
+            lambda: fb.rounds(2, clients=5, sampling="poisson"),
+            "fixed cohort",
+        ),
+        (lambda: shared_noise(fb.fedbuff()), lambda: fb.buffered(2, buffer=4, concurrency=6), "fixed cohort"),
+        (lambda: shared_noise(fb.fedavg(), noise=1e4), None, "fewer bits or a larger range"),
+        (lambda: fb.private(fb.fedavg(), noise=1.0, where="distribute"), None, "did you mean 'distributed'"),
+    ],
+)
+def test_shares_of_noise_are_refused_where_they_would_not_be_what_they_claim(make, schedule, why):
+    with pytest.raises(fb.FedbraidError, match=why):
+        run(make(), schedule() if schedule else None, work=fb.Work(lr=0.05, batch=2, steps=3))
+
+
 # Refusals
 
 

@@ -141,7 +141,7 @@ def test_traffic_is_the_length_of_the_messages():
     _, sent = run(s)
     counted = {f"up:{stage}": sum(sent[stage]) for stage in STAGES}
     counted |= {f"down:{stage}": sum(sent[f"{stage} down"]) for stage in STAGES[:3]}
-    counted["down:keys"] += 9 * len(s.to_bytes())
+    counted["down:keys"] += 9 * len(s.invitation(1))
     assert traffic(s, 9) == counted
 
 

@@ -40,7 +40,7 @@ from fedbraid.links.private import (
     scale_of,
     scaled,
 )
-from fedbraid.links.secure import ClippedBefore, SecureUplink
+from fedbraid.links.secure import ClippedBefore, SecureUplink, SkellamNoise
 
 log = logging.getLogger("fedbraid")
 
@@ -85,6 +85,7 @@ class Noised(Gather):
     uploads: Mapping[str, Upload] = field(default_factory=dict, repr=False, compare=False)
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
     sums: Mean = field(default_factory=lambda: Mean("uniform"), repr=False, kw_only=True)
+    by_clients: bool = field(default=False, repr=False, kw_only=True)  # the sum holds its noise already
 
     def traits(self) -> GatherTraits:
         return GatherTraits(
@@ -142,6 +143,8 @@ class Noised(Gather):
     @property
     def z_sum(self) -> float:
         """z_Δ: what z leaves for the sum once the count has had its part."""
+        if self.by_clients:
+            return 0 * self.z
         if not self.adaptive or not self.z > 0:
             return self.z
         return 1 / math.sqrt(self.z**-2 - (2 * self.z_below) ** -2)
@@ -230,7 +233,8 @@ def private(
     """Any algorithm with (ε, δ)-differential privacy of whole clients, or of single examples inside them.
 
     Every client's uploads are clipped to norm `clip`, or to one that follows the median norm ("adaptive"). Gaussian
-    noise of deviation noise·clip goes on their sum, or with where="client" on each upload before it leaves. Given
+    noise of deviation noise·clip goes on their sum, or with where="client" on each upload before it leaves; with
+    where="distributed", over secure, each client adds a share of it in whole numbers (Skellam). Given
     `epsilon` alone, the noise is solved for the whole schedule before anything runs; given both, the run ends before
     the step that would spend more. `scales` says for names that nobody declared by what they are divided to be clipped.
 
@@ -267,6 +271,8 @@ def private(
         )
     if not secure:
         _check_gather(who, a.gather)
+    if where == "distributed":
+        _check_distributed(who, a, secure)
     assert isinstance(a.gather, Mean)
     if later and a.stateful(Layout.from_shapes([("w", (2, 2))])):
         raise ConfigError(
@@ -275,20 +281,21 @@ def private(
     adaptive = clip == "adaptive"
     sums = uniform(a.gather) if secure else Mean("uniform", a.gather.staleness)
     gather = Noised(
-        bound, noise, epsilon, delta, a.gather.staleness, adaptive, later, uploads=uploads, server=server, sums=sums
+        bound, noise, epsilon, delta, a.gather.staleness, adaptive, later, uploads=uploads, server=server, sums=sums,
+        by_clients=where == "distributed",
     )  # fmt: skip
     if adaptive:
         server = pipeline(server, SentClip(bound))
     link = Clipped(a.up.codec, a.up, bound, own, adaptive, later)
     if isinstance(a.up, SecureUplink):
-        link = ClippedBefore(a.up.codec, a.up, bound, own)
+        link = (SkellamNoise if where == "distributed" else ClippedBefore)(a.up.codec, a.up, bound, own)
     return replace(a, rule=rule, gather=gather, server=server, up=link, name="")
 
 
 def _check(clip: Any, noise: float | None, epsilon: float | None, delta: float, where: str) -> float:
     """Refuse numbers that keep nobody's privacy; the clip to start with."""
-    if where not in ("server", "client"):
-        raise unknown("where", str(where), ["server", "client"])
+    if where not in ("server", "client", "distributed"):
+        raise unknown("where", str(where), ["server", "client", "distributed"])
     if noise is None and epsilon is None:
         raise ConfigError("private needs noise= (its deviation in clips) or epsilon= (a budget); give one")
     if noise is not None:
@@ -388,6 +395,20 @@ def _check_own(who: str, clip: Clip, rescales: bool) -> None:
         raise ConfigError(
             f"{who}'s server divides by numbers that clients upload, which their own noise may bring to zero; use"
             " where='server' or an algorithm that uploads updates alone"
+        )
+
+
+def _check_distributed(who: str, a: Algorithm, secure: bool) -> None:
+    """Refuse noise in shares where single uploads are seen, or where it does not lie on one grid."""
+    if not secure:
+        raise ConfigError(
+            f"where='distributed' gives {who}'s clients a share of the noise each, which hides only their sum; use"
+            " private(secure(…), where='distributed')"
+        )
+    if len(a.uploads) != 1 or len(a.up.codec.grids()) != 1:
+        raise ConfigError(
+            f"where='distributed' needs one vector on one grid, and {who} uploads {sorted(a.uploads)} over {a.up.codec!r}; use"
+            " where='server'"
         )
 
 

@@ -67,6 +67,7 @@ class SecureMean(Mean):
     threshold: int | None = None
     uploads: Mapping[str, Upload] = field(default_factory=dict, repr=False, compare=False)
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
+    noise: int = field(default=0, repr=False, compare=False)  # what noise adds to sums, in largest codes
     both: bool = field(default=False, repr=False)  # every vector is summed by samples and uniformly
 
     def traits(self) -> GatherTraits:
@@ -159,7 +160,7 @@ class SecureMean(Mean):
         numbers = NUMBERS + sum(what.width or 0 for what in self.uploads.values())
         vectors = sum(len(self.weighings(what)) for what in self.uploads.values() if what.width is None)
         k, threshold = choose_neighbours(clients, self.neighbours, self.threshold)
-        growth = (clients * heaviest - 1).bit_length()
+        growth = (clients * heaviest + self.noise - 1).bit_length()
         length = vectors * ctx.layout.size + numbers * pieces
         return Session(ctx.t.to_bytes(16, "little"), clients, k, threshold, bits + growth, length)
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core import rng
 from fedbraid.core.codec import Codec
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
@@ -103,6 +104,36 @@ class ClippedBefore(Clipped):
 
     def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
         return self.link.receive(frames, who)
+
+
+@dataclass(frozen=True)
+class SkellamNoise(ClippedBefore):
+    """Each client adds a share of the noise, in whole steps of the grid: the sum's has deviation zC (Agarwal et al. 2021).
+
+    Unbound, z is not a number, so that nothing leaves without noise.
+    """
+
+    z: float = field(default=math.nan, repr=False, compare=False)
+    planned: float = field(default=1.0, repr=False, compare=False)
+
+    @property
+    def grain(self) -> float:
+        """The clip in steps of the grid."""
+        (grid,), ((_, scale),) = self.link.codec.grids(), self.link.scales
+        return float(self.clip / (grid.step * scale))
+
+    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
+        sent = super().send(vectors, memory, who)
+        (grid,), ((name, scale),) = self.link.codec.grids(), self.link.scales
+        half = (
+            (self.z * self.grain) ** 2 / self.planned / 2
+        )  # Sk = Poisson − Poisson, of half the variance each
+        q = grid.recover((sent.received[name] / scale).cpu().numpy())
+        for row, client in zip(q, who.clients.tolist()):
+            draw = rng.generator(who.seed, "skellam", who.version, client)
+            row += draw.poisson(half, len(row)) - draw.poisson(half, len(row))
+        noised = torch.from_numpy(grid.from_grid(q)).to(who.x) * scale
+        return replace(sent, received={name: noised})
 
 
 def fixed(v: Tensor) -> Tensor:

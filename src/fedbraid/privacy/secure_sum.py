@@ -180,7 +180,7 @@ def traffic(session: Session, masked: int) -> dict[str, int]:
     shares = n * (head + k * (_PARTY.size + SEALED))
     return {
         "up:keys": n * (head + 2 * KEY),
-        "down:keys": n * (_SESSION.size + head + k * (_PARTY.size + 2 * KEY)),
+        "down:keys": n * (_SESSION.size + _PARTY.size + head + k * (_PARTY.size + 2 * KEY)),
         "up:shares": shares,
         "down:shares": shares,
         "up:masked": masked * (head + session.masked_size),

@@ -14,18 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.algorithms.private import HiddenExamples, Noised, hiding, of_mean, with_noise
-from fedbraid.algorithms.secure import check_run
+from fedbraid.algorithms.secure import SecureMean, check_run
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work, batch_sizes, step_counts
 from fedbraid.errors import ConfigError, MissingExtra
 from fedbraid.links.private import Clipped, LocalNoise, PrivateUplink
+from fedbraid.links.secure import SkellamNoise
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
 
 Sizes = NDArray[np.int64]  # samples by client
 
+TAILS = 12  # deviations of noise that a secure sum has room for
 APART = 2**0.25  # steps at which ε is accounted exactly grow by this
 
 
@@ -34,13 +36,15 @@ class Mechanism:
     """What is noised how often.
 
     Cohorts are drawn "poisson" with a rate, or "fixed", so many of N; "all" is without amplification, and "own" the
-    participations of one client that noises for itself.
+    participations of one client that noises for itself. Noise in whole numbers is "skellam", with the clip as its
+    `grain`, and without amplification.
     """
 
     kind: str
     rate: float = 1.0
     N: int = 0
     cohort: int = 0
+    grain: float = 1.0
 
     @staticmethod
     def of(schedule: Schedule, N: int, real: bool = False) -> tuple[Mechanism, float]:
@@ -74,6 +78,10 @@ class Mechanism:
     def epsilon(self, z: float, delta: float, steps: int) -> float:
         """ε after so many steps with noise multiplier z."""
         dp = _library()
+        if self.kind == "skellam":  # Δ₂ = grain, Δ₁ ≤ Δ₂² of whole numbers, variance (z·grain)²
+            return float(
+                dp.rdp.compute_epsilon(ORDERS, [steps * self.skellam(z, a) for a in ORDERS], delta)[0]
+            )
         if self.kind == "all" or (self.kind, self.rate) == (
             "poisson",
             1,
@@ -89,8 +97,14 @@ class Mechanism:
             event = dp.SampledWithoutReplacementDpEvent(self.N, self.cohort, dp.GaussianDpEvent(z / 2))
         return float(accountant.compose(dp.SelfComposedDpEvent(event, steps)).get_epsilon(delta))
 
+    def skellam(self, z: float, order: int) -> float:
+        """Rényi divergence of one step (Agarwal et al. 2021, corollary 3.1)."""
+        coarse = (2 * order + 5) / (4 * z**4 * self.grain**2)
+        return order / (2 * z**2) + min(coarse, 1.5 / z**2)
+
 
 OWN = Mechanism("own")
+ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512, 1024]
 
 
 @lru_cache(maxsize=4096)
@@ -329,6 +343,12 @@ def attach_privacy(
         return _bound_own(algorithm, up, crowd)
     assert isinstance(gather, Noised)
     how, planned = Mechanism.of(crowd.schedule, crowd.clients, crowd.seed is None)
+    if isinstance(up, SkellamNoise):
+        if how.kind != "fixed":
+            raise ConfigError(
+                "where='distributed' counts on the noise of every client that was planned; use rounds of a fixed cohort"
+            )
+        how = Mechanism("skellam", grain=up.grain)
     z, last = _afford(gather.noise, gather.epsilon, gather.delta, how, crowd.schedule.steps)
     if last < crowd.schedule.steps:
         log.warning(
@@ -341,7 +361,17 @@ def attach_privacy(
             f"clip='adaptive' counts norms with a noise of {new.z_below:.3g} for {planned:g} clients, too little beside"
             f" noise={z:.3g}; use cohorts of at least {math.floor(10 * z) + 1} clients, less noise, or clip=a number"
         )
-    return replace(algorithm, gather=new), (Budget(how, z, gather.delta, last),)
+    if isinstance(up, SkellamNoise):
+        assert isinstance(new.sums, SecureMean)
+        (grid,) = up.codec.grids()
+        if (reach := TAILS * z * up.grain / math.sqrt(planned) + grid.top) > 2**23:
+            raise ConfigError(
+                f"a client's share of the noise reaches {reach:.3g} steps of the grid, more than float32 holds; use fewer bits or a"
+                " larger range under secure"
+            )
+        new = replace(new, sums=replace(new.sums, noise=math.ceil(TAILS * z * up.grain / grid.top)))
+        up = replace(up, z=z, planned=planned)
+    return replace(algorithm, gather=new, up=up), (Budget(how, z, gather.delta, last),)
 
 
 def _bound_own(

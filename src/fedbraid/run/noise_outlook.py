@@ -98,6 +98,7 @@ def privacy_of(algorithm: Algorithm) -> Record | None:
         return {"delta": own.delta, "unit": "example", "where": "client"}
     for part, where in ((algorithm.gather, "server"), (algorithm.up, "client")):
         if isinstance(part, Noised | LocalNoise):
+            where = "distributed" if isinstance(part, Noised) and part.by_clients else where
             return {"delta": part.delta, "unit": "client", "where": where}
     return None
 

@@ -482,6 +482,23 @@ def test_real_nodes_need_the_package_that_encrypts_before_they_begin(monkeypatch
         check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, True)
 
 
+def test_hostile_clients_upload_on_the_grid_and_robust_rules_are_refused():
+    for a in (
+        fb.secure(fb.attack(fb.fedavg(), "sign_flip", share=0.3), range=RANGE),
+        fb.attack(fb.secure(fb.fedavg(), range=RANGE), "sign_flip", share=0.3),
+    ):
+        open_ = run(in_the_open(fb.attack(fb.fedavg(), "sign_flip", share=0.3)))
+        assert float((run(a).x - open_.x).abs().max()) < 1e-6
+    for refused in (
+        lambda: fb.robust(fb.secure(fb.fedavg()), "median"),
+        lambda: fb.secure(fb.robust(fb.fedavg(), "median")),
+    ):
+        with pytest.raises(fb.FedbraidError, match="gathers by"):
+            refused()
+    with pytest.raises(fb.FedbraidError, match="single uploads"):
+        fb.attack(fb.secure(fb.fedavg()), "alie", share=0.3)
+
+
 def test_a_wrapper_that_changes_what_is_summed_is_refused():
     with pytest.raises(fb.FedbraidError, match="outermost"):
         run(fb.error_feedback(fb.secure(fb.fedavg())))

@@ -282,7 +282,7 @@ def secure(
     gather = SecureMean(
         a.gather.weights, a.gather.staleness, codec, scales, neighbours, threshold, a.uploads, a.server, both
     )
-    return replace(a, gather=gather, up=SecureUplink(codec, a.up.over(codec), scales), name="")
+    return replace(a, gather=gather, up=SecureUplink(codec, link=a.up.over(codec), scales=scales), name="")
 
 
 def _ranges(who: str, uploads: Mapping[str, Upload], given: Range) -> tuple[float, Scales]:
@@ -330,7 +330,7 @@ def check_run(algorithm: Algorithm, schedule: Schedule, clients: int, even: bool
     sums = gather.sums if isinstance(gather, Noised) else gather
     assert isinstance(sums, SecureMean)
     served = gather.server if isinstance(gather, Noised) else sums.server
-    while isinstance(up, WrappedUplink):
+    while isinstance(up, WrappedUplink) and not isinstance(up, SecureUplink):
         up = up.link
     if not isinstance(up, SecureUplink) or algorithm.server.accounts() != served.accounts():
         raise ConfigError(

@@ -6,19 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.codec import Codec
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
+from fedbraid.core.link import Uplink, UploadContext, UploadResult
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError
 from fedbraid.links.private import Clipped, clipped, scaled
+from fedbraid.links.wrapped import WrappedUplink
 
 Scales = tuple[tuple[str, float], ...]  # by name, of what is divided before it is put on the grid
 
@@ -30,14 +29,13 @@ USUAL_GROWTH = (
 
 
 @dataclass(frozen=True)
-class SecureUplink(Uplink):
+class SecureUplink(WrappedUplink):
     """Another link over a shared grid, name by name in the declared `scales`.
 
     A simulation gets what each client sent, as the client knows it; the gather keeps sums of its codes alone. Bytes are
     counted by the gather, because a message is as long as the cohort is large.
     """
 
-    link: Uplink = field(default_factory=PlainUplink)
     scales: Scales = ()
 
     def over(self, codec: Codec, only: tuple[str, ...] | None = None) -> Uplink:
@@ -45,17 +43,8 @@ class SecureUplink(Uplink):
             f"{codec!r} cannot replace the grid of a secure sum; call secure last: secure(with_codecs(…, up=…))"
         )
 
-    def fits(self, declared: Mapping[str, Upload]) -> None:
-        self.link.fits(declared)
-
-    def init_client_state(self, declared: Mapping[str, Upload], layout: Layout) -> Vectors:
-        return self.link.init_client_state(declared, layout)
-
-    def quantized(self, clients: NDArray[np.int64]) -> int:
-        return self.link.quantized(clients)
-
     def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
-        plain = self.link.size(declared, layout)
+        plain = super().size(declared, layout)
         return plain + USUAL_GROWTH * sum(d.size(layout) for d in declared.values()) // 8
 
     def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:

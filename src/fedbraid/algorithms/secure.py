@@ -280,7 +280,15 @@ def secure(
             " none; use an algorithm whose server needs means alone, such as fedavg, feddyn or scallion"
         )
     gather = SecureMean(
-        a.gather.weights, a.gather.staleness, codec, scales, neighbours, threshold, a.uploads, a.server, both
+        a.gather.weights,
+        a.gather.staleness,
+        codec,
+        scales,
+        neighbours,
+        threshold,
+        a.uploads,
+        a.server,
+        both=both,
     )
     return replace(a, gather=gather, up=SecureUplink(codec, link=a.up.over(codec), scales=scales), name="")
 

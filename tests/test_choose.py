@@ -146,6 +146,28 @@ def test_no_seed_begins_when_the_time_is_up(small, monkeypatch):
     assert found.budget["seeds"] == [1, 2, 3]
 
 
+def test_one_that_fails_loses_and_the_others_go_on(small):
+    class Broken(fb.Transform):
+        def update(self, u, s, x, ctx):
+            if len(x) > 4:  # not in the dry run
+                raise fb.errors.EngineError("this one cannot run")
+            return u, s
+
+    found = small(
+        candidates={
+            "broken": fb.Algorithm(server=Broken()),
+            "fedavg": fb.fedavg(),
+            "slow": fb.fedavg(lr=0.02),
+        }
+    )
+    assert found.ranking[0]["name"] == "fedavg"
+    assert {"algorithm": "broken", "reason": "this one cannot run with every setting"} in found.facts[
+        "losers"
+    ]
+    with pytest.raises(fb.errors.EngineError, match="cannot run"):
+        small(candidates={"fedavg": fb.Algorithm(server=Broken())}, out=found.out / "other")
+
+
 # Objectives and limits --------------------------------------------------------------------------------
 
 
@@ -199,7 +221,7 @@ def test_all_candidates_can_be_built_and_draws_fill_their_spaces(digits):
         entries = {admitted.entry(c.draw(n), 20).folder for n in range(3)}
         assert len(entries) > 1
     rates = np.sort([every[0].draw(n)["lr"] for n in range(16)])
-    assert (np.diff(np.log(rates)) < 0.35 * np.log(30)).all()  # no wide gap
+    assert (np.diff(np.log(rates)) < 0.35 * np.log(50)).all()  # no wide gap
 
 
 def test_private_candidates(digits):
@@ -239,6 +261,17 @@ def test_pairs_are_paired_and_corrected():
     assert single <= p[frozenset("ab")] <= 3 * single * (1 + 1e-9)
     apart = stats.resolution([x - y for x, y in zip(values["a"], values["c"])], 0.05)
     assert stats.t_test([x - y - np.mean(values["a"]) + np.mean(values["c"]) + apart for x, y in zip(values["a"], values["c"])]) == pytest.approx(0.05)  # fmt: skip
+
+
+def test_equals_that_share_no_randomness_tie_as_often_as_the_level_says():
+    """The statistics alone, on numbers: six equals of five seeds each differ in at most one of twenty finals."""
+    draw, wrong = np.random.default_rng(2), 0
+    for _ in range(400):
+        values = draw.normal(size=(6, 5))
+        p = stats.pair_tests({str(i): row.tolist() for i, row in enumerate(values)})
+        best = str(values.mean(1).argmax())
+        wrong += any(value < 0.05 for pair, value in p.items() if best in pair)
+    assert wrong <= 20
 
 
 @pytest.mark.parametrize(

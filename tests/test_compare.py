@@ -356,3 +356,12 @@ def test_an_entry_that_always_diverged_is_in_the_table_and_the_report(task, tmp_
     shown = page.describe(collect.collect([tmp_path / "wild"]))
     assert [(r["name"], r["failed"]) for r in shown["rows"]] == [("avg", 0), ("wild", 2)]
     assert "wild diverged with 2 of its seeds" in shown["verdict"]
+
+
+def test_algorithms_that_cannot_be_pickled_are_compared(blobs, tmp_path):
+    class Own(fb.Transform):
+        pass
+
+    entries = {"own": fb.Algorithm(server=Own())}
+    found = compare(blobs, entries, WORK, fb.rounds(2, clients=3), seeds=1, out=tmp_path / "own", jobs=1)
+    assert found.rows[0]["final"].count == 1

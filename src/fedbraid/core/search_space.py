@@ -123,4 +123,4 @@ def integer(low: int, high: int, points: int = 4) -> IntRange:
     return IntRange(low, high, points)
 
 
-CLIENT_RATE = log(0.01, 0.3)  # of local SGD, with which every algorithm is tuned
+CLIENT_RATE = log(0.01, 0.5)  # of local SGD, with which every algorithm is tuned

@@ -10,8 +10,9 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -104,31 +105,38 @@ def ignore(event: Event[Any]) -> None:
 
 @dataclass
 class Campaign(Generic[C]):
-    """Cells, given as a list or asked for one by one, and the function that runs one in a worker process."""
+    """Cells, given as a list or asked for one by one, and the function that runs one in a worker process.
 
-    cells: Iterable[C] | Callable[[], C | None]
+    Those of a list may be anything, because workers are forked and know them; those asked for are pickled.
+    """
+
+    cells: Sequence[C] | Callable[[], C | None]
     run_cell: Callable[[C, Ask], Any]
     folder: Path
+    may_start: Callable[[C], bool] = lambda cell: True  # the first that may not ends the list
+    goes_on: bool = False  # also after errors other than divergence, which are then results
 
     def run(self, jobs: int | None = None, on_event: OnEvent = ignore) -> None:
-        """Run the cells, `jobs` at a time; an error other than divergence ends the campaign."""
-        if callable(self.cells):
-            next_cell = self.cells
-        else:
-            waiting = iter(self.cells)
-            next_cell = lambda: next(waiting, None)  # noqa: E731
+        """Run the cells, `jobs` at a time; an error other than divergence ends the campaign, unless it goes on."""
+        ask_for = self.cells if callable(self.cells) else None
+        listed: Sequence[C] = [] if callable(self.cells) else self.cells
+        waiting = takewhile(lambda n: self.may_start(listed[n]), range(len(listed)))
+        cell_of: Callable[[Any], C] = listed.__getitem__ if ask_for is None else lambda cell: cell
 
-        def on_message(cell: C, message: tuple[int, float | None]) -> Any:
-            return on_event(Event("step", cell, step=message[0], value=message[1]))
+        def on_message(task: Any, message: tuple[int, float | None]) -> Any:
+            return on_event(Event("step", cell_of(task), step=message[0], value=message[1]))
 
-        def done(cell: C, result: Any) -> None:
-            if isinstance(result, Failure) and result.kind != "Diverged":
-                raise EngineError(f"{cell} failed: {result.message}; what is done is kept in {self.folder}")
-            on_event(Event("done", cell, result=result))
+        def done(task: Any, result: Any) -> None:
+            if isinstance(result, Failure) and result.kind != "Diverged" and not self.goes_on:
+                raise EngineError(
+                    f"{cell_of(task)} failed: {result.message}; what is done is kept in {self.folder}"
+                )
+            on_event(Event("done", cell_of(task), result=result))
 
         prepare()
-        with WorkerPool(self.run_cell, jobs) as pool:
-            pool.run(next_cell, done, on_message, lambda: on_event(Event("tick")))
+        with WorkerPool(lambda task, ask: self.run_cell(cell_of(task), ask), jobs) as pool:
+            next_task: Callable[[], Any] = ask_for or (lambda: next(waiting, None))
+            pool.run(next_task, done, on_message, lambda: on_event(Event("tick")))
 
 
 def claim(out: Path, file: str, facts: Record, fixed: Mapping[str, str]) -> Record | None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fedbraid.core.algorithm import Algorithm
@@ -29,7 +30,7 @@ from fedbraid.schedule import Schedule
 from fedbraid.schedule.availability import availability
 from fedbraid.schedule.clock import Durations
 from fedbraid.study import recipe, stats
-from fedbraid.study.campaign import Entry, OnEvent, ignore, new_folder
+from fedbraid.study.campaign import OnEvent, ignore, new_folder
 from fedbraid.study.candidates import BASELINE, SPENDING, Situation
 from fedbraid.study.compare import FILE as COMPARE
 from fedbraid.study.compare import Grid, aligned
@@ -214,7 +215,8 @@ def choose(
     race.recall()
     arms = race.run(admitted_all)
     finalists = race.finalists(arms)
-    facts, entry = _facts(race, arms, finalists, race.confirm(finalists))
+    final = _Final(race, arms, finalists, race.confirm(finalists))
+    facts, entry = final.facts(), final.best.entry
     Folder(place).write_json(RESULT, facts)
     return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
 
@@ -222,184 +224,160 @@ def choose(
 # What it comes to ---------------------------------------------------------------------------------
 
 
-def _facts(race: Race, arms: Sequence[Arm], finalists: Sequence[Arm], grid: Grid) -> tuple[Record, Entry]:
-    """The ranking and all that is said about it, and the winner's entry."""
-    found, s = grid.result(), race.situation
-    rows = {
-        a.name: [_measures(race, h) for h in g.histories]
-        for a, g in zip(finalists, found.groups)
-        if len(g.seeds) == len(grid.seeds)  # those that diverged lost
-    }
-    if not rows:
-        raise Diverged("all finalists diverged with fresh seeds; give more clients a round, or another work=")
-    key = next(iter(next(iter(rows.values()))[0]))
-    values = {name: [r[key] for r in each] for name, each in rows.items()}
-    if all(None in v for v in values.values()):
-        raise race.unreached(
-            [(sum(r["accuracy"] for r in each) / len(each), name) for name, each in rows.items()]
-        )
-    sign = 1.0 if s.objective in SPENDING else -race.sign
+class _Final:
+    """What the race and its final say: the ranking, a sentence for every loser, the winner as a command."""
 
-    def place(name: str) -> tuple[int, float]:
-        known = [v for v in values[name] if v is not None]
-        return len(values[name]) - len(known), sign * math.fsum(known) / len(known) if known else math.inf
+    def __init__(self, race: Race, arms: Sequence[Arm], finalists: Sequence[Arm], grid: Grid) -> None:
+        self.race, self.arms, self.finalists, self.grid, s = race, arms, finalists, grid, race.situation
+        found, self.spends = grid.result(), s.objective in SPENDING
+        self.failures, count = found.failures, len(grid.seeds)
+        groups = {
+            a.name: g for a, g in zip(finalists, found.groups) if len(g.seeds) == count
+        }  # others diverged
+        if not groups:
+            raise Diverged(
+                "all finalists diverged with fresh seeds; give more clients a round, or another work="
+            )
+        worth = "worst tenth" if s.objective == "worst-tenth" else race.metric
+        self.key = f"{s.objective} to {s.accuracy:.0%}" if self.spends else worth
+        self.rows = {name: [self._measures(h, worth) for h in g.histories] for name, g in groups.items()}
+        self.values = {name: [r[self.key] for r in rows] for name, rows in self.rows.items()}
+        if not any(v is not None for values in self.values.values() for v in values):
+            raise race.unreached(
+                [(fmean(r["accuracy"] for r in rows), name) for name, rows in self.rows.items()]
+            )
+        self.order = sorted(self.rows, key=self._place)
+        self.complete = {n: self.values[n] for n in self.order if None not in self.values[n]}
+        if self.spends:  # what counts is the ratio
+            self.complete = {
+                n: [math.log(max(v, 1e-12)) for v in values] for n, values in self.complete.items()
+            }
+        self.tests = stats.pair_tests(self.complete)
+        self.best = next(a for a in finalists if a.name == self.order[0])
+        self.ranking = [self._ranked(next(a for a in finalists if a.name == name)) for name in self.order]
 
-    order = sorted(rows, key=place)
-    logs = s.objective in SPENDING  # what counts is the ratio
-    complete = {
-        n: [math.log(max(v, 1e-12)) if logs else v for v in values[n]] for n in order if None not in values[n]
-    }
-    tests = stats.pair_tests(complete)
-    of = {a.name: a for a in finalists}
-    ranking = []
-    for name in order:
-        p, e = tests.get(frozenset((order[0], name))), of[name].entry
-        ranking.append({
-            "name": name, "algorithm": e.algorithm.name or name, "work": repr(e.work), "schedule": repr(e.schedule),
-            "settings": of[name].settings, "tied": name == order[0] or (p is not None and p >= LEVEL), "p": p,
-            "metrics": {k: _interval([r[k] for r in rows[name]]) for k in rows[name][0]},
-        })  # fmt: skip
-    best = of[order[0]]
-    facts = {
-        "task": recipe.task_name(race.task.spec or race.task.name), "objective": s.objective, "accuracy": s.accuracy,
-        "situation": str(s), "rounds": race.rounds, "ranking": ranking,
-        "verdict": _verdict(race, best.entry, ranking, complete, values, key),
-        "losers": _losers(race, arms, finalists, found.failures, ranking, key),
-        "excluded": [
-            {"algorithm": name, "reason": o[0].reason, "admits": " and ".join(x.admits for x in o)}
-            for name, o in race.excluded.items()
-        ],
-        "budget": {
-            "minutes": race.minutes, "seconds": round(race.spent, 1), "runs": len(race.looks) + len(rows) * len(grid.seeds),
-            "candidates": race.plan["tried"], "settings": race.plan["settings"], "seeds": grid.seeds,
-        },
-        **_written(race, best, grid),
-    }  # fmt: skip
-    return facts, best.entry
+    def _measures(self, history: Sequence[Record], worth: str) -> Record:
+        """One run's figures, the objective first."""
+        race, history = self.race, self.race.in_time(history)
+        row = {self.key: race.took(history)} if self.spends else {}
+        row |= {worth: stats.final(history, race.metric)}
+        row |= {"accuracy": stats.final(history, "accuracy")} if "accuracy" in race.task.measures else {}
+        sums = {"up": "bytes_up", "down": "bytes_down", "energy": "energy"}
+        return row | {"time": history[-1]["time"]} | {k: sum(r[v] for r in history) for k, v in sums.items()}
 
+    def _place(self, name: str) -> tuple[int, float]:
+        """Those that always came to a value first, by its mean."""
+        known = [v for v in self.values[name] if v is not None]
+        sign = 1.0 if self.spends else -self.race.sign
+        return len(self.values[name]) - len(known), sign * fmean(known) if known else math.inf
 
-def _measures(race: Race, history: Sequence[Record]) -> Record:
-    """One run's figures, the objective first."""
-    s, history = race.situation, race.in_time(history)
-    row = {f"{s.objective} to {s.accuracy:.0%}": race.took(history)} if s.objective in SPENDING else {}
-    name = "worst tenth" if s.objective == "worst-tenth" else race.metric
-    row |= {name: stats.final(history, race.metric)}
-    row |= {"accuracy": stats.final(history, "accuracy")} if "accuracy" in race.task.measures else {}
-    row |= {"time": history[-1]["time"], "up": sum(r["bytes_up"] for r in history)}
-    return row | {"down": sum(r["bytes_down"] for r in history), "energy": sum(r["energy"] for r in history)}
+    def _ranked(self, arm: Arm) -> Record:
+        e, p = arm.entry, self.tests.get(frozenset((self.best.name, arm.name)))
+        return {
+            "name": arm.name, "algorithm": e.algorithm.name or arm.name, "work": repr(e.work), "schedule": repr(e.schedule),
+            "settings": arm.settings, "tied": arm is self.best or (p is not None and p >= LEVEL), "p": p,
+            "metrics": {k: _interval([r[k] for r in self.rows[arm.name]]) for k in self.rows[arm.name][0]},
+        }  # fmt: skip
+
+    def facts(self) -> Record:
+        race, s = self.race, self.race.situation
+        return {
+            "task": recipe.task_name(race.task.spec or race.task.name), "objective": s.objective, "accuracy": s.accuracy,
+            "situation": str(s), "rounds": race.rounds, "ranking": self.ranking, "verdict": self._verdict(),
+            "losers": [{"algorithm": name, "reason": why} for name, why in self._losers().items()],
+            "excluded": [
+                {"algorithm": name, "reason": o[0].reason, "admits": " and ".join(x.admits for x in o)}
+                for name, o in race.excluded.items()
+            ],
+            "budget": {
+                "minutes": race.minutes, "seconds": round(race.spent, 1), "candidates": race.plan["tried"],
+                "runs": len(race.looks) + len(self.finalists) * len(self.grid.seeds),
+                "settings": race.plan["settings"], "seeds": self.grid.seeds,
+            },
+            **self._written(),
+        }  # fmt: skip
+
+    def _verdict(self) -> list[str]:
+        """Which is best, whether it beats FedAvg, and how sure that is."""
+        best, race, count = self.best.name, self.race, len(self.grid.seeds)
+        tied, pairs = [r["name"] for r in self.ranking[1:] if r["tied"]], len(self.tests)
+        sure = f"{count} fresh seeds; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pairs"
+        said = [f"{best} is best by {self.key}{', tied with ' if tied else ''}{', '.join(tied)} ({sure})."]
+        base = next((r for r in self.ranking[1:] if r["name"] == BASELINE), None)
+        if base is not None and base["p"] is None:
+            reached = sum(v is not None for v in self.values[BASELINE])
+            said.append(f"FedAvg, tuned alike, reached the target with {reached} of {count} seeds.")
+        elif base is not None:
+            gain = stats.interval([a - b for a, b in zip(self.values[best], self.values[BASELINE])])
+            much = shown(self.key, {"mean": abs(gain.mean), "half": gain.half}).replace(" %", " points")
+            verb = "is ahead of" if base["tied"] else "beats"
+            said.append(f"{best} {verb} FedAvg, tuned alike, by {much} (p = {base['p']:.2g}).")
+        near = [n for n in (tied or self.complete) if n != best and best in self.complete]
+        if near and count > 1:
+            apart = [[x - y for x, y in zip(self.complete[best], self.complete[name])] for name in near]
+            least = max(stats.resolution(d, LEVEL / pairs) for d in apart)
+            much = f"{math.expm1(least):.0%}" if self.spends else self._shown(least)
+            said.append(f"Differences below {much} would not have been found with these seeds.")
+        if (doubt := unproven(self.best.entry.algorithm, self.best.entry.schedule)) is not None:
+            said.append(f"{doubt[0].upper()}{doubt[1:]}.")
+        samples, judges = race.held_out
+        points = f" (a standard error of up to {50 / math.sqrt(samples):.1f} points)" if race.sign > 0 else ""
+        seen = f"{judges} held-out clients with {samples:,} samples{points}"
+        return [*said, f"The race was judged on {seen}, the final on the test set."]
+
+    def _losers(self) -> dict[str, str]:
+        """A sentence for each that is neither the best nor tied with it."""
+        race, last = self.race, self.ranking[0]["metrics"][self.key]
+        said = {
+            name: f"diverged with {len(errors)} of the fresh seeds" for name, errors in self.failures.items()
+        }
+        for r in self.ranking:
+            if not r["tied"]:
+                sure = "" if r["p"] is None else f" (p = {r['p']:.2g})"
+                said[r["name"]] = (
+                    f"{shown(self.key, r['metrics'][self.key])} against {shown(self.key, last)}{sure}"
+                )
+        chosen = self.finalists[: race.plan["finalists"]]
+        twins = {a.admitted.candidate.family: f", a twin of {a.name}" for a in chosen}
+        for arm in race.ranked(self.arms):
+            if arm.name in said or any(a.name == arm.name for a in self.finalists):
+                continue
+            rung = race.rung_of(arm)
+            look, of = race.looks[arm.key, rung], [race.looks.get((a.key, rung), {}) for a in chosen]
+            bar = min((k for k in of if k.get("value") is not None), key=lambda k: k["score"], default=None)
+            why = "" if bar is None else f", where finalists had {self._worth(bar)} or better"
+            if look["value"] is None:
+                said[arm.name] = f"{look['why']} with every setting"
+            else:
+                why = twins.get(arm.admitted.candidate.family, why)
+                said[arm.name] = f"{self._worth(look)} on held-out clients at step {look['step']}{why}"
+        return said
+
+    def _shown(self, value: float) -> str:
+        name = "accuracy" if self.race.metric.startswith("accuracy") else self.race.metric
+        return shown(name, {"mean": value, "half": None})
+
+    def _worth(self, look: Record) -> str:
+        """What a run was worth at a rung: its metric, and what the target takes as far as can be told."""
+        if "takes" not in look:
+            return self._shown(look["value"])
+        takes = shown(self.race.situation.objective, {"mean": look["takes"], "half": None})
+        return f"{self._shown(look['value'])} and {takes} to the target"
+
+    def _written(self) -> Record:
+        """The winner as a command, as a file for `run`, and as the keys of a deployment."""
+        e, path = self.best.entry, self.race.out / "winner.toml"
+        sections = recipe.sections(Folder(next(c for c in self.grid.cells if c.entry is e).folder).config())
+        timeless = dataclasses.replace(e.schedule, bandwidth=None, availability=None)  # type: ignore[call-arg]
+        command, file = "fb.simulate(task, found.algorithm, found.work, found.schedule)", None
+        if sections is not None:
+            path.write_text(recipe.toml(sections))
+            command, file = recipe.command(sections), str(path)
+        deploy = {"algorithm": e.algorithm.name, "work": repr(e.work), "schedule": repr(timeless)}
+        return {"command": command, "file": file, "deploy": deploy}
 
 
 def _interval(values: Sequence[float | None]) -> Record | None:
     """A mean with its interval, where every seed has a value."""
     known = [v for v in values if v is not None]
     return stats.plain(stats.interval(known)) if known and len(known) == len(values) else None
-
-
-def _verdict(
-    race: Race, winner: Entry, ranking: Sequence[Record], complete: Mapping[str, Sequence[float]], values: Mapping[str, Sequence[Any]], key: str
-) -> list[str]:  # fmt: skip
-    """Who is best, whether it beats FedAvg, and how sure that is."""
-    best, count = ranking[0]["name"], len(values[ranking[0]["name"]])
-    tied = [r["name"] for r in ranking[1:] if r["tied"]]
-    pairs = len(complete) * (len(complete) - 1) // 2
-    said = [
-        f"{best} is best by {key}" + (f", tied with {', '.join(tied)}" if tied else "")
-        + f" ({count} fresh seeds; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pairs)."
-    ]  # fmt: skip
-    base = next((r for r in ranking[1:] if r["name"] == BASELINE), None)
-    if base is not None and (
-        gain := _interval([None if None in (a, b) else a - b for a, b in zip(values[best], values[BASELINE])])
-    ):
-        verb = "is ahead of" if base["tied"] else "beats"
-        much = shown(key, gain | {"mean": abs(gain["mean"])}).replace(" %", " points")
-        said.append(f"{best} {verb} FedAvg, tuned alike, by {much} (p = {base['p']:.2g}).")
-    elif base is not None:
-        reached = sum(v is not None for v in values[BASELINE])
-        said.append(f"FedAvg, tuned alike, reached the target with {reached} of {count} seeds.")
-    if pairs and count > 1:
-        near = tied or [name for name in complete if name != best]
-        others = [[x - y for x, y in zip(complete[best], complete[name])] for name in near]
-        least = max(stats.resolution(d, LEVEL / pairs) for d in others)
-        unit = (
-            f"{math.expm1(least):.0%}"
-            if race.situation.objective in SPENDING
-            else shown(key, {"mean": least, "half": None})
-        )
-        said.append(f"Differences below {unit} would not have been found with these seeds.")
-    if (doubt := unproven(winner.algorithm, winner.schedule)) is not None:
-        said.append(f"{doubt[0].upper()}{doubt[1:]}.")
-    held, judges = race.tuning.test, race.task.clients - race.tuning.clients
-    samples = len(held[1]) if held is not None else 0
-    error = 100 * math.sqrt(0.25 / max(1, samples))
-    points = f" (a standard error of up to {error:.1f} points)" if race.sign > 0 else ""
-    said.append(
-        f"The race was judged on {judges} held-out clients with {samples:,} samples{points}, the final on the test set."
-    )
-    return said
-
-
-def _losers(
-    race: Race, arms: Sequence[Arm], finalists: Sequence[Arm], failures: Mapping[str, Any], ranking: Sequence[Record], key: str
-) -> list[Record]:  # fmt: skip
-    """A sentence for each that is not the best or tied with it."""
-    said = {name: f"diverged with {len(errors)} of the fresh seeds" for name, errors in failures.items()}
-    for r in ranking:
-        if not r["tied"]:
-            sure = "" if r["p"] is None else f" (p = {r['p']:.2g})"
-            said[r["name"]] = (
-                f"{shown(key, r['metrics'][key])} against {shown(key, ranking[0]['metrics'][key])}{sure}"
-            )
-    names, families = {a.name for a in finalists}, {a.admitted.candidate.family: a.name for a in finalists}
-    for arm in race.ranked(arms):
-        if arm.name in names or arm.name in said:
-            continue
-        rung = race.rung_of(arm)
-        look, twin = race.looks[arm.key, rung], families.get(arm.admitted.candidate.family)
-        of = [
-            race.looks[a.key, rung]
-            for a in finalists[: race.plan["finalists"]]
-            if (a.key, rung) in race.looks
-        ]
-        last = min((k for k in of if k["value"] is not None), key=lambda k: k["score"], default=None)
-        why = (
-            f", a twin of {twin}"
-            if twin
-            else f", where finalists had {_worth(race, last)} or better"
-            if last
-            else ""
-        )
-        said[arm.name] = (
-            "diverged with every setting" if look["value"] is None
-            else f"{_worth(race, look)} on held-out clients at step {look['step']}{why}"
-        )  # fmt: skip
-    return [{"algorithm": name, "reason": reason} for name, reason in said.items()]
-
-
-def _worth(race: Race, look: Record) -> str:
-    """What a run was worth at a rung: its metric, and what the target takes as far as can be told."""
-    name = "accuracy" if race.metric.startswith("accuracy") else race.metric
-    value = shown(name, {"mean": look["value"], "half": None})
-    takes = look.get("takes")
-    return (
-        value
-        if takes is None
-        else f"{value} and {shown(race.situation.objective, {'mean': takes, 'half': None})} to the target"
-    )
-
-
-def _written(race: Race, best: Arm, grid: Grid) -> Record:
-    """The winner as a command, as a file for `run`, and as the keys of a deployment."""
-    e = best.entry
-    config = Folder(next(c for c in grid.cells if c.entry is e).folder).config()
-    timeless = dataclasses.replace(e.schedule, bandwidth=None, availability=None)  # type: ignore[call-arg]
-    deploy = {"algorithm": e.algorithm.name, "work": repr(e.work), "schedule": repr(timeless)}
-    sections = recipe.sections(config)
-    if sections is None:
-        return {
-            "command": "fb.simulate(task, found.algorithm, found.work, found.schedule)",
-            "file": None,
-            "deploy": deploy,
-        }
-    path = race.out / "winner.toml"
-    path.write_text(recipe.toml(sections))
-    return {"command": recipe.command(sections), "file": str(path), "deploy": deploy}

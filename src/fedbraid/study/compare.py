@@ -13,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -368,8 +367,8 @@ class Grid:
 
         cells = self.cells
         on_event(Event("begin", cells=cells))
-        todo = (cell for cell in cells if not self.is_over(cell))
-        Campaign(takewhile(may_start, todo), self._run_cell, self.out).run(jobs, noting)
+        todo = [cell for cell in cells if not self.is_over(cell)]
+        Campaign(todo, self._run_cell, self.out, may_start).run(jobs, noting)
 
     def is_over(self, cell: Cell) -> bool:
         by_client = self.options.get("evaluate_on") == "clients"

@@ -14,7 +14,7 @@ from typing import Any
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.metric_names import falls
 from fedbraid.data.task import Task
-from fedbraid.errors import ConfigError, RunError
+from fedbraid.errors import ConfigError, Diverged, RunError
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_seconds, format_share
 from fedbraid.run.simulate import PAUSE, Run, simulate
@@ -159,6 +159,12 @@ class Race:
         share = next(few, HELD_OUT[-1])
         return hold_out(self.task, share, self.seed, self.situation.objective == "worst-tenth")
 
+    @property
+    def held_out(self) -> tuple[int, int]:
+        """(samples, clients) that judge."""
+        clients = self.task.clients - self.tuning.clients
+        return int(self.task.sizes.sum() - self.tuning.sizes.sum()), clients
+
     def recall(self) -> None:
         """What was done before an interruption."""
         for line in self.journal.lines():
@@ -228,7 +234,7 @@ class Race:
         todo = [h for h in heats if (h.arm.key, rung) not in self.looks]
         if not todo or f"rung {rung}" in self.plan:
             return
-        waiting, begun, last = iter(todo), self.spent, 0
+        begun, last = self.spent, 0
         is_pilot = not self.looks
         end = max(RACE * self.total, PILOT_S) if is_pilot else RACE * self.total
 
@@ -254,8 +260,9 @@ class Race:
 
         self.on_event(Event("begin", cells=todo, result=f"race, rung {rung + 1} of {len(RUNGS)}"))
         try:
-            next_heat = lambda: next(waiting, None) if self.spent < end else None  # noqa: E731
-            Campaign(next_heat, self._run_heat, self.out).run(self.jobs, noting)
+            Campaign(todo, self._run_heat, self.out, lambda heat: self.spent < end, goes_on=True).run(
+                self.jobs, noting
+            )
         except OutOfTime:
             if is_pilot and not self.looks:
                 rung_s = (self.spent - begun) * todo[0].step / max(1, last)
@@ -323,10 +330,15 @@ class Race:
         if last and not any(look["reached"] for look, _ in last):
             raise self.unreached([(look["value"] or 0.0, name) for look, name in last])
         families: dict[Any, Arm] = {}
-        for arm in self.ranked(arms):
+        able = [a for a in self.ranked(arms) if self.looks[a.key, self.rung_of(a)]["value"] is not None]
+        if not able:
+            raise Diverged(
+                "every candidate diverged on the clients that train; give another work=, such as clip=1.0"
+            )
+        for arm in able:
             families.setdefault(arm.admitted.candidate.family, arm)
         chosen = list(families.values())
-        base = [a for a in self.ranked(arms) if a.name == BASELINE][:1]
+        base = [a for a in able if a.name == BASELINE][:1]
         if "finalists" not in self.plan:
             run = self._seconds(chosen[:FINALISTS])[1]
             rows = max(

@@ -41,16 +41,13 @@ RUNGS = (1 / 9, 1 / 3, 1.0)  # of the rounds; a third goes on from each
 WORK = 2.4  # first rungs that the whole race takes for each arm
 LOOKS = 27  # evaluations of a run
 ROUNDS, MOST_ROUNDS = 100, 300
-RACE, GRACE, END, LAST = (
-    0.55,
-    0.05,
-    0.9,
-    1.15,
-)  # of the time: the race, what runs then, no seed begins, all stops
+# Of the time: the race, what still runs then, the last seed of the final begins, all ends.
+RACE, GRACE, END, LAST = 0.55, 0.05, 0.9, 1.1
 PILOT_S = 20.0  # seconds that the first heat may take, to tell how much time would be enough
 FINALISTS, SEEDS = 5, (3, 4, 5, 6, 8, 10, 12, 16, 20)
 TRIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # settings of a candidate
 HELD_OUT, ENOUGH_SAMPLES = (0.2, 0.25, 0.3, 1 / 3), 2500  # for a standard error of at most 1 point
+NO_RESULT = {"score": -1e300, "value": None, "reached": False, "step": 0, "seconds": 0.0, "training": 0.0}
 
 
 @dataclass(frozen=True)
@@ -245,14 +242,10 @@ class Race:
             if event.cell is not None and event.kind == "done":
                 look = event.result
                 if isinstance(look, Failure):
-                    look = {
-                        "score": -1e300,
-                        "value": None,
-                        "reached": False,
-                        "step": 0,
-                        "seconds": 0.0,
-                        "training": 0.0,
-                    }
+                    if is_pilot and look.kind != "Diverged":
+                        raise look.error()
+                    why = "diverged" if look.kind == "Diverged" else look.message
+                    look = NO_RESULT | {"why": why}
                 self.looks[event.cell.arm.key, rung] = look
                 self.journal.add({"arm": event.cell.arm.key, "rung": rung, "spent": self.spent, **look})
             if self.spent > end + GRACE * self.total:

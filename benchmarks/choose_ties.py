@@ -25,7 +25,7 @@ DRAWS = 2000  # of finals from the pool
 
 
 def task() -> fb.Task:
-    return fb.tasks.load("digits", clients=40, partition=fb.partition.label_chunks(1))
+    return fb.tasks.load("digits", clients=20, partition=fb.partition.label_chunks(1))
 
 
 def choices(repeats: int) -> int:
@@ -60,7 +60,7 @@ def finals(pool: list[float], finalists: int = 6, seeds: int = 5) -> float:
 
 def pool(runs: int) -> list[float]:
     shared = task()
-    schedule, work = fb.rounds(18, clients=5), fb.Work(lr=0.05, batch=5)
+    schedule, work = fb.rounds(9, clients=5), fb.Work(lr=0.05, batch=5)
     made = (
         fb.simulate(shared, fb.fedavg(), work, schedule, seed=s, engine="in_process") for s in range(runs)
     )

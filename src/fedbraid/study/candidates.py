@@ -179,7 +179,7 @@ def candidates(situation: Situation, given: Mapping[str, Algorithm] | None = Non
     if given is not None:
         if not given:
             raise ConfigError("no candidates to choose from; name at least one algorithm")
-        given = given if BASELINE in given else {**given, BASELINE: fedavg()}
+        given = {BASELINE: fedavg(), **given}
         return [Candidate(name, {"lr": rate}, algorithm=algorithm) for name, algorithm in given.items()]
     single = [
         Candidate(name, {**space, **more}, name, is_buffered=any(k.startswith("schedule.") for k in space))

@@ -31,11 +31,11 @@ from fedbraid.schedule.availability import availability
 from fedbraid.schedule.clock import Durations
 from fedbraid.study import recipe, stats
 from fedbraid.study.campaign import OnEvent, ignore, new_folder
-from fedbraid.study.candidates import BASELINE, SPENDING, Situation
+from fedbraid.study.candidates import BASELINE, SPENDING, Situation, examine
 from fedbraid.study.compare import FILE as COMPARE
 from fedbraid.study.compare import Grid, aligned
 from fedbraid.study.energy import DeviceProfile, profile_of
-from fedbraid.study.race import Arm, Race, examine
+from fedbraid.study.race import Arm, Race
 
 RESULT = "result.json"
 LEVEL = 0.05

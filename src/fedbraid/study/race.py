@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from fedbraid.study.candidates import (
     Settings,
     Situation,
     candidates,
+    examine,
     nothing_left,
 )
-from fedbraid.study.candidates import examine as examine
 from fedbraid.study.compare import Grid
 from fedbraid.study.energy import EnergyMeter
 from fedbraid.study.sweep import hold_out
@@ -45,9 +46,10 @@ ROUNDS, MOST_ROUNDS = 100, 300
 RACE, GRACE, END, LAST = 0.55, 0.05, 0.9, 1.1
 PILOT_S = 20.0  # seconds that the first heat may take, to tell how much time would be enough
 FINALISTS, SEEDS = 5, (3, 4, 5, 6, 8, 10, 12, 16, 20)
+ENOUGH_SEEDS = 5  # before more than one goes to the final beside FedAvg
 TRIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # settings of a candidate
 HELD_OUT, ENOUGH_SAMPLES = (0.2, 0.25, 0.3, 1 / 3), 2500  # for a standard error of at most 1 point
-NO_RESULT = {"score": -1e300, "value": None, "reached": False, "step": 0, "seconds": 0.0, "training": 0.0}
+NO_RESULT = {"score": -1e300, "value": None, "reached": False, "step": 0, "seconds": 0.0, "run": 0.0}
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,21 @@ class OutOfTime(Exception):
 
 
 class _Until:
-    """A callback that pauses a run at a step or when the deadline has passed, and counts the seconds of training."""
+    """A callback that pauses a run at a step or when the deadline has passed, and times the steps."""
 
     def __init__(self, step: int, deadline: float | None) -> None:
         self.last, self.deadline = step, deadline if deadline is not None else math.inf
-
-    def start(self, run: Run) -> None:
-        self.begun = time.monotonic()
+        self.times: list[float] = []
 
     def step(self, record: Record, run: Run) -> Any:
+        self.times.append(time.monotonic())
         return PAUSE if record["step"] >= self.last or record["time"] > self.deadline else False
+
+    @property
+    def per_step(self) -> float:
+        """Seconds, without the slowest one, in which the machine may have done something else."""
+        took = sorted(b - a for a, b in pairwise(self.times))
+        return sum(took[:-1]) / (len(took) - 1) if len(took) > 1 else sum(took)
 
 
 class Race:
@@ -184,7 +191,7 @@ class Race:
         self._heat(first[:1], 0)  # a pilot tells what the time is enough for
         if "tried" not in self.plan:
             rung, run = self._seconds(first[:1])
-            if (need := 3 * WORK * rung + 2 * SEEDS[0] * run) > self.total * self.jobs * END:
+            if (need := 2 * WORK * rung + 2 * SEEDS[0] * run) > self.total * self.jobs * END:
                 raise self._too_little(need, run)
             self.decide(tried=int(max(2, min(len(first), RACE * self.total * self.jobs / WORK / rung))))
         tried = self.plan["tried"]
@@ -221,9 +228,7 @@ class Race:
     def _seconds(self, arms: Sequence[Arm]) -> tuple[float, float]:
         """What a first rung and a whole run take in a worker, on average."""
         looks = [look for a in arms if (look := self.looks.get((a.key, 0))) is not None and look["step"]]
-        start = sum(k["seconds"] - k["training"] for k in looks) / max(1, len(looks))
-        training = sum(k["training"] for k in looks) / max(1, len(looks))
-        return max(1e-3, start + training), max(1e-3, start + training / RUNGS[0])
+        return tuple(max(1e-3, sum(k[of] for k in looks) / max(1, len(looks))) for of in ("seconds", "run"))
 
     def _heat(self, arms: Sequence[Arm], rung: int) -> None:
         """Run these up to a rung, while the time of the race lasts."""
@@ -260,7 +265,7 @@ class Race:
             if is_pilot and not self.looks:
                 rung_s = (self.spent - begun) * todo[0].step / max(1, last)
                 raise self._too_little(
-                    (3 * WORK + 2 * SEEDS[0] / RUNGS[0]) * rung_s, rung_s / RUNGS[0]
+                    (2 * WORK + 2 * SEEDS[0] / RUNGS[0]) * rung_s, rung_s / RUNGS[0]
                 ) from None
         if any((h.arm.key, rung) not in self.looks for h in heats):
             self.decide(**{f"rung {rung}": "out of time"})
@@ -277,9 +282,10 @@ class Race:
             callbacks=[until, meter, Progress(ask, self.metric)], checkpoint_every=e.schedule.steps,
             **self.options(e.schedule.steps),
         )  # fmt: skip
-        now, history = time.monotonic(), self.in_time(list(Folder(heat.folder).records()))
+        spent, history = time.monotonic() - begun, self.in_time(list(Folder(heat.folder).records()))
+        rest = (e.schedule.steps - len(until.times)) * until.per_step
         look = self._score(history, heat.rung == len(RUNGS) - 1)
-        return look | {"step": history[-1]["step"], "seconds": now - begun, "training": now - until.begun}
+        return look | {"step": history[-1]["step"], "seconds": spent, "run": spent + rest}
 
     def options(self, steps: int) -> dict[str, Any]:
         on = "clients" if self.situation.objective == "worst-tenth" else "test"
@@ -337,7 +343,7 @@ class Race:
             rows = max(
                 2.0, (END * self.total - self.spent) / run * self.jobs
             )  # runs that the time is enough for
-            count = max(1, min(FINALISTS, int(rows / SEEDS[0]) - 1))
+            count = max(1, min(FINALISTS, int(rows / ENOUGH_SEEDS) - 1))
             seeds = max(s for s in SEEDS if s == SEEDS[0] or s * (count + 1) <= rows)
             self.decide(finalists=count, seeds=seeds)
         chosen = chosen[: self.plan["finalists"]]
@@ -355,7 +361,7 @@ class Race:
         seeds = [self.seed + 1 + i for i in range(self.plan["seeds"])]
         grid = Grid(
             self.out / "confirm", self.task, [a.entry for a in finalists], seeds, self.situation.accuracy,
-            self.options(self.rounds), self.metric, self.situation.device,
+            self.options(self.rounds) | {"checkpoint_every": max(1, self.rounds // 4)}, self.metric, self.situation.device,
         )  # fmt: skip
         grid.save()
         begun, done = self.spent, 0

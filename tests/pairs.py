@@ -420,7 +420,7 @@ def _up(link: Part | None) -> Any:
 
 
 def _down(link: Part | None) -> Any:
-    from fedbraid.algorithms.qafel import HiddenState
+    from fedbraid.links.hidden_state import HiddenState
 
     if link is None:
         return fb.codecs.identity()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedbraid import deploy, engines, errors, models
     from fedbraid.algorithms.adabest import adabest
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
-    from fedbraid.algorithms.asynchronous import ace, ca2fl, fadas
+    from fedbraid.algorithms.asynchronous import ace, ca2fl, fadas, fedasync, fedbuff
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
     from fedbraid.algorithms.fedadavr import fedadavr
     from fedbraid.algorithms.feddf import feddf
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.memory import cluster_fedvarp, fedvarp, mifa
     from fedbraid.algorithms.personal import ditto, fedper, fedrep, local_only, pfedme
     from fedbraid.algorithms.private import private
-    from fedbraid.algorithms.qafel import fedasync, fedbuff, qafel
+    from fedbraid.algorithms.qafel import qafel
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.algorithms.scallion import scallion
     from fedbraid.algorithms.secure import secure

@@ -1,8 +1,11 @@
-"""After FedBuff: CA²FL (Wang et al. 2024), ACE and ACED (arXiv 2511.19066), FADAS (Wang et al. 2024)."""
+"""Asynchronous training: FedBuff (Nguyen et al. 2022), FedAsync (Xie et al. 2019), and what followed them.
+
+CA²FL (Wang et al. 2024), ACE and ACED (arXiv 2511.19066), FADAS (Wang et al. 2024).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +15,64 @@ from fedbraid.algorithms._build import ADAPTIVE_RATE, BUFFER, PLAIN, SERVER_RATE
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer
-from fedbraid.core.context import ServerContext, Uploads, Vectors
-from fedbraid.core.gather import DeltaGather, Mean, Metrics
+from fedbraid.core.context import ServerContext, Staleness, Tree, Uploads, Vectors
+from fedbraid.core.gather import DeltaGather, Mean, Metrics, Sums
 from fedbraid.core.layout import Layout
-from fedbraid.core.optim import Adam, Optimize
+from fedbraid.core.optim import Adam, Momentum, Optimize
+from fedbraid.core.search_space import FloatRange
 from fedbraid.core.traits import GatherTraits
-from fedbraid.core.transform import Scale, Transform, pipeline
+from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
+from fedbraid.errors import ConfigError
+
+# FedBuff and FedAsync --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixing(Mean):
+    """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
+
+    def traits(self) -> GatherTraits:
+        return replace(super().traits(), is_weighted_mean=False, requires_updates=True)
+
+    def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
+        apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
+        return super().add(acc, up.having({**up.vectors, "delta": apart}), s, x)
+
+
+def buffered_steps(lr: float, momentum: float) -> Pipeline:
+    """The server's step after a full buffer: b ← momentum·b + G, x ← x − lr·b."""
+    return pipeline(Optimize(Momentum(momentum)), Scale(lr))
+
+
+@builder
+@searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
+def fedbuff(
+    lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform"
+) -> Algorithm:
+    """FedBuff: x ← x − lr · (1/K) Σ s(τ) Δ over a buffer of K uploads."""
+    return Algorithm(
+        gather=Mean(weights, Staleness(staleness)), server=buffered_steps(lr, momentum), work=PLAIN
+    )
+
+
+@builder
+@searched(lr=FloatRange(0.1, 1.0, log=True))
+def fedasync(
+    lr: float = 1.0,
+    momentum: float = 0.0,
+    staleness: str = "sqrt",
+    form: str = "delta",
+    weights: str = "uniform",
+) -> Algorithm:
+    """FedAsync: a step after every upload; form="delta" adds the update, "mixing" averages the models."""
+    if form not in ("delta", "mixing"):
+        raise ConfigError(f"form={form!r} is not known; use 'delta' or 'mixing'")
+    gather = (Mean if form == "delta" else Mixing)(weights, Staleness(staleness))
+    return Algorithm(gather=gather, server=buffered_steps(lr, momentum), work=PLAIN)
+
+
+# CA²FL ----------------------------------------------------------------------------------------------
 
 
 @builder

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedbraid.algorithms._build import builder, searched
-from fedbraid.algorithms.qafel import HiddenState
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean
@@ -14,6 +13,7 @@ from fedbraid.core.search_space import Categorical
 from fedbraid.core.transform import Scale, pipeline
 from fedbraid.errors import ConfigError
 from fedbraid.links.error_feedback import ErrorFeedback
+from fedbraid.links.hidden_state import HiddenState
 
 
 @builder

@@ -6,10 +6,8 @@ FedPer (Arivazhagan et al. 2019) and LG-FedAvg are FedAvg over a task with `pers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +17,11 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.context import ClientContext, ServerContext, Tree, Vectors
 from fedbraid.core.gather import Mean
-from fedbraid.core.layout import Layout
-from fedbraid.core.link import (
-    Broadcast,
-    BroadcastContext,
-    PlainDownlink,
-    PlainUplink,
-    UploadContext,
-    UploadResult,
-)
 from fedbraid.core.rule import Rule
 from fedbraid.core.traits import PersonalTraining, RuleTraits
 from fedbraid.core.transform import Scale, Transform, pipeline
-from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError
+from fedbraid.links.null import NullDownlink, NullUplink
 
 
 @dataclass(frozen=True)
@@ -176,27 +165,6 @@ class FixedModel(Transform):
 
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
         return {**u, "delta": torch.zeros_like(x)}, s
-
-
-@dataclass(frozen=True)
-class NullUplink(PlainUplink):
-    """Nothing is sent up."""
-
-    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
-        sent = super().send(vectors, memory, who)
-        return replace(sent, sizes={name: 0 * size for name, size in sent.sizes.items()})
-
-    def size(self, declared: Mapping[str, Upload], layout: Layout) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class NullDownlink(PlainDownlink):
-    """Nothing is sent down."""
-
-    def send(self, vectors: Vectors, s: Any, who: BroadcastContext) -> Broadcast:
-        cast = super().send(vectors, s, who)
-        return replace(cast, version=replace(cast.version, sizes=dict.fromkeys(cast.version.sizes, 0)))
 
 
 @builder

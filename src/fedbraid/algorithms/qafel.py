@@ -1,210 +1,29 @@
-"""Asynchronous training: FedBuff (Nguyen et al. 2022), FedAsync (Xie et al. 2019), QAFeL (Algorithm 1 of its paper)."""
+"""QAFeL: buffered asynchronous training, quantized both ways (Algorithms 1 and 2 of its paper).
+
+Algorithm 1, the server, holds the model x and the hidden state x̂, which every client holds too:
+
+    for each upload Q_c(Δ_i) that arrives: add s(τ_i) Q_c(Δ_i) to the buffer        gather=Mean(weights, Staleness)
+    when it has K of them:  x ← x − lr · (1/K) Σ s(τ_i) Q_c(Δ_i)                    server=buffered_steps
+                            q ← Q_s(x − x̂); broadcast q; x̂ ← x̂ + q                  down=HiddenState(Q_s)
+
+Algorithm 2, a client: y ← x̂; K local SGD steps on y; upload Q_c(x̂ − y)             up=PlainUplink(Q_c)
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from fedbraid.algorithms._build import BUFFER, PLAIN, SERVER_RATE, builder, searched
+from fedbraid.algorithms.asynchronous import buffered_steps
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
-from fedbraid.core.context import Staleness, Tree, Uploads, Vectors
-from fedbraid.core.gather import Mean, Sums
-from fedbraid.core.identity import Identity
-from fedbraid.core.link import (
-    Broadcast,
-    BroadcastContext,
-    Downlink,
-    ModelVersion,
-    PlainUplink,
-    Sizes,
-    add_overhead,
-    as_tensor,
-    bundle,
-    encode_down,
-    message_overhead,
-    open_frames,
-    to_wire,
-)
-from fedbraid.core.optim import Momentum, Optimize
-from fedbraid.core.search_space import FloatRange
-from fedbraid.core.traits import GatherTraits
-from fedbraid.core.transform import Pipeline, Scale, pipeline
-from fedbraid.core.wire import FRAME_BYTES, pack_message, unpack_message
-from fedbraid.errors import ConfigError, Diverged, WireError
+from fedbraid.core.context import Staleness
+from fedbraid.core.gather import Mean
+from fedbraid.core.link import PlainUplink
 from fedbraid.links import codecs
+from fedbraid.links.hidden_state import HiddenState
 
 log = logging.getLogger("fedbraid")
-
-PATIENCE = 10  # steps that a hidden state may stretch its error before the run is stopped
-
-
-# The hidden state -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SharedState:
-    """x̂ as the codec left it, bytes broadcast so far, for how long its error has grown, messages still of use."""
-
-    vectors: Vectors
-    upto: int = 0
-    stretched: int = 0
-    log: dict[int, Tensor] = field(default_factory=dict)  # by version, where clients are real
-
-
-@dataclass(frozen=True)
-class HiddenState(Downlink):
-    """Server and clients share x̂; q = Q_s(x − x̂) is broadcast, and both sides do x̂ ← x̂ + q."""
-
-    def init_client_state(self) -> Vectors:
-        return {"synced": torch.full((1,), -1)}  # bytes broadcast up to what it holds
-
-    def open(self, vectors: Vectors, who: BroadcastContext) -> Broadcast:
-        """Everybody starts from the same values."""
-        held = {name: to_wire(v, who.declared[name], self.codec) for name, v in vectors.items()}
-        sizes = {name: encode_down(Identity(), v, name, who).size for name, v in held.items()}
-        add_overhead(sizes)
-        return Broadcast(
-            ModelVersion(self.decode_held(held, who), sizes, whole=sum(sizes.values())), SharedState(held)
-        )
-
-    def send(self, vectors: Vectors, s: SharedState, who: BroadcastContext) -> Broadcast:
-        cast = {
-            name: encode_down(self.codec, v, name, who, base=s.vectors[name])  # q = Q_s(x − x̂), eq. 4
-            for name, v in vectors.items()
-        }
-        sizes = {name: c.size for name, c in cast.items()}
-        add_overhead(sizes)
-        held = {name: c.held for name, c in cast.items()}  # x̂ ← x̂ + q
-        error = sum(float((c.given - c.decoded).square().sum()) for c in cast.values())
-        total = 0.0 if self.codec.lossless else sum(float(c.given.square().sum()) for c in cast.values())
-        ratio = error / total if total else 0.0
-        stretched = s.stretched + 1 if ratio > 1 else 0
-        if stretched >= PATIENCE:
-            raise Diverged(
-                f"the hidden state runs away: {self.codec!r} left {ratio:.3g} times the squared norm as error for"
-                f" {stretched} steps in a row; use a contractive down codec, such as qsgd(bits, contractive=True),"
-                " norm='max' or more bits"
-            )
-        upto = s.upto + sum(sizes.values())
-        frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
-        kept = self._kept(s, bundle(frames), who) if who.real else {}
-        version = ModelVersion({name: c.means for name, c in cast.items()}, sizes, upto, self._size(who))
-        return Broadcast(version, SharedState(held, upto, stretched, kept), {"contraction": ratio})
-
-    def _size(self, who: BroadcastContext) -> int:
-        """The length of the whole state's message."""
-        plain = [FRAME_BYTES + 4 * d.size(who.layout) for d in who.declared.values()]
-        return sum(plain) + message_overhead(tuple(who.declared))
-
-    def _kept(self, s: SharedState, message: bytes, who: BroadcastContext) -> dict[int, Tensor]:
-        """The messages that a client may still need: only for as long as they are less than the whole state."""
-        kept = {**s.log, who.version: as_tensor(message)}
-        whole = self._size(who)
-        while kept and sum(len(m) for m in kept.values()) > whole:
-            del kept[min(kept)]
-        return kept
-
-    def message_bytes(
-        self, versions: Mapping[int, ModelVersion], fetched: NDArray[np.int64], memory: Vectors
-    ) -> tuple[Sizes, Vectors]:
-        """The packets that clients missed, or the whole state where that is less."""
-        which, at = np.unique(fetched, return_inverse=True)
-        upto = np.array([versions[int(v)].upto for v in which], np.int64)[at]
-        whole = np.array([versions[int(v)].whole for v in which], np.int64)[at]
-        had = memory["synced"][:, 0].cpu().numpy()
-        cost = np.where(had < 0, whole, np.minimum(upto - had, whole))
-        return {"x": cost}, {"synced": torch.from_numpy(upto)[:, None]}
-
-    def build_message(
-        self, newest: ModelVersion, s: SharedState, held: int, who: BroadcastContext
-    ) -> tuple[int, bytes]:
-        missed = range(held + 1, who.version + 1)
-        if held < 0 or not all(v in s.log for v in missed):
-            cast = {k: encode_down(Identity(), v, k, replace(who, real=True)) for k, v in s.vectors.items()}
-            return -1, bundle({name: c.frame for name, c in cast.items() if c.frame is not None})
-        messages = {str(v): s.log[v].numpy().tobytes() for v in missed}
-        if not messages:
-            return held, b""
-        return held, next(iter(messages.values())) if len(messages) == 1 else pack_message(messages)
-
-    def receive(self, message: bytes, base: int, held: Vectors, who: BroadcastContext) -> Vectors:
-        if base < 0:
-            return open_frames(message, Identity(), who)
-        for missed_message in _missed_messages(message, [str(v) for v in range(base + 1, who.version + 1)]):
-            got = open_frames(missed_message, self.codec, who)
-            change = not self.codec.lossless
-            held = {
-                name: held[name] + v if change and who.declared[name].width is None else v
-                for name, v in got.items()
-            }
-        return held
-
-    @property
-    def needs_previous(self) -> bool:
-        return True
-
-
-def _missed_messages(message: bytes, missed: list[str]) -> list[bytes]:
-    """The broadcasts that a client missed, one after the other."""
-    if len(missed) < 2:
-        return [message] if missed else []
-    messages = unpack_message(message, len(message))
-    if list(messages) != missed:
-        raise WireError(
-            f"the server sent the broadcasts {list(messages)}, not {missed}; run the same fedbraid"
-        )
-    return list(messages.values())
-
-
-# Algorithms -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mixing(Mean):
-    """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
-
-    def traits(self) -> GatherTraits:
-        return replace(super().traits(), is_weighted_mean=False, requires_updates=True)
-
-    def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
-        apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
-        return super().add(acc, up.having({**up.vectors, "delta": apart}), s, x)
-
-
-def _steps(lr: float, momentum: float) -> Pipeline:
-    return pipeline(Optimize(Momentum(momentum)), Scale(lr))
-
-
-@builder
-@searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
-def fedbuff(
-    lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform"
-) -> Algorithm:
-    """FedBuff: x ← x − lr · (1/K) Σ s(τ) Δ over a buffer of K uploads."""
-    return Algorithm(gather=Mean(weights, Staleness(staleness)), server=_steps(lr, momentum), work=PLAIN)
-
-
-@builder
-@searched(lr=FloatRange(0.1, 1.0, log=True))
-def fedasync(
-    lr: float = 1.0,
-    momentum: float = 0.0,
-    staleness: str = "sqrt",
-    form: str = "delta",
-    weights: str = "uniform",
-) -> Algorithm:
-    """FedAsync: a step after every upload; form="delta" adds the update, "mixing" averages the models."""
-    if form not in ("delta", "mixing"):
-        raise ConfigError(f"form={form!r} is not known; use 'delta' or 'mixing'")
-    gather = (Mean if form == "delta" else Mixing)(weights, Staleness(staleness))
-    return Algorithm(gather=gather, server=_steps(lr, momentum), work=PLAIN)
 
 
 @builder
@@ -222,5 +41,9 @@ def qafel(
         )
     gather = Mean(weights, Staleness(staleness))
     return Algorithm(
-        gather=gather, server=_steps(lr, momentum), up=PlainUplink(up), down=HiddenState(down), work=PLAIN
+        gather=gather,
+        server=buffered_steps(lr, momentum),
+        up=PlainUplink(up),
+        down=HiddenState(down),
+        work=PLAIN,
     )

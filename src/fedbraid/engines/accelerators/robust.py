@@ -20,11 +20,9 @@ SOURCE = r"""
 #include <utility>
 #include <vector>
 
-static const int64_t CHUNK = 1024, LANES = 8, WIDE = 16;
+static const int64_t CHUNK = 1024, LANES = 8, COLUMNS = 128;
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef double doubles __attribute__((vector_size(8 * LANES)));
-typedef float column_floats __attribute__((vector_size(4 * WIDE)));
-typedef double column_doubles __attribute__((vector_size(8 * WIDE)));
 
 static doubles widened(const float* v) {
     floats x;
@@ -64,6 +62,19 @@ static const Tile TILES[4][4] = {ROW(1), ROW(2), ROW(3), ROW(4)};
 extern "C" void fedbraid_products(const float* a, const float* b, double* out, int64_t m, int64_t k, int64_t d, int64_t same,
                                   int64_t own) {
     std::vector<float> left, right;
+    if (own) {  // row by row, as memory is read fastest
+        for (int64_t i = 0; i < m; i++)
+            for (int64_t lo = 0; lo < d; lo += CHUNK) {
+                const float* x = a + i * d + lo;
+                if (d - lo < CHUNK) {
+                    left.assign(CHUNK, 0);
+                    std::copy_n(x, d - lo, left.data());
+                    x = left.data();
+                }
+                TILES[0][0](x, x, CHUNK, out + i, 1);
+            }
+        return;
+    }
     for (int64_t lo = 0; lo < d; lo += CHUNK) {
         const float *x = a + lo, *y = b + lo;
         int64_t wide = d;
@@ -71,12 +82,8 @@ extern "C" void fedbraid_products(const float* a, const float* b, double* out, i
             left.assign(m * CHUNK, 0);
             right.assign(k * CHUNK, 0);
             for (int64_t i = 0; i < m; i++) std::copy_n(a + i * d + lo, d - lo, left.data() + i * CHUNK);
-            if (!own) for (int64_t i = 0; i < k; i++) std::copy_n(b + i * d + lo, d - lo, right.data() + i * CHUNK);
+            for (int64_t i = 0; i < k; i++) std::copy_n(b + i * d + lo, d - lo, right.data() + i * CHUNK);
             x = left.data(), y = right.data(), wide = CHUNK;
-        }
-        if (own) {
-            for (int64_t i = 0; i < m; i++) tile<1, 1>(x + i * wide, x + i * wide, wide, out + i, 1);
-            continue;
         }
         for (int64_t i = 0; i < m; i += 4)
             for (int64_t j = same ? i : 0; j < k; j += 4)
@@ -87,16 +94,27 @@ extern "C" void fedbraid_products(const float* a, const float* b, double* out, i
 
 // out[k, d] = sum of w_ki v_i, client by client in double.
 extern "C" void fedbraid_combined(const double* w, const float* v, float* out, int64_t k, int64_t m, int64_t d) {
-    const int64_t some = 512;
+    const int64_t some = 16384;  // long stretches of a row, as memory is read fastest
+    std::vector<double> sum(some);
     for (int64_t lo = 0; lo < d; lo += some) {
         const int64_t n = std::min(some, d - lo);
         for (int64_t r = 0; r < k; r++) {
-            double sum[some] = {};
-            for (int64_t i = 0; i < m; i++) {
-                const double by = w[r * m + i];
-                const float* row = v + i * d + lo;
-                if (by != 0)
-                    for (int64_t j = 0; j < n; j++) sum[j] += by * double(row[j]);
+            std::fill(sum.begin(), sum.end(), 0.0);
+            std::vector<int64_t> has;  // a weight
+            for (int64_t i = 0; i < m; i++)
+                if (w[r * m + i] != 0) has.push_back(i);
+            const int64_t count = has.size(), fours = count / 4 * 4;
+            for (int64_t c = 0; c < fours; c += 4) {
+                const double *by = w + r * m, p = by[has[c]], q = by[has[c + 1]], s = by[has[c + 2]], t = by[has[c + 3]];
+                const float *x = v + has[c] * d + lo, *y = v + has[c + 1] * d + lo, *z = v + has[c + 2] * d + lo,
+                            *u = v + has[c + 3] * d + lo;
+                for (int64_t j = 0; j < n; j++)
+                    sum[j] = sum[j] + p * double(x[j]) + q * double(y[j]) + s * double(z[j]) + t * double(u[j]);
+            }
+            for (int64_t c = fours; c < count; c++) {
+                const double by = w[r * m + has[c]];
+                const float* row = v + has[c] * d + lo;
+                for (int64_t j = 0; j < n; j++) sum[j] += by * double(row[j]);
             }
             for (int64_t j = 0; j < n; j++) out[r * d + lo + j] = float(sum[j]);
         }
@@ -117,25 +135,22 @@ static std::vector<std::pair<int32_t, int32_t>> network(int64_t m) {
 // Every column's mean without its f smallest and largest values, added in double from the smallest on.
 extern "C" void fedbraid_trimmed(const float* v, float* out, int64_t f, int64_t m, int64_t d) {
     const auto pairs = network(m);
-    std::vector<column_floats> column(m);
-    for (int64_t lo = 0; lo < d; lo += WIDE) {
-        const int64_t n = std::min(WIDE, d - lo);
-        for (int64_t i = 0; i < m; i++) {
-            column_floats x = {};
-            if (n == WIDE) std::memcpy(&x, v + i * d + lo, sizeof x);
-            else std::memcpy(&x, v + i * d + lo, 4 * n);
-            column[i] = x;
-        }
+    std::vector<float> block(m * COLUMNS);
+    for (int64_t lo = 0; lo < d; lo += COLUMNS) {
+        const int64_t n = std::min(COLUMNS, d - lo);
+        for (int64_t i = 0; i < m; i++) std::memcpy(&block[i * COLUMNS], v + i * d + lo, 4 * n);
         for (const auto& [low, high] : pairs) {
-            const column_floats x = column[low], y = column[high];
-            column[low] = x < y ? x : y;
-            column[high] = x < y ? y : x;
+            float *__restrict x = &block[low * COLUMNS], *__restrict y = &block[high * COLUMNS];
+            for (int64_t j = 0; j < COLUMNS; j++) {
+                const float a = x[j], b = y[j];
+                x[j] = a < b ? a : b;
+                y[j] = a < b ? b : a;
+            }
         }
-        column_doubles sum = {};
-        for (int64_t i = f; i < m - f; i++) sum += __builtin_convertvector(column[i], column_doubles);
-        sum /= double(m - 2 * f);
-        const column_floats mean = __builtin_convertvector(sum, column_floats);
-        std::memcpy(out + lo, &mean, 4 * n);
+        double sum[COLUMNS] = {};
+        for (int64_t i = f; i < m - f; i++)
+            for (int64_t j = 0; j < COLUMNS; j++) sum[j] += double(block[i * COLUMNS + j]);
+        for (int64_t j = 0; j < n; j++) out[lo + j] = float(sum[j] / double(m - 2 * f));
     }
 }
 """

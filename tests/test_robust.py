@@ -323,6 +323,22 @@ def test_the_record_says_who_was_dropped(crowd: fb.Task) -> None:
         assert judged["cosine"][2] < 0
 
 
+def test_the_report_says_who_was_suspected_when(crowd: fb.Task, tmp_path: Any) -> None:
+    from fedbraid.report import page
+    from fedbraid.report.collect import collect
+
+    a = fb.robust(fb.attack(fb.fedavg(), "scale", clients=[2, 5], factor=-20.0), "multi_krum", f=2)
+    run(crowd, a, fb.rounds(4, clients=crowd.clients), out=tmp_path / "run")
+    (told,) = page.describe(collect([tmp_path / "run"]))["suspects"]
+    assert [row["client"] for row in told["rows"][:2]] == [2, 5]
+    assert told["rows"][0]["suspected"] == [1, 2, 3, 4]
+    assert told["rows"][0]["rejected"] == 4
+    assert len(told["rows"][0]["norm"]) == len(told["rows"][0]["steps"]) == 4
+    assert not any(row["suspected"] for row in told["rows"][2:])
+    run(crowd, fb.fedavg(), fb.rounds(2, clients=4), out=tmp_path / "plain")
+    assert page.describe(collect([tmp_path / "plain"]))["suspects"] == []
+
+
 # Refusals ---------------------------------------------------------------------------------------------
 
 

@@ -251,6 +251,25 @@
       : [say("from version", String(job.version)), say("uploaded at step", String(job.step + 1)), say("staleness", String(job.step - job.version)), say("began", plain(job.start_times)), say("took", plain(job.end_times - job.start_times))]));
   }
 
+  function suspects() {
+    const tables = data.suspects || [];
+    $("suspects").hidden = !tables.length;
+    $("suspects-tables").replaceChildren(...tables.map((t) => {
+      const middle = (values) => (values.length ? [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)] : null);
+      const every = t.rows.flatMap((r) => r.norm.filter((v) => v !== null)), top = Math.max(1e-30, ...every);
+      const trace = (r, values, low, high) => svg("svg", { width: 150, height: 26, role: "img", "aria-label": `client ${r.client} by step` },
+        ...r.suspected.map((s) => svg("line", { x1: (150 * s) / t.last, x2: (150 * s) / t.last, y1: 0, y2: 26, style: "stroke:var(--c1);stroke-width:1;opacity:0.35" })),
+        svg("polyline", { points: r.steps.map((s, k) => (values[k] === null ? "" : `${((150 * s) / t.last).toFixed(1)},${(24 - (22 * (values[k] - low)) / (high - low)).toFixed(1)}`)).join(" "), style: "fill:none;stroke:var(--c0);stroke-width:1.5" }));
+      return html("div", null, html("h3", null, t.name),
+        html("div", { class: "cut" }, html("div", { class: "scroll", tabindex: "0", style: "max-height:30em" }, html("table", null,
+          html("tr", null, ...["client", "suspected", "rejected", "norm", "norms", "cosine", "cosines"].map((k) => html("th", null, k))),
+          ...t.rows.map((r) => html("tr", null, html("td", null, String(r.client)), html("td", { class: "num" }, String(r.suspected.length)), html("td", { class: "num" }, String(r.rejected)),
+            html("td", { class: "num" }, maybe(middle(r.norm), (v) => plain(+v.toPrecision(3)))), html("td", null, trace(r, r.norm, 0, top)),
+            html("td", { class: "num" }, maybe(middle(r.cosine), (v) => v.toFixed(2))), html("td", null, trace(r, r.cosine, -1, 1))))))),
+        html("p", { class: "soft note" }, `Most often suspected first: farther from the rule's result than twice the median client, in steps marked by upright lines. Norms (from 0 to ${plain(+top.toPrecision(3))}) and cosines with the result (−1 to 1) run over the steps; medians beside them. Seed ${t.seed}.${t.count > t.rows.length ? ` The first ${t.rows.length} of ${t.count} clients are shown.` : ""}`));
+    }));
+  }
+
   function clients() {
     const tables = data.clients || [];
     $("clients").hidden = !tables.length;
@@ -352,7 +371,7 @@
   function status(state, text) { $("status").hidden = false; $("status").dataset.state = state; $("status").textContent = text; }
 
   function drawings() { curves(); extras(); timeline(); }
-  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); clients(); partition(); commands(); settings(); hints(); }
+  function render() { heading(); controls(); legend(); drawings(); results(); goal(); traffic(); suspects(); clients(); partition(); commands(); settings(); hints(); }
 
   // A table that is cut on its right says so.
   function hints() {

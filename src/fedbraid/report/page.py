@@ -31,6 +31,7 @@ FILES = {
 }  # fmt: skip
 JOBS = 40_000  # that are drawn in all timelines of a page together
 SHOWN = 400  # clients in a table
+SUSPECTS, POINTS = 60, 80  # clients that a robust rule judged, and steps of each that are drawn
 EVERY = 1500  # milliseconds between two looks at a run that goes on
 QUIET = 30  # seconds without a step after which nobody can tell from outside whether a run goes on
 
@@ -66,6 +67,7 @@ def describe(found: Collection, live: bool = False) -> Record:
             for g, s in zip(found.groups, groups)
         ],
         "clients": [one for g in found.groups if (one := _clients(g, key)) is not None],
+        "suspects": [one for g in found.groups if (one := _suspects(g)) is not None],
         "partition": {"counts": None, "note": found.why} if found.known is None else found.known.partition,
         "footer": "Made by " + ", ".join(f"{k} {v}" for k, v in config.get("versions", {}).items()),
         "live": live,
@@ -217,6 +219,43 @@ def _clients(group: Group, key: str) -> Record | None:
         "rows": [*defined, *undefined][:SHOWN], "undefined": len(undefined),
         "mean": float(np.mean([r[by] for r in defined])) if defined else None, "worst_mean": float(np.mean(tenth)) if tenth else None,
     }  # fmt: skip
+
+
+def _suspects(group: Group) -> Record | None:
+    """How a robust rule saw each client of the first run: how often it was suspected, its norms and cosines over the steps."""
+    run, seen = group.runs[0], dict[int, Record]()
+    for record in run.records:
+        judged = record.get("judged")
+        if judged is None:
+            continue
+        suspected, rejected = set(record["suspected"]), set(record.get("rejected", ()))
+        numbers = dict(zip(judged["clients"], zip(judged["norm"], judged["cosine"])))
+        for client in dict.fromkeys([*judged["clients"], *suspected]):
+            one = seen.setdefault(
+                client,
+                {"client": client, "steps": [], "norm": [], "cosine": [], "suspected": [], "rejected": 0},
+            )
+            one["rejected"] += client in rejected
+            if client in suspected:
+                one["suspected"].append(record["step"])
+            if client in numbers:
+                one["steps"].append(record["step"])
+                for key, value in zip(("norm", "cosine"), numbers[client]):
+                    one[key].append(value)
+    if not seen:
+        return None
+    rows = sorted(seen.values(), key=lambda one: (-len(one["suspected"]), one["client"]))
+    for one in rows[:SUSPECTS]:  # what is drawn is thinned
+        every = -(-len(one["steps"]) // POINTS) or 1
+        one |= {key: one[key][::every] for key in ("steps", "norm", "cosine")}
+    last = run.records[-1]["step"]
+    return {
+        "name": group.name,
+        "seed": run.config["seed"],
+        "last": last,
+        "count": len(rows),
+        "rows": rows[:SUSPECTS],
+    }
 
 
 def _timeline(group: Group, most: int) -> Record | None:

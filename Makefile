@@ -9,7 +9,7 @@ NEWEST := typer==0.29.0 rich==15.0.0
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint types bench bench-gpu test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
+.PHONY: help setup demo test test-lowest test-newest dist test-browser lint types bench bench-gpu test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,26 @@ demo: $(BASE)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 test: $(READY) lint types  ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs
 	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/newest):$$PYTHONPATH $(BIN)/python -m pytest -n auto -rs tests/test_cli.py
+
+SOME := tests/test_reductions.py tests/test_pseudocode.py tests/test_contract.py tests/test_first_week.py tests/test_sweep.py tests/test_compare.py tests/test_private.py tests/test_codecs.py tests/test_resume.py
+TRIED := build/tried
+
+# $(1) is a folder for a virtual environment, $(2) the packages
+define try
+	rm -rf $(1) && $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet $(2)
+	$(1)/bin/python -m pip install --quiet --no-deps .
+	cd tests && OMP_NUM_THREADS=1 ../$(1)/bin/python -m pytest -n auto -rs -c ../pyproject.toml --rootdir .. $(addprefix ../,$(SOME))
+endef
+
+test-lowest:  ## the tests of what users call, with the lowest versions that pyproject.toml allows (torch: the lock's)
+	$(call try,$(TRIED)/lowest,$$(.ci/lowest))
+
+test-newest:  ## the same with the newest versions; torch pulls gigabytes of CUDA packages unless PIP_EXTRA_INDEX_URL has CPU wheels
+	$(call try,$(TRIED)/newest,torch '.[data$(comma)plot$(comma)sweep$(comma)frames$(comma)privacy]' pytest pytest-xdist hypothesis scipy psutil)
+
+dist:  ## sdist and wheel into build/dist, each tried in a fresh environment away from the repository
+	.ci/dist
 
 test-browser: $(READY) chromium  ## reports, live pages and the site in headless Chromium, which apt-get brings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadscope -rs -m browser $$(grep -l mark.browser tests/test_*.py)

@@ -228,7 +228,7 @@ def test_halves_that_do_not_fit_are_told_what_to_add():
         fb.Algorithm(server=Wants())
     with pytest.raises(ConfigError, match=r"remembers \[\] but starts with \['h'\]; name the same"):
         fb.Algorithm(Forgets())
-    with pytest.raises(ConfigError, match=r"keeps \[\] in step but starts a visit with \['b'\]"):
+    with pytest.raises(ConfigError, match=r"keeps \[\] in step but starts with \['b'\]"):
         fb.Algorithm(fb.chain(Keeps(), Drops()))
     with pytest.raises(ConfigError, match=r"each remembers 'h_i'; rename it"):
         fb.Algorithm(fb.chain(fb.feddyn().rule, fb.adabest().rule))

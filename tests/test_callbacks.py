@@ -325,7 +325,7 @@ def test_export_command(trained, tmp_path, capsys):
     for words, said in (
         ([str(trained.out), str(tmp_path / "m.h5")], "names no format"),
         ([str(trained.out), str(tmp_path / "m.h5"), "--format", "keras"], "unknown format 'keras'"),
-        ([str(tmp_path), str(tmp_path / "n.pt")], "is no run folder"),
+        ([str(tmp_path), str(tmp_path / "n.pt")], "is not a run folder"),
         ([str(trained.out), str(tmp_path / "no/where/m.pt")], "cannot be written"),
     ):
         assert main(["export", *words]) == 2

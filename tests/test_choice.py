@@ -155,7 +155,7 @@ def test_refusals():
             fb.rounds(3, clients=2, **options)
     with pytest.raises(fb.FedbraidError, match="given cohorts"):
         fb.rounds(1, clients=[[0, 1]], select=worst)
-    with pytest.raises(fb.FedbraidError, match="use 0 <= decay <= 1"):
+    with pytest.raises(fb.FedbraidError, match=r"decay must be in \[0, 1\]"):
         fb.oort(decay=2)
 
 

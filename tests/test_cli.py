@@ -219,7 +219,7 @@ def test_a_run_that_learned_nothing_says_what_to_try(call: Call) -> None:
 
 def test_a_word_where_a_number_belongs(call: Call) -> None:
     refused(
-        call("run", "digits", "fedavg", "-a", "lr=abc"), "lr=abc is no number; write one, such as lr=0.01"
+        call("run", "digits", "fedavg", "-a", "lr=abc"), "lr=abc is not a number; write one, such as lr=0.01"
     )
     refused(call("run", "digits", "fedavg(lr=wxyz)"), "lr of fedavg is wxyz, which names nothing")
     refused(call("run", "digits", "fedpaq(int9)"), "did you mean 'int8'?")
@@ -536,7 +536,7 @@ def test_the_same_command_continues_and_another_is_refused(call: Call, done: Pat
         ("run.json", b"{", "run.json cannot be read"),
         ("run.json", b"[]", "does not hold a configuration"),
         ("run.json", b"{}", "of format 1, and this fedbraid reads format 3"),
-        ("run.json", None, "is no run folder"),
+        ("run.json", None, "is not a run folder"),
         ("state.db", b"no database, but long enough to look at" * 100, "cannot be read or written"),
         ("target.json", b"{}", "remove it to run to the last step"),
         ("watching.json", b"[]", "remove it to resume unwatched"),
@@ -560,7 +560,7 @@ def test_a_broken_folder_is_refused_and_left_alone(
         (["run", "digits", "fedavg", *FAST, "-o", "a\0b"], "is not text"),
         (["run", "digits", "fedavg", *FAST, "-o", "a\udcffb"], "is not text"),
         (["resume", "x" * 300], "cannot be read"),
-        (["resume", "/etc/passwd"], "is no run folder"),
+        (["resume", "/etc/passwd"], "is not a run folder"),
         (["deploy", "init", "/etc/passwd"], "/etc/passwd"),
         (["deploy", "keys", "secrets", "--nodes", "-1"], "'--nodes'"),
         (["watch", "x" * 300], "File name too long"),

@@ -263,9 +263,9 @@ def test_command(tmp_path, capsys):
         (["digits", "lr=0.1"], "names no algorithm"),
         (["digits", "fedavg", "fedavg"], "are the same"),
         (["digits", "fedavg", "--seeds", "x"], "no number of seeds"),
-        (["digits", "fedavg", "--seeds", "0"], "use a whole number >= 1"),
+        (["digits", "fedavg", "--seeds", "0"], "must be an integer >= 1, got 0"),
         (["digits", "fedavg", "--target", "95"], "no accuracy"),
-        (["digits", "fedavg", "--jobs", "0"], "jobs=0 runs nothing"),
+        (["digits", "fedavg", "--jobs", "0"], "runs nothing"),
     ],
 )
 def test_bad_input(arguments, said, tmp_path, capsys, monkeypatch):

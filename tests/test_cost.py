@@ -138,8 +138,8 @@ def test_paper_tables_print(paper: str, capsys: pytest.CaptureFixture[str]) -> N
         (["cost", "lenet5(3)", "fedavg"], "without names"),
         (["cost", "lenet5", "fedavg", "--partition", "iid"], "goes with a task"),
         (["cost", "digits", "fedavg", "--samples", "3"], "is given by the task"),
-        (["cost", "lenet5", "fedavg", "-n", "0"], "clients=0 is not a count"),
-        (["cost", "lenet5", "fedavg", "--per-round", "-3"], "use a share"),
+        (["cost", "lenet5", "fedavg", "-n", "0"], "clients must be an integer >= 1, got 0"),
+        (["cost", "lenet5", "fedavg", "--per-round", "-3"], "use a fraction"),
         (["cost", "--paper", "fedgob"], "did you mean 'fedgbo'"),
     ],
 )

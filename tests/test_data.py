@@ -483,7 +483,7 @@ def test_unknown_names_and_options():
         tasks.load("mnist", rot="x")
     with pytest.raises(ConfigError, match="unknown model 'lenet'"):
         tasks.load("digits", model="lenet")
-    with pytest.raises(ConfigError, match="clients=0 is not a count"):
+    with pytest.raises(ConfigError, match="clients must be an integer >= 1, got 0"):
         tasks.load("digits", clients=0)
     with pytest.raises(ConfigError, match="alpha and beta of 0 or more"):
         tasks.load("synthetic", alpha=-1.0)
@@ -551,7 +551,7 @@ def test_broken_parquet_and_images(root):
         ({"img": [b"no image"], "label": [1]}, "an image that cannot be decoded"),
         ({"img": [None], "label": [1]}, "column 'img' has empty cells"),
         ({"img": [png(np.zeros((8, 8, 3), np.uint8))], "label": [1]}, "must be 32×32"),
-        ({"img": [png(np.zeros((32, 32, 3), np.uint8))], "label": ["cat"]}, "labels are not whole numbers"),
+        ({"img": [png(np.zeros((32, 32, 3), np.uint8))], "label": ["cat"]}, "labels are not integers"),
     ):
         for part in ("train", "test"):
             parquet(root / f"cifar10/{part}-0.parquet", **columns)

@@ -342,7 +342,7 @@ def test_a_run_ends_before_a_visit_that_a_client_cannot_afford(blobs):
         (lambda: hidden(fb.mimelite()), "mimelite takes gradients besides those of its local steps"),
         (lambda: hidden(fb.ditto()), "ditto takes gradients besides"),
         (lambda: hidden(fb.pfedme()), "pfedme takes gradients besides"),
-        (lambda: hidden(fb.Algorithm(rule=fb.custom_local_loop(print))), "whose gradients nobody clips"),
+        (lambda: hidden(fb.Algorithm(rule=fb.custom_local_loop(print))), "whose gradients are not clipped"),
         (lambda: hidden(hidden()), "private already"),
         (lambda: fb.private(hidden(), noise=1.0), "private already"),
         (lambda: hidden(where="client"), "leave out where= and scales="),
@@ -360,7 +360,7 @@ def test_what_would_tell_of_examples_says_why(build, said):
 @pytest.mark.parametrize(
     ("a", "work", "said"),
     [
-        (hidden(noise=0.1, epsilon=0.1), WORK, "in one visit of a client with 7 samples, more than the budget of 0.1"),
+        (hidden(noise=0.1, epsilon=0.1), WORK, "in one participation of a client with 7 samples, more than the budget of 0.1"),
         (hidden(), fb.Work(replace=True), "in no order; leave out replace="),
         (hidden(), fb.Work(last="drop"), "in no order"),
         (hidden(), fb.Work(shuffle=False), "in no order"),

@@ -147,7 +147,7 @@ def test_a_report_runs_nobodys_file(file, capsys):
 
 
 BAD = {
-    "none.py:task": "none.py is no file",
+    "none.py:task": "none.py is not a file",
     "my.py:tusk": "unknown name in my.py 'tusk'; did you mean 'task'",
     "my.py:number": "is a int; it must be a fedbraid Task",
     "my.py:plain": "is a Algorithm; it must be a fedbraid Task",

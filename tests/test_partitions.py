@@ -201,14 +201,14 @@ def test_ten_thousand_clients_take_less_than_a_second(partition):
 
 
 BAD = [
-    (lambda t: fp.iid()(t, 0, 0), "clients=0 is not a count"),
+    (lambda t: fp.iid()(t, 0, 0), "clients must be an integer >= 1, got 0"),
     (lambda t: fp.iid()(t, 101, 0), "101 clients cannot share 100 samples"),
-    (lambda t: fp.dirichlet(0.0), "alpha=0.0 is none of dirichlet's; .*use alpha > 0"),
-    (lambda t: fp.dirichlet(float("nan")), "alpha=nan is none"),
-    (lambda t: fp.quantity_skew(-1), "alpha=-1 is none of quantity_skew's"),
-    (lambda t: fp.pachinko(0.1, 0), "beta=0 is none of pachinko's"),
-    (lambda t: fp.iid_mix(1.5), "share=1.5 of iid_mix is none"),
-    (lambda t: fp.label_chunks(0), "chunks=0 gives clients nothing"),
+    (lambda t: fp.dirichlet(0.0), "alpha must be > 0, got 0.0, .*smaller is more skewed"),
+    (lambda t: fp.dirichlet(float("nan")), "alpha must be > 0, got nan"),
+    (lambda t: fp.quantity_skew(-1), "alpha must be > 0, got -1"),
+    (lambda t: fp.pachinko(0.1, 0), "beta must be > 0, got 0"),
+    (lambda t: fp.iid_mix(1.5), r"share must be in \[0, 1\), got 1.5"),
+    (lambda t: fp.label_chunks(0), "leaves clients without data"),
     (lambda t: fp.label_chunks(3)(t, 50, 0), "50 clients × 3 chunks need 150 samples, not 100"),
     (lambda t: fp.label_chunks(1)(t, 5, 0), "5 chunks cannot hold 10 labels apart"),
     (lambda t: fp.natural()(t, 5, 0), "natural.. needs an id for every sample"),
@@ -222,7 +222,7 @@ BAD = [
     (lambda t: fp.parse("label_chunks()"), r"it is called as label_chunks\(chunks\)"),
     (lambda t: fp.parse("dirichlet(open('x'))"), "unknown argument of dirichlet 'open'"),
     (lambda t: fp.parse("a.b(1)"), "unknown partition 'b'"),
-    (lambda t: fp.parse("iid_mix('half')"), "share='half' is not a number"),
+    (lambda t: fp.parse("iid_mix('half')"), "got 'half', which is not a number"),
 ]
 
 

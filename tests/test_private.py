@@ -455,7 +455,7 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: fb.private(fb.scaffold(), noise=1.0), "scaffold uploads 'dc', whose scale nobody declared"),
+        (lambda: fb.private(fb.scaffold(), noise=1.0), "scaffold uploads 'dc', whose scale is not declared"),
         (lambda: fb.private(fb.mfl("adam"), noise=1.0), "mfl uploads 'v', which is never negative"),
         (lambda: fb.private(fb.fedvarp(), noise=1.0), r"reads single clients' updates.*held='client'"),
         (
@@ -483,7 +483,7 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
         ),
         (lambda: fb.private(fb.private(fb.fedavg(), noise=1.0), noise=1.0), "private already"),
         (lambda: fb.private(fb.fedavg()), "needs noise= .* or epsilon="),
-        (lambda: fb.private(fb.fedavg(), noise=-1.0), "noise=-1.0 is no deviation"),
+        (lambda: fb.private(fb.fedavg(), noise=-1.0), "noise must be >= 0, got -1.0"),
         (lambda: fb.private(fb.fedavg(), noise=math.nan), "private got noise=nan; give it a finite number"),
         (lambda: fb.private(fb.fedavg(), noise=math.inf), "noise=inf; give it a finite number"),
         (lambda: fb.private(fb.fedavg(), epsilon=math.inf), "epsilon=inf; give it a finite number"),
@@ -491,7 +491,7 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
         (lambda: fb.private(fb.fedavg(), epsilon=0.0), "a budget that no noise can keep"),
         (lambda: fb.private(fb.fedavg(), noise=1.0, clip=0.0), "clip=0.0 bounds nothing or lets nothing"),
         (lambda: fb.private(fb.fedavg(), noise=1.0, clip="median"), "use a number > 0 or 'adaptive'"),
-        (lambda: fb.private(fb.fedavg(), noise=1.0, delta=0.0), "delta=0.0 is no small probability"),
+        (lambda: fb.private(fb.fedavg(), noise=1.0, delta=0.0), r"delta must be in \(0, 1\), got 0.0"),
         (lambda: fb.private(fb.fedavg(), noise=1.0, where="clients"), "did you mean 'client'"),
     ],
 )
@@ -541,7 +541,7 @@ def test_a_large_delta_is_warned_of(blobs, caplog):
 
 def test_clients_that_remember_are_not_private_where_they_may_come_twice(blobs):
     for a in (fb.feddyn(mu=0.1), fb.fedvarp(held="client"), fb.fedef(fb.codecs.topk(0.5))):
-        with pytest.raises(fb.errors.ConfigError, match="may hand in twice within one step"):
+        with pytest.raises(fb.errors.ConfigError, match="may upload twice in one step"):
             fb.simulate(blobs, fb.private(a, noise=1.0), fb.Work(), fb.buffered(2, buffer=2, concurrency=3))
 
 

@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_counted(tmp_path):
 
 
 def test_not_a_run(tmp_path, capsys):
-    refused(call(capsys, "report", tmp_path), "is no run folder")
+    refused(call(capsys, "report", tmp_path), "is not a run folder")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,7 +216,7 @@ def test_a_broken_folder(single, tmp_path, capsys):
     for name, text, said in (
         ("run.json", "{", "cannot be read"),
         ("run.json", "{}", "of format 1"),
-        ("metrics.jsonl", "{]\n", "is damaged"),
+        ("metrics.jsonl", "{]\n", "is corrupt"),
         ("metrics.jsonl", '{"step": 1}\n', "not a step's"),
     ):
         broken = tmp_path / "broken"
@@ -442,7 +442,7 @@ def test_a_port_in_use(single, capsys):
 
 
 def test_nothing_to_watch(tmp_path, capsys):
-    refused(call(capsys, "watch", tmp_path / "nowhere"), "is no run folder")
+    refused(call(capsys, "watch", tmp_path / "nowhere"), "is not a run folder")
 
 
 # In a browser -------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_half_a_line_is_cut_off(home: Path) -> None:
     assert results(home).read_bytes().startswith(good)
     assert len(r.Book(home / "tiny" / "results").lines()) == 2
     results(home).write_bytes(b"nonsense\n" + good)
-    with pytest.raises(RunError, match=r"line 1 is damaged"):
+    with pytest.raises(RunError, match=r"line 1 is corrupt"):
         r.Book(home / "tiny" / "results").lines()
 
 

@@ -422,7 +422,7 @@ def test_shares_of_noise_are_refused_where_they_would_not_be_what_they_claim(mak
         (lambda: fb.secure(fb.ca2fl()), r"gathers by Varp"),
         (lambda: fb.secure(fb.fednova()), r"the number 'a'"),
         (lambda: fb.secure(fb.mfl(optimizer="adam")), r"'v', which is never negative and crosses links as its root"),
-        (lambda: fb.secure(fb.scaffold()), r"'dc', whose range nobody declared; .*range=\{'delta': 1.0, 'dc': 1.0\}"),
+        (lambda: fb.secure(fb.scaffold()), r"'dc', whose range is not declared; .*range=\{'delta': 1.0, 'dc': 1.0\}"),
         (lambda: fb.secure(fb.fedavg(), range={"dleta": 1.0}), r"did you mean 'delta'"),
         *(
             (lambda codec=codec: fb.secure(fb.fedpaq(codec)), r"scale or positions of its own")

@@ -275,7 +275,7 @@ def test_a_damaged_model_is_not_exported(cut, tmp_path):
     assert fb.export.export(folder, tmp_path / "good.safetensors").read_bytes() == content
     content[-5] ^= 16
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(RunError, match=r"model.safetensors is damaged .* resume its run to write it again"):
+    with pytest.raises(RunError, match=r"model.safetensors is corrupt .* resume its run to write it again"):
         fb.export.export(folder, tmp_path / "bad.safetensors")
     assert not (tmp_path / "bad.safetensors").exists()
 

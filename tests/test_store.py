@@ -168,7 +168,7 @@ def test_a_row_of_another_length_is_refused(tmp_path):
     rows.attach(db, "rows", None)
     with db.transaction():
         db.write("rows", [3], np.zeros((1, 7), np.uint8))
-    with pytest.raises(RunError, match="a stored row of 7 bytes should have 40; the run folder is damaged"):
+    with pytest.raises(RunError, match="a stored row of 7 bytes should have 40; the run folder is corrupt"):
         rows.get([3])
     db.close()
 

@@ -217,7 +217,7 @@ class Book:
                     line["curve"] = {MEASURED.get(key, key): v for key, v in line["curve"].items()}
                     found[line["cell"]] = line
                 except (ValueError, KeyError, TypeError) as error:
-                    raise RunError(f"{path} line {number} is damaged ({error}); remove that line") from error
+                    raise RunError(f"{path} line {number} is corrupt ({error}); remove that line") from error
         return found
 
     def done(self, cells: Iterable[Cell]) -> dict[str, Line]:

@@ -102,9 +102,7 @@ def reading(what: object) -> Iterator[None]:
     except (
         ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError
     ) as error:  # fmt: skip
-        raise RunError(
-            f"{what} holds what no run writes ({error!r}); restore it from a copy or start a new run"
-        ) from error
+        raise RunError(f"{what} is corrupt ({error!r}); restore a backup or start a new run") from error
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:

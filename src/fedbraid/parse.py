@@ -67,7 +67,7 @@ def listed(text: str) -> list[Any]:
     """
     node = _tree(text, "list")
     if not isinstance(node, ast.List):
-        raise ConfigError(f"{text!r} is no list; write one such as [0.01, 0.1]")
+        raise ConfigError(f"{text!r} is not a list; write one such as [0.01, 0.1]")
     return [literal(ast.unparse(item)) for item in node.elts]
 
 
@@ -122,7 +122,7 @@ def _argument(value: Any, annotation: str, key: str) -> ast.expr:
         value = repr(value)
     word = value.isidentifier() and literal(value) is value
     if word and "Codec" not in annotation and "Algorithm" not in annotation:
-        raise ConfigError(f"{key}={value} is no number; write one, such as {key}=0.01")
+        raise ConfigError(f"{key}={value} is not a number; write one, such as {key}=0.01")
     try:
         return ast.parse(str(value), mode="eval").body
     except (SyntaxError, ValueError) as error:
@@ -143,7 +143,7 @@ def _call(text: str, kind: str) -> ast.Call:
 
 def _tree(text: str, kind: str) -> ast.expr:
     if not isinstance(text, str):
-        raise ConfigError(f"{text!r} is no text that describes a {kind}")
+        raise ConfigError(f"{text!r} is not text that describes a {kind}")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

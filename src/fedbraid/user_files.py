@@ -94,7 +94,7 @@ def _module(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; check the path before the colon")
+        raise ConfigError(f"{path} is not a file; check the path before the colon")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from fedbraid.algorithms._build import ADAPTIVE_RATE, PLAIN, builder, searched
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import number
+from fedbraid.core.check import number, one_of
 from fedbraid.core.gather import Mean
 from fedbraid.core.optim import AdaBelief, Adagrad, Adam, FlowerAdam, Optimize, TrustRatio, Yogi
 from fedbraid.core.transform import Scale, Transform, pipeline
-from fedbraid.errors import ConfigError
 
 
 def _moments(variant: str, eps: float, v0: float | None) -> tuple[float, bool]:
     """(v_0, whether moments are bias-corrected)."""
-    if variant not in ("reddi", "corrected"):
-        raise ConfigError(f"variant={variant!r} is not known; use 'reddi' or 'corrected'")
+    one_of("variant", variant, ("reddi", "corrected"))
     reddi = variant == "reddi"
     start = (eps * eps if reddi else 0.0) if v0 is None else v0
-    number("v0", start, "[0, inf)", "is no second moment")
+    number("v0", start, "[0, inf)")
     return start, not reddi
 
 
@@ -60,7 +58,7 @@ def fedadam(
 ) -> Algorithm:
     """FedAdam: v ← β₂v + (1−β₂)G². variant="flower" multiplies lr by √(1−β₂ᵀ⁺¹)/(1−β₁ᵀ⁺¹), as Flower does."""
     if variant == "flower":
-        number("v0", v0 or 0.0, "[0, inf)", "is no second moment")
+        number("v0", v0 or 0.0, "[0, inf)")
         return _stepped(FlowerAdam(beta1, beta2, eps, v0 or 0.0), lr, weights)
     return _stepped(Adam(beta1, beta2, eps, *_moments(variant, eps, v0)), lr, weights)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedbraid.algorithms._build import ADAPTIVE_RATE, builder, searched
 from fedbraid.algorithms.memory import ClientMemorySum, MemorySum, population_weight, with_memory
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.core.check import one_of
 from fedbraid.core.codec import Codec
 from fedbraid.core.context import ServerContext, Uploads
 from fedbraid.core.gather import DeltaGather, Metrics
@@ -83,8 +84,7 @@ class ClientHeldVarianceReduced(ClientMemorySum):
 
 
 def _check_normalise(normalise: str) -> None:
-    if normalise not in ("cohort", "population"):
-        raise ConfigError(f"normalise={normalise!r} is not known; use 'cohort' or 'population'")
+    one_of("normalise", normalise, ("cohort", "population"))
 
 
 MEMORIES = {None: None, "fp16": codecs.fp16(), "int8": codecs.int8(), "int4": codecs.int4()}

@@ -30,7 +30,7 @@ def with_codecs(
     "with_codecs(scaffold(), up=uniform(bits=4), only=('delta',))"
     """
     if only is not None and up is None:
-        raise ConfigError(f"only={only} says what the up codec encodes, and there is none; give up=")
+        raise ConfigError(f"only={only} selects what the up codec encodes, and up= is missing; give up=")
     only = (only,) if isinstance(only, str) else only if only is None else tuple(only)
     new_up = a.up if up is None else a.up.over(up, only)
     return replace(a, up=new_up, down=a.down if down is None else a.down.over(down), name="")

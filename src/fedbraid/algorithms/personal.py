@@ -56,7 +56,7 @@ class HeadFirst(Rule):
         """How many of its K steps each client gives to its personal parameters."""
         if float(K.min()) < 2:
             raise ConfigError(
-                "a client takes one step a visit, and two phases need two; use more steps or epochs"
+                "a client takes one local step, and two phases need two; use more steps or epochs"
             )
         return (self.head * K).round().clamp_min(1).minimum(K - 1)
 
@@ -74,7 +74,7 @@ class DittoModel(Rule):
     lam: float
 
     def __post_init__(self) -> None:
-        number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
+        number("lam", self.lam, "[0, inf)", "pushes the personalized model away from the global one")
 
     def init(self, x: Tensor) -> Vectors:
         return {"v_i": x.clone()}
@@ -108,7 +108,7 @@ class MoreauEnvelope(Rule):
     rate: float
 
     def __post_init__(self) -> None:
-        number("lam", self.lam, "[0, inf)", "pushes a client's own model away from the common one")
+        number("lam", self.lam, "[0, inf)", "pushes the personalized model away from the global one")
         number("rate", self.rate, "[0, inf)", "steps uphill")
         integer("steps", self.steps)
 

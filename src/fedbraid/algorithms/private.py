@@ -299,14 +299,14 @@ def _check(clip: Any, noise: float | None, epsilon: float | None, delta: float, 
     if noise is None and epsilon is None:
         raise ConfigError("private needs noise= (its deviation in clips) or epsilon= (a budget); give one")
     if noise is not None:
-        number("noise", noise, "[0, inf)", "is no deviation")
+        number("noise", noise, "[0, inf)")
     if epsilon is not None:
         number("epsilon", epsilon, "(0, inf)", "is a budget that no noise can keep")
     if noise == 0 and epsilon is not None:
         raise ConfigError(
             f"noise=0 keeps no budget, and epsilon={epsilon} was given; use noise > 0 or leave it out"
         )
-    number("delta", delta, "(0, 1)", "is no small probability")
+    number("delta", delta, "(0, 1)")
     if clip == "adaptive":
         return START
     if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
@@ -341,7 +341,7 @@ def _check_uploads(who: str, uploads: Mapping[str, Upload]) -> None:
             )
         if what.clip_scale is None:
             raise ConfigError(
-                f"{who} uploads {name!r}, whose scale nobody declared, so that no clip bounds it; give"
+                f"{who} uploads {name!r}, whose scale is not declared, so that no clip bounds it; give"
                 f" scales={{{name!r}: …}} or use an algorithm that uploads updates alone, such as fedavg or feddyn"
             )
 
@@ -358,7 +358,7 @@ def _check_examples(who: str, rule: Rule, clip: Clip, where: str, scales: Mappin
         )
     if rule.traits().local_loop is not None:
         raise ConfigError(
-            f"{who} trains by a local loop of the user's own, whose gradients nobody clips; use a rule with unit='example'"
+            f"{who} trains by a local loop of the user's own, whose gradients are not clipped; use a rule with unit='example'"
         )
     if gradients_besides(rule):
         raise ConfigError(

@@ -27,7 +27,7 @@ class ScaledVariates(Rule):
     alpha: float
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, "(0, 1]", "is no share of the change")
+        number("alpha", self.alpha, "(0, 1]")
 
     def uploads(self) -> tuple[Upload, ...]:
         return (Upload("dc", uniform=True, accumulates=True, clip_scale=1.0),)

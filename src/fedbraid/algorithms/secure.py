@@ -316,7 +316,7 @@ def _ranges(who: str, uploads: Mapping[str, Upload], given: Range) -> tuple[floa
     if missing := sorted(vectors.keys() - by_name.keys()):
         wanted = ", ".join(f"{name!r}: {by_name.get(name, 1.0)}" for name in vectors)
         raise ConfigError(
-            f"{who} uploads {missing[0]!r}, whose range nobody declared; give one for each name, such as range={{{wanted}}}"
+            f"{who} uploads {missing[0]!r}, whose range is not declared; give one for each name, such as range={{{wanted}}}"
         )
     for name, value in by_name.items():
         number(f"range of {name!r}", value, "(0, inf)", "spans no grid")

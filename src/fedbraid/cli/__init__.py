@@ -30,10 +30,10 @@ from fedbraid.errors import ConfigError, FedbraidError
 
 app = App(
     name="fedbraid",
-    help="Federated learning with parts that compose: compare and tune algorithms, fast, with honest byte counts.",
+    help="Compare, tune and deploy federated learning algorithms.",
     epilog=(
-        "Start with: fedbraid demo. Exit codes: 0 when all went well, 2 for what you can mend (one sentence on stderr"
-        " says how), 130 after Ctrl-C."
+        "New here? Run: fedbraid demo. Exit codes: 0 success, 2 user error (one sentence on stderr says what to do), 130"
+        " Ctrl-C."
     ),
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -61,7 +61,11 @@ app.add_typer(deploy.app, name="deploy")
 @app.callback(invoke_without_command=True)
 def nothing(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the versions of what is here, and exit."),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the versions of fedbraid, torch, the compiler and the extras, and exit.",
+    ),
 ) -> None:
     if version:
         print(doctor.versions())
@@ -71,7 +75,7 @@ def nothing(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for what the caller can mend, 130 after Ctrl-C."""
+    """Run one command and return its exit code: 0, 2 for a user error, 130 after Ctrl-C."""
     try:
         spell_out(sys.stdout, sys.stderr)
         given = list(sys.argv[1:] if arguments is None else arguments)
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(str(error))
         return 2
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output has gone
+        sys.stderr.close()  # the reader of the output has closed it
         return 1
     except OSError as error:
         if error.errno is None:

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from fedbraid.study.campaign import Entry
     from fedbraid.study.compare import Comparison
 
-Seeds = Annotated[str, typer.Option(help="Run: how many seeds, or which, such as 3,5,8.")]
-Jobs = Annotated[int | None, typer.Option(help="Run: cells at a time (one for each core).")]
+Seeds = Annotated[str, typer.Option(help="Run: number of seeds, or a list such as 3,5,8")]
+Jobs = Annotated[int | None, typer.Option(help="Run: number of parallel runs [default: one per core]")]
 Folder = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-compare-n, a new one).")
+    Path | None, typer.Option("--out", "-o", help="Run: folder [default: a new runs/TASK-compare-n]")
 ]
 Local = Annotated[
     bool,
-    typer.Option("--local-only", help="Also train every client alone, and show what each gains over that."),
+    typer.Option("--local-only", help="Also run local-only training and report each client's gain over it"),
 ]
 Energy = Annotated[
     str | None,
@@ -41,7 +41,7 @@ Energy = Annotated[
     ),
 ]
 Goal = Annotated[
-    float | None, typer.Option(help="Also show what it took to reach this test accuracy, e.g. 0.95.")
+    float | None, typer.Option(help="Also report steps, bytes and time to this test accuracy, e.g. 0.95")
 ]
 
 
@@ -50,13 +50,13 @@ def compare(
     task: Annotated[
         str,
         typer.Argument(
-            metavar="TASK|FILE.toml|FOLDER", help="A task, a file as for run, or a comparison to go on with."
+            metavar="TASK|FILE.toml|FOLDER", help="A task, a file as for run, or a comparison to resume."
         ),
     ],
     entries: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME:]ALGORITHM [KEY=VALUE…]", help="What to compare, each in quotes if it has spaces."
+            metavar="[NAME:]ALGORITHM [KEY=VALUE…]", help="What to compare; quote any that contain spaces."
         ),
     ] = None,
     seeds: Seeds = "5",
@@ -73,10 +73,9 @@ def compare(
 ) -> None:
     """Compare algorithms on one task over several seeds, on all cores.
 
-    Each cell, an algorithm with a seed, is a run folder. Stop it when you like: the same command with the same
-    --out, or `fedbraid compare FOLDER`, skips cells that are done and goes on with the others. The table gives
-    means and 95 % intervals of the last tenth of the evaluations; the verdict names a best only where
-    intervals do not overlap.
+    Each algorithm × seed is one run folder. Rerun the same command with the same --out, or `fedbraid compare FOLDER`,
+    to resume; finished runs are skipped. The table gives means and 95 % intervals of the last tenth of the
+    evaluations; a winner is named only if the 95 % intervals do not overlap.
 
     \b
     Examples:
@@ -186,7 +185,9 @@ def numbers(text: str) -> int | list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
     except ValueError as error:
-        raise ConfigError(f"seeds={text!r} is no number of seeds; use 5, or a list such as 3,5,8") from error
+        raise ConfigError(
+            f"seeds={text!r} must be a number of seeds such as 5, or a list such as 3,5,8"
+        ) from error
 
 
 class Stoppable:

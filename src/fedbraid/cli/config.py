@@ -121,7 +121,7 @@ def prepare(config: Config) -> Prepared:
     run = dict(config["run"])
     target, most = run.pop("target", None), run.pop("max_bytes_up", None)
     if target is not None:
-        number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
+        number("target", target, "(0, 1]")
     run.pop("out", None)
     algorithm = algorithm_of(config["algorithm"])
     schedule = schedule_of(config["schedule"])
@@ -169,7 +169,7 @@ def task_call(section: Section) -> tuple[str, Section]:
         return files.absolute(text), rest
     call = evaluate(text, names, "task")
     if not isinstance(call, _Call):
-        raise ConfigError(f"{text!r} is no task; `fedbraid list tasks` shows what there is")
+        raise ConfigError(f"{text!r} is not a task; `fedbraid list tasks` shows them")
     return call.name, {**call.keywords, **rest}
 
 
@@ -281,7 +281,7 @@ def _batch(text: str) -> int | None:
     if text == "full":
         return None
     if not text.lstrip("+-").isdigit():
-        raise ConfigError(f"batch={text!r} is no batch size; use a whole number or 'full'")
+        raise ConfigError(f"batch={text!r} is not a batch size; use an integer or 'full'")
     return int(text)
 
 
@@ -289,7 +289,9 @@ def _numbers(section: Section, keys: list[str], where: str) -> None:
     for key in keys:
         value = section.get(key)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ConfigError(f"{key}={value!r} in [{where}] is no number; write {key} = 1, without quotes")
+            raise ConfigError(
+                f"{key}={value!r} in [{where}] is not a number; write {key} = 1, without quotes"
+            )
 
 
 def schedule_of(section: Section) -> Schedule:
@@ -329,7 +331,7 @@ def _clock(key: str, text: Any) -> Any:
     from fedbraid.schedule.clock import Durations, Network, availability
 
     if not isinstance(text, str):
-        raise ConfigError(f"{key}={text!r} is no model of time; write a call such as 'halfnormal(1)'")
+        raise ConfigError(f"{key}={text!r} does not describe durations; write a call such as 'halfnormal(1)'")
     if key == "availability" and not text.startswith("availability("):
         return availability(text)
     wanted = {"bandwidth": Network, "availability": availability}.get(key, Durations)
@@ -343,7 +345,7 @@ def _of_run(settings: Section) -> Section:
     folder = settings.pop("replay_timing")
     if not isinstance(folder, str):
         raise ConfigError(
-            f"replay_timing={folder!r} is no folder; give that of a run, such as a deployment's"
+            f"replay_timing={folder!r} is not a folder; give that of a run, such as a deployment's"
         )
     made = from_run(folder)
     if twice := sorted(made.keys() & settings.keys()):

@@ -54,11 +54,13 @@ def cost(
     momentum: o.Momentum = None,
     weight_decay: o.WeightDecay = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="Privacy: a budget; says the noise that keeps it.")
+        float | None, typer.Option(help="Privacy: budget; prints the noise that keeps it")
     ] = None,
     noise: Annotated[
         float | None,
-        typer.Option(help="Privacy: noise in clips; says its ε, or with --epsilon the rounds that it buys."),
+        typer.Option(
+            help="Privacy: noise in multiples of the clip; prints its ε, or with --epsilon the rounds within the budget"
+        ),
     ] = None,
     delta: Annotated[float, typer.Option(help="Privacy: δ.")] = 1e-5,
     rounds: o.Rounds = None,
@@ -76,11 +78,11 @@ def cost(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what a round will cost: server memory, bytes up and down, client arithmetic.
+    """Estimate the cost of a round: server memory, traffic, client FLOPs.
 
     Memory is that of every client's last update in each precision, and of what this algorithm keeps. Bytes
     are those of messages really encoded. FLOPs are FedGBO's eq. 22: torch's count for the model, a
-    multiply-add as one, three times for forward and backward, plus the optimiser's arithmetic.
+    multiply-add as one, three times for forward and backward, plus the optimizer's arithmetic.
 
     \b
     Examples:

@@ -23,7 +23,7 @@ def data(
     ],
     clients: o.Clients = None,
     partition: o.Partition = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the partition [default: 0].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the partition [default: 0]")] = None,
     figure: Annotated[
         Path | None, typer.Option(help="Also draw it into this .pdf, .svg or .png file (extra plot).")
     ] = None,

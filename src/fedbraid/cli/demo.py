@@ -21,9 +21,10 @@ TARGET = 0.95
 def demo(json: Json = False, quiet: Quiet = False) -> None:
     """Train on 100 clients that hold one digit each, 5 per round: FedAvg beside FedAdaVR.
 
-    When clients are so unlike and so few take part, averaging thrashes. FedAdaVR remembers every client's
-    last update on the server and steps adaptively. What is kept and what is sent are two choices:
-    memory="int4" keeps the memory in 4 bits and sends float32; with_codecs(…, up=int4()) sends 4 bits too.
+    With low participation and non-IID data, FedAvg oscillates between the classes of the current cohort. FedAdaVR
+    corrects for this with each client's last update, stored on the server, and an adaptive optimizer. Storage and
+    traffic are separate choices: memory="int4" stores 4 bits and sends float32; with_codecs(…, up=int4()) sends 4
+    bits too.
 
     \b
     Examples:
@@ -131,7 +132,7 @@ def _show(rows: list[dict[str, Any]], seconds: float) -> None:
     )  # fmt: skip
     entry(
         "",
-        "accuracy is the mean of the last tenth of the rounds on the test set, worst the least of them; kept is what the"
-        " server remembers of its clients' last updates",
+        "accuracy is the mean over the last tenth of the rounds on the test set, worst their minimum; kept is what the"
+        " server stores of its clients' last updates",
     )
     suggest("next", "fedbraid run digits fedadavr --partition 'label_chunks(1)' --per-round 5")

@@ -12,9 +12,7 @@ from fedbraid.run.formatting import format_bytes
 
 
 def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/mnist-fedavg-1.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/mnist-fedavg-1.")],
     out: Annotated[
         Path, typer.Argument(metavar="FILE", help="Ends in .safetensors, .pt (TorchScript) or .onnx.")
     ],

@@ -15,16 +15,21 @@ from fedbraid.run.formatting import Record, format_bytes
 if TYPE_CHECKING:
     from fedbraid.report.collect import Collection
 
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or those of comparisons.")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders, or folders of comparisons.")]
 Goal = Annotated[
-    float | None, typer.Option(help="Also show what it took to reach this test accuracy, e.g. 0.95.")
+    float | None, typer.Option(help="Also report steps, bytes and time to this test accuracy, e.g. 0.95")
 ]
 
 
 def report(
     runs: Runs,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The page (report.html in the only folder, or here).")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="File of the page [default: report.html, in the run folder if there is one only]",
+        ),
     ] = None,
     target: Goal = None,
     axis: Annotated[
@@ -39,16 +44,14 @@ def report(
         ),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="Also write every step of every run into this file.")
+        Path | None, typer.Option(help="Also write every step of every run to this CSV file")
     ] = None,
-    latex: Annotated[Path | None, typer.Option(help="Also write the final table into this file.")] = None,
-    unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Take runs that are not finished too.")
-    ] = False,
+    latex: Annotated[Path | None, typer.Option(help="Also write the final table to this file")] = None,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Include unfinished runs")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make one HTML file of one or several runs of a task; it needs no network.
+    """Write a self-contained HTML report of one or more runs.
 
     Runs that differ in nothing but their seed become one curve with its 95 % interval.
 

@@ -19,28 +19,22 @@ if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Folder
     from fedbraid.run.simulate import Result
 
-Track = Annotated[
-    str | None, typer.Option(help="Log to other trackers than before, or to 'none'; see `fedbraid run`.")
-]
+Track = Annotated[str | None, typer.Option(help="Log to other trackers, or to 'none'; see `fedbraid run`")]
 Patience = Annotated[
-    int | None, typer.Option(help="Stop after another number of evaluations without a rise; 0: do not.")
+    int | None, typer.Option(help="Stop after another number of evaluations without improvement; 0: never")
 ]
 Target = Annotated[float | None, typer.Option(help="Stop at another test accuracy, e.g. 0.99.")]
 MaxBytesUp = Annotated[
     str | None, typer.Option(help="Stop at another number of uploaded bytes, e.g. 50MB, or 'none'.")
 ]
-Metric = Annotated[
-    str | None, typer.Option(help="Let --patience and --keep-best go by another metric than before.")
-]
+Metric = Annotated[str | None, typer.Option(help="Another metric for --patience and --keep-best")]
 KeepBest = Annotated[
-    bool | None, typer.Option("--keep-best/--no-keep-best", help="Keep the most accurate model, or not.")
+    bool | None, typer.Option("--keep-best/--no-keep-best", help="Store the best model, or not")
 ]
 
 
 def resume(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/mnist-fedavg-1.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/mnist-fedavg-1.")],
     target: Target = None,
     max_bytes_up: MaxBytesUp = None,
     track: Track = None,
@@ -52,11 +46,11 @@ def resume(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a run that was stopped or killed, to the very bits of one that was not.
+    """Resume an interrupted run. The result is bit-identical to an uninterrupted one.
 
-    The run's --target, --max-bytes-up, --track, --patience, --keep-best and --metric are remembered; give them to change them. A run
-    that had ended early goes on when the target, the patience or its metric changes. Where torch, the processor or the
-    compiler are others than before, it says which and asks for --allow-numeric-changes.
+    The run's --target, --max-bytes-up, --track, --patience, --keep-best and --metric are stored; give them to change them. A
+    run that ended early continues when one of these changes. Where torch, the CPU or the compiler changed, resume says
+    which and asks for --allow-numeric-changes.
 
     \b
     Examples:
@@ -103,7 +97,7 @@ def _changed(
 ) -> Asked:
     """What was asked with what is asked now on top."""
     if target is not None:
-        number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
+        number("target", target, "(0, 1]")
         asked = replace(asked, target=target)
     if track is not None:
         asked = replace(asked, track=None if track == "none" else track)

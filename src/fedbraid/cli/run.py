@@ -86,7 +86,7 @@ def run(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a task with an algorithm; every step is kept, and Ctrl-C loses nothing.
+    """Train a task with an algorithm. Every server step is checkpointed, so an interrupted run can be resumed.
 
     \b
     Examples:
@@ -118,10 +118,10 @@ def run(
       seed = 42
       target = 0.95
 
-    my.py:task is a task, or a function that makes one, in a file of your own; every command takes such names.
+    my.py:task loads a task, or calls a function that returns one, from your own file. All commands accept this form.
 
-    Options override the file. The run is kept in a new folder: run.json, metrics.jsonl, state.db and
-    model.safetensors. The same command with the same --out continues it, as `fedbraid resume` does.
+    Options override the file. The run is stored in a new folder: run.json, metrics.jsonl, state.db and
+    model.safetensors. The same command with the same --out resumes it, as `fedbraid resume` does.
     """
     sections: cfg.Config = {
         "task": cfg.given(clients=clients, partition=partition, model=model, personal=personal),

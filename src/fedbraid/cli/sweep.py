@@ -33,32 +33,36 @@ def sweep(
     task: Annotated[
         str,
         typer.Argument(
-            metavar="TASK|FILE.toml|FOLDER", help="A task, a file as for run, or a sweep to go on with."
+            metavar="TASK|FILE.toml|FOLDER", help="A task, a file as for run, or a sweep to resume."
         ),
     ],
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ALGORITHM] [KEY=SPACE…]", help="The algorithm, and what to search."),
+        typer.Argument(
+            metavar="[ALGORITHM] [KEY=SPACE…]", help="The algorithm, and the hyperparameters to tune."
+        ),
     ] = None,
-    method: Annotated[str, typer.Option(help="Search: 'bayes', 'random' or 'grid'.")] = "bayes",
-    trials: Annotated[int, typer.Option(help="Search: how many settings to try; a grid tries all.")] = 20,
-    seeds: Annotated[int, typer.Option(help="Search: seeds for each setting.")] = 1,
-    hold_out: Annotated[float, typer.Option(help="Search: share of clients held out to judge by.")] = 0.2,
+    method: Annotated[str, typer.Option(help="Search: method: bayes, random or grid")] = "bayes",
+    trials: Annotated[int, typer.Option(help="Search: number of settings to try; a grid tries all")] = 20,
+    seeds: Annotated[int, typer.Option(help="Search: seeds per setting")] = 1,
+    hold_out: Annotated[
+        float, typer.Option(help="Search: fraction of clients held out for evaluation")
+    ] = 0.2,
     prune: Annotated[
-        str, typer.Option(help="Search: stop hopeless trials: 'median', 'asha' or 'none'.")
+        str, typer.Option(help="Search: prune unpromising trials: median, asha or none")
     ] = "median",
     metric: Metric = None,
-    seed: Annotated[int, typer.Option(help="Search: seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Search: random seed")] = 0,
     jobs: Jobs = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Run: folder (runs/TASK-sweep-n, a new one).")
+        Path | None, typer.Option("--out", "-o", help="Run: folder [default: a new runs/TASK-sweep-n]")
     ] = None,
     paper_settings: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Search for settings, judged on clients held out from training; the test set stays unseen.
+    """Tune hyperparameters on held-out clients; the test set is not used.
 
     A space is a list, or uniform(low, high), log(low, high) or integer(low, high), with a third number for how
     many points a grid takes. Keys are those of a file: lr, batch, algorithm.mu, schedule.buffer. The best

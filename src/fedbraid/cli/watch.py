@@ -12,9 +12,9 @@ from fedbraid.cli.show import Quiet
 
 def watch(
     runs: Runs,
-    port: Annotated[int, typer.Option(help="Port; 0 takes any that is free.")] = 8765,
+    port: Annotated[int, typer.Option(help="Port; 0 takes any free port")] = 8765,
     host: Annotated[
-        str, typer.Option(help="Address; 0.0.0.0 shows the page to everyone who can reach this machine.")
+        str, typer.Option(help="Address; 0.0.0.0 shows the page to every host that can reach this machine")
     ] = "127.0.0.1",
     target: Goal = None,
     quiet: Quiet = False,

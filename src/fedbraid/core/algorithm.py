@@ -208,7 +208,7 @@ def _rehearse_visit(rule: Rule, ctx: ClientContext, layout: Layout) -> tuple[Vec
         )
     if s.keys() != started.keys():
         raise ConfigError(
-            f"the rule keeps {sorted(s)} in step but starts a visit with {sorted(started)}; name the same in start and step"
+            f"the rule keeps {sorted(s)} in step but starts with {sorted(started)}; name the same in start and step"
         )
     y = ctx.x - 0.1 * v
     made, declared = _named("finish", rule.finish(y, s, ctx)), by_name(rule.uploads(), "upload")

@@ -237,7 +237,7 @@ class ClientTable:
         for slot, data in zip(slots, found.values()):
             if len(data) != self.row_bytes:
                 raise RunError(
-                    f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is damaged"
+                    f"a stored row of {len(data)} bytes should have {self.row_bytes}; the run folder is corrupt"
                 )
             self._slab.write([slot], 0, np.frombuffer(data, np.uint8)[None])
 

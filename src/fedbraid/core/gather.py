@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedbraid.core.check import one_of
 from fedbraid.core.context import ServerContext, Staleness, Tree, Uploads, Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.core.traits import GatherTraits
-from fedbraid.errors import ConfigError
 
 Metrics = dict[str, Any]  # what a part adds to the record of a step
 
@@ -167,5 +167,4 @@ def add_weighted_(total: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
 
 def check_weights(kind: str) -> None:
     """Refuse a kind of averaging that nobody knows."""
-    if kind not in ("samples", "uniform"):
-        raise ConfigError(f"weights={kind!r} is not known; use 'samples' or 'uniform'")
+    one_of("weights", kind, ("samples", "uniform"))

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from fedbraid.core.check import one_of
 from fedbraid.errors import ConfigError, DataError
 
 SERVER_MOVES = (
@@ -59,8 +60,7 @@ class Layout:
         Tensors whose names match a glob in `personal` come last, and with `buffers="personal"` all that belongs to
         layers with running statistics.
         """
-        if buffers not in ("refuse", "average", "personal"):
-            raise ConfigError(f"buffers={buffers!r} is not known; use 'refuse', 'average' or 'personal'")
+        one_of("buffers", buffers, ("refuse", "average", "personal"))
         named = [(n, p, False) for n, p in module.named_parameters() if p.requires_grad]
         own = {n for n, _, _ in named if any(fnmatchcase(n, glob) for glob in personal)}
         for path, owner in module.named_modules():

@@ -33,7 +33,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         for name in ("beta", "beta1", "beta2"):
             value = getattr(self, name, 0.0)
-            number(name, value, "[0, 1)", "is no decay rate")
+            number(name, value, "[0, 1)")
         number("eps", getattr(self, "eps", 1.0), "(0, inf)", "may divide by zero")
 
     def init(self, x: Tensor) -> Vectors:

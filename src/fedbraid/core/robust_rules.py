@@ -130,7 +130,7 @@ class RobustRule:
             if value is None and option in needed:
                 raise ConfigError(f"{where} needs {option}=, {_MEANING[option]}; give it")
         if self.f is not None:
-            integer("f", self.f, 0, "is no count of hostile clients")
+            integer("f", self.f, 0)
         for option in ("q", "s"):
             if getattr(self, option) is not None:
                 integer(option, getattr(self, option))
@@ -140,7 +140,7 @@ class RobustRule:
         if self.name == "norm_bound" and (self.norm is None) == (self.quantile is None):
             raise ConfigError("norm_bound needs norm= or quantile=, one of the two; give one")
         if self.quantile is not None:
-            number("quantile", self.quantile, "[0, 1]", "is no quantile")
+            number("quantile", self.quantile, "[0, 1]")
 
     def __repr__(self) -> str:
         options = ("f", "q", "tau", "norm", "quantile", "before", "s")

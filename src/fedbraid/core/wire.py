@@ -36,9 +36,7 @@ FRAME_BYTES = _HEADER.size + _CRC.size
 def finite(numbers: NDArray[Any], what: str) -> None:
     """Refuse a message whose side information is not made of finite numbers."""
     if not np.isfinite(numbers).all():
-        raise WireError(
-            f"message holds a {what} that is not finite; it was damaged or made by a hostile sender"
-        )
+        raise WireError(f"message holds a {what} that is not finite; it is corrupt or from a hostile sender")
 
 
 def frame(kind: int, params: int, fingerprint: bytes, *parts: bytes | U8) -> bytes:
@@ -83,7 +81,7 @@ def open_frame(data: bytes, kind: int, params: int, fingerprint: bytes, length: 
     if len(view) != FRAME_BYTES + length:
         raise WireError(f"message is {len(view)} bytes long; its header says {FRAME_BYTES + length}")
     if zlib.crc32(view[: -_CRC.size]) != _CRC.unpack(view[-_CRC.size :])[0]:
-        raise WireError("message does not match its checksum; it was damaged on the way: send it again")
+        raise WireError("message does not match its checksum; it is corrupt: send it again")
     return view[_HEADER.size : -_CRC.size]
 
 
@@ -162,11 +160,11 @@ def _index(view: memoryview) -> tuple[list[tuple[str, int]], int]:
         size, length = _ENTRY.unpack_from(view, at)
         name = bytes(view[at + _ENTRY.size : at + _ENTRY.size + size])
         if not _NAME.fullmatch(name) or len(name) != size:
-            raise WireError(f"message names a vector {name!r}; it was damaged or made by a hostile sender")
+            raise WireError(f"message names a vector {name!r}; it is corrupt or from a hostile sender")
         entries.append((name.decode(), length))
         at += _ENTRY.size + size
     if len(view) < at + _CRC.size or zlib.crc32(view[:at]) != _CRC.unpack_from(view, at)[0]:
-        raise WireError("message's list of names does not match its checksum; it was damaged: send it again")
+        raise WireError("message's list of names does not match its checksum; it is corrupt: send it again")
     return entries, at + _CRC.size
 
 

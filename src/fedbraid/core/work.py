@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.check import integer, number, plain_numbers
+from fedbraid.core.check import integer, number, one_of, plain_numbers
 from fedbraid.core.lr_schedules import Rate, cosine, downhill, warmup
 from fedbraid.core.optim import LOCAL, Optimizer, named
 from fedbraid.errors import ConfigError
@@ -65,8 +65,7 @@ class Work:
             raise ConfigError(
                 "replace=True draws samples, and shuffle=False takes them as they lie; give one"
             )
-        if self.last not in ("keep", "drop", "fill"):
-            raise ConfigError(f"last={self.last!r} is not known; use 'keep', 'drop' or 'fill'")
+        one_of("last", self.last, ("keep", "drop", "fill"))
         if self.local is not None and self.momentum:
             raise ConfigError(
                 f"momentum={self.momentum} is for optimizer='sgd', and {self.optimizer!r} has its own; leave it out"

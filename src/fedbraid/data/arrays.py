@@ -313,7 +313,7 @@ def _unrandom(dataset: Any, what: str) -> list[Any]:
     if _states() != before or repr(items[0]) != repr(dataset[0]):
         raise DataError(
             f"{what} draws random numbers when an item is read, which would be frozen for all rounds; use"
-            " from_datasets(..., lazy=True), which draws anew at each visit, or a transform without chance"
+            " from_datasets(..., lazy=True), which draws anew in each epoch, or a transform without chance"
         )
     return items
 
@@ -426,7 +426,7 @@ def collated(items: list[Any], collate: Collate, what: str) -> tuple[Tree, Tree]
         whole, each = collate(items), [collate([item]) for item in items]
     except Exception as error:
         raise DataError(
-            f"collate fails on the samples: {error}; mend it, or leave out what it cannot join"
+            f"collate fails on the samples: {error}; fix it, or leave out what it cannot join"
         ) from error
     whole, each = split(whole, what), [split(e, what) for e in each]
     return tuple(_lengths(whole[k], [e[k] for e in each], what) for k in (0, 1))

@@ -8,8 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedbraid.core.check import number
-from fedbraid.errors import ConfigError
+from fedbraid.core.check import number, one_of
 
 
 class Augment(Protocol):
@@ -75,7 +74,7 @@ class CropJitter:
 
     def __post_init__(self) -> None:
         _check_per(self.per)
-        number("strength", self.strength, "[0, 1)", "turns colours over")
+        number("strength", self.strength, "[0, 1)", "inverts colors")
 
     def __call__(self, x: Tensor, draws: Tensor) -> Tensor:
         x = crop(Flip()(x, draws), draws[:, 1:3], self.size, self.size)
@@ -107,5 +106,4 @@ def _blend(x: Tensor, other: Tensor, share: Tensor) -> Tensor:
 
 
 def _check_per(per: str) -> None:
-    if per not in ("sample", "batch"):
-        raise ConfigError(f"per={per!r} is not known; draw per 'sample' or per 'batch'")
+    one_of("per", per, ("sample", "batch"))

@@ -90,7 +90,7 @@ def _fetched(home: Home, root: Root, repository: str, labels: tuple[str, ...]) -
 def _dataset(train: Part, test: Part, classes: int, augment: bool | str, statistics: str) -> DataSet:
     for pixels, labels in (train, test):
         if pixels.shape != (len(labels), 32, 32, 3):
-            raise DataError(f"CIFAR images must be 32×32 in colour, one per label; found {pixels.shape}")
+            raise DataError(f"CIFAR images must be 32×32 in color, one per label; found {pixels.shape}")
     inputs, test_inputs = normalized(train[0], test[0], statistics)
     y, yt = class_numbers(train[1]), class_numbers(test[1])
     coarse = y[:, 0].numpy() if y.shape[1] == 2 else None

@@ -158,7 +158,7 @@ def deal(
     share = parse(partition) if isinstance(partition, str) else partition
     if share is None and ids is None:
         raise DataError(
-            "who holds what? Give rows=, by= (a column of client ids), or partition= and clients="
+            "from_table() needs a partition; give rows=, by= (a column of client ids), or partition= and clients="
         )
     share = natural() if share is None else share
     groups = None if ids is None else _ids(ids, count)

@@ -107,7 +107,7 @@ def class_numbers(labels: Any) -> Tensor:
     try:
         return torch.from_numpy(np.asarray(labels).astype(np.int64))
     except (ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"the labels are not whole numbers ({error}); get the files again") from error
+        raise DataError(f"the labels are not integers ({error}); get the files again") from error
 
 
 def held_out(n: int, share: float, name: str) -> tuple[Ints, Ints]:

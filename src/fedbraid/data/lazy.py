@@ -172,7 +172,7 @@ class LazyDataset:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise DataError(
-                    f"{what}'s item {row} cannot be read ({why}); mend or bring back what it reads, and resume"
+                    f"{what}'s item {row} cannot be read ({why}); fix or restore what it reads, and resume"
                 ) from error
         return items
 

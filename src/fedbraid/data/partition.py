@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core import rng
-from fedbraid.core.check import integer, number
+from fedbraid.core.check import integer, number, one_of
 from fedbraid.errors import ConfigError
 from fedbraid.parse import evaluate
 
@@ -79,7 +79,7 @@ class iid_mix(Partition):
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        number("share", self.share, "[0, 1)", "of iid_mix is none, or all of it, which is iid()")
+        number("share", self.share, "[0, 1)", "is not a mixture; use iid() for all")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         order = gen.permutation(len(table))
@@ -104,7 +104,7 @@ class dirichlet(Partition):
     balanced: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, "(0, inf)", "is none of dirichlet's; small is uneven, large is even")
+        number("alpha", self.alpha, "(0, inf)", "is not a concentration (smaller is more skewed)")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         labels, fine = np.unique(table.labels, return_inverse=True)
@@ -130,7 +130,7 @@ class label_chunks(Partition):
     chunks: int
 
     def __post_init__(self) -> None:
-        integer("chunks", self.chunks, why="gives clients nothing")
+        integer("chunks", self.chunks, why="leaves clients without data")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         return _by_owner(_chunk_owners(table.labels, clients, self.chunks, gen), clients)
@@ -165,8 +165,8 @@ class pachinko(Partition):
     beta: float = 10.0
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, "(0, inf)", "is none of pachinko's; small is uneven, large is even")
-        number("beta", self.beta, "(0, inf)", "is none of pachinko's; small is uneven, large is even")
+        number("alpha", self.alpha, "(0, inf)", "is not a concentration (smaller is more skewed)")
+        number("beta", self.beta, "(0, inf)", "is not a concentration (smaller is more skewed)")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         if table.coarse is None:
@@ -196,10 +196,7 @@ class parity_shards(Partition):
     copies: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.copies not in (1, 2):
-            raise ConfigError(
-                f"parity_shards(copies={self.copies}) is not known; a shard serves 1 or 2 clients"
-            )
+        one_of("parity_shards(copies=)", self.copies, (1, 2))
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         if self.copies == 2:
@@ -232,7 +229,7 @@ class quantity_skew(Partition):
     alpha: float
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, "(0, inf)", "is none of quantity_skew's; small is uneven, large is even")
+        number("alpha", self.alpha, "(0, inf)", "is not a concentration (smaller is more skewed)")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         sizes = 1 + gen.multinomial(len(table) - clients, _dirichlet(gen, self.alpha, clients, 1)[0])
@@ -249,7 +246,7 @@ class power_law(Partition):
     alpha: float
 
     def __post_init__(self) -> None:
-        number("alpha", self.alpha, "(0, 1]", "is none of power_law's; small is uneven")
+        number("alpha", self.alpha, "(0, 1]", "is not an exponent (smaller is more skewed)")
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         weights = gen.random(clients) ** (1 / self.alpha) + 1e-300
@@ -281,7 +278,7 @@ def parse(text: str) -> Partition:
     """
     made = evaluate(text, KINDS, "partition")
     if not isinstance(made, Partition):
-        raise ConfigError(f"partition {text!r} is none; write one like label_chunks(1) or iid")
+        raise ConfigError(f"partition {text!r} is not valid; write one such as label_chunks(1) or iid")
     return made
 
 

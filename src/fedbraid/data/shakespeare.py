@@ -132,7 +132,7 @@ def _split_roles(
     texts: Sequence[str], alphabet: str, fraction: float, test_clients: int
 ) -> tuple[Bytes, list[Role]]:
     """One text of all roles, each split in time, or, for test clients, whole roles held out."""
-    number("fraction", fraction, "(0, 1)", "is no share to train on")
+    number("fraction", fraction, "(0, 1)")
     ends = np.cumsum([len(t) for t in texts])
     roles = []
     for text, end in zip(texts, ends):

@@ -144,7 +144,7 @@ def reload(spec: str) -> Task:
         return from_file(spec)
     made = evaluate(spec, {"load": load, **KINDS}, "task")
     if not isinstance(made, Task):
-        raise ConfigError(f"task {spec!r} is none; write it like load('mnist', clients=100)")
+        raise ConfigError(f"task {spec!r} is not valid; write it as load('mnist', clients=100)")
     return made
 
 

@@ -92,7 +92,7 @@ class Settings:
         algorithm = algorithm_from(self.algorithm) if isinstance(self.algorithm, str) else self.algorithm
         work = evaluate(self.work, WORK, "work") if isinstance(self.work, str) else self.work
         if not isinstance(algorithm, Algorithm):
-            raise ConfigError(f"algorithm={algorithm!r} is no algorithm; use one such as fb.fedavg()")
+            raise ConfigError(f"algorithm={algorithm!r} must be an algorithm, such as fb.fedavg()")
         if not isinstance(work, Work):
             raise ConfigError(f"work={self.work!r} is no work; use Work(...)")
         algorithm.fits(work)

@@ -136,8 +136,8 @@ def run_custom_loop(
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             raise RunError(
-                f"the local loop fails for client {client} ({why}); it must train the module and return its mean loss: mend"
-                " it, and resume, what ran before is kept"
+                f"the local loop fails for client {client} ({why}); it must train the module and return its mean loss;"
+                " fix it and resume (finished steps are stored)"
             ) from error
         rows.append(task.full_layout.flatten(module))
     return torch.stack(rows), rule.start(ctx), torch.tensor(losses, device=ctx.x.device)

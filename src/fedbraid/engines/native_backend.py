@@ -416,7 +416,7 @@ def _followed(task: Task) -> Graph:
     if task.forward is not None:
         raise Unsupported("the model is called by a function of the user's")
     if task.ragged:
-        raise Unsupported("samples have lengths of their own that nobody knows before they are read")
+        raise Unsupported("samples have lengths of their own, unknown before they are read")
     if isinstance(targets, Padded):
         raise Unsupported("targets have lengths of their own")
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in (*leaves, targets)):

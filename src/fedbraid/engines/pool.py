@@ -115,7 +115,7 @@ class Pool:
             raise
         except Exception as error:
             raise EngineError(
-                f"training clients {clients} failed in a worker process ({type(error).__name__}: {error}); mend the model or"
+                f"training clients {clients} failed in a worker process ({type(error).__name__}: {error}); fix the model or"
                 f" the loss. What the worker saw:\n{traceback.format_exc()}"
             ) from error
         self.shared.write(lo, reply.uploads, "uploads")

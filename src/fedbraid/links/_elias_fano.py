@@ -45,7 +45,9 @@ def unpack(data: U8, k: int, d: int) -> I64:
     if low:
         at = at << low | _unpack_low(data[:cut], low, k)
     if k and (at[-1] >= d or (np.diff(at) <= 0).any()):
-        raise WireError(f"message has positions out of order or beyond {d}; it was damaged or is hostile")
+        raise WireError(
+            f"message has positions out of order or beyond {d}; it is corrupt or from a hostile sender"
+        )
     return at
 
 
@@ -79,7 +81,9 @@ def _unpack_low(data: U8, low: int, k: int) -> I64:
     for w, shift in zip(_widths(low), (0, 16)):
         packed, data = np.split(data, [bits.packed_size(k, w)])
         if bits.spare_bits(packed[None], w, k):
-            raise WireError("message sets bits after its last position; it was damaged or is hostile")
+            raise WireError(
+                "message sets bits after its last position; it is corrupt or from a hostile sender"
+            )
         part |= bits.unpack(packed[None], w, k)[0].astype(np.int64) << shift
     return part
 
@@ -95,5 +99,7 @@ def _ones(data: U8, length: int, count: int) -> I64:
     """Where the ones are in a line of bits, refused unless there are `count`."""
     ones = np.flatnonzero(np.unpackbits(data))
     if len(ones) != count or (count and ones[-1] >= length):
-        raise WireError(f"message marks {len(ones)} positions, not {count}; it was damaged or is hostile")
+        raise WireError(
+            f"message marks {len(ones)} positions, not {count}; it is corrupt or from a hostile sender"
+        )
     return ones

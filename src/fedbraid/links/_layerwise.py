@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.core.check import one_of
 from fedbraid.core.codec import F32, Framed, checked, row_blocks
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.core.wire import U8, finite
@@ -25,7 +26,7 @@ def check_bits(name: str, bits: Any, least: int = 1) -> None:
     if name == "qsgd" and bits == 1:
         raise ConfigError("qsgd(bits=1) has no level besides zero; use bits >= 2")
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 16:
-        raise ConfigError(f"{name}(bits={bits!r}) is not a whole number of bits; use {least} to 16")
+        raise ConfigError(f"{name}(bits={bits!r}) must be an integer number of bits; use {least} to 16")
 
 
 class Parsed(NamedTuple):
@@ -49,8 +50,7 @@ class LayerCodec(Framed):
     stochastic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.biases not in ("float32", "quantise"):
-            raise ConfigError(f"biases={self.biases!r} is not known; use 'float32' or 'quantise'")
+        one_of("biases", self.biases, ("float32", "quantise"))
 
     @property
     def width(self) -> int:
@@ -114,9 +114,7 @@ class LayerCodec(Framed):
         finite(bodies.raw, "weight")
         finite(bodies.sides, "scale")
         if spare_bits(bodies.packed, self.width, bodies.codes.shape[1]):
-            raise WireError(
-                "message sets bits after its last code; it was damaged or made by a hostile sender"
-            )
+            raise WireError("message sets bits after its last code; it is corrupt or from a hostile sender")
         for a, b, side in self._walk(self._split(layout)[1], bodies.sides):
             self._check(side, bodies.codes[:, a:b])
         v: F32 = self._values(bodies, layout)[0]

@@ -44,6 +44,4 @@ class Fp16(LayerCodec):
 
     def _check(self, side: F32, codes: Codes) -> None:
         if ((codes & _INFINITE) == _INFINITE).any():
-            raise WireError(
-                "message holds a half that is not finite; it was damaged or made by a hostile sender"
-            )
+            raise WireError("message holds a half that is not finite; it is corrupt or from a hostile sender")

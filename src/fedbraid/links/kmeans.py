@@ -130,7 +130,7 @@ class Kmeans(LayerCodec):
     def _check(self, side: F32, codes: Codes) -> None:
         if (side[:, 1:] < side[:, :-1]).any():
             raise WireError(
-                "message has a table of centroids that is not in order; it was damaged or is hostile"
+                "message has a table of centroids that is not in order; it is corrupt or from a hostile sender"
             )
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from fedbraid.core import rng
+from fedbraid.core.check import one_of
 from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout, Slot
 from fedbraid.errors import ConfigError, WireError
@@ -50,16 +51,12 @@ class Qsgd(LayerCodec):
             check_bits("qsgd", self.bits, least=2)
         elif type(self.levels) is not int or not 0 < self.levels < 1 << 15:
             raise ConfigError(
-                f"qsgd(levels={self.levels!r}) is no number of levels; use 1 to {(1 << 15) - 1}"
+                f"qsgd(levels={self.levels!r}) is not a number of levels; use 1 to {(1 << 15) - 1}"
             )
-        if self.norm not in ("max", "l2"):
-            raise ConfigError(f"qsgd(norm={self.norm!r}) is not known; use 'max' or 'l2'")
-        if self.scope not in ("layer", "vector"):
-            raise ConfigError(f"qsgd(scope={self.scope!r}) is not known; use 'layer' or 'vector'")
+        one_of("qsgd(norm=)", self.norm, ("max", "l2"))
+        one_of("qsgd(scope=)", self.scope, ("layer", "vector"))
         if self.bucket is not None and not (type(self.bucket) is int and 0 < self.bucket < 1 << 32):
-            raise ConfigError(
-                f"qsgd(bucket={self.bucket!r}) is not a number of weights; use a whole number >= 1"
-            )
+            raise ConfigError(f"qsgd(bucket={self.bucket!r}) is not a number of weights; use an integer >= 1")
 
     @property
     def width(self) -> int:
@@ -138,13 +135,11 @@ class Qsgd(LayerCodec):
 
     def _check(self, side: F32, codes: Codes) -> None:
         if (side < 0).any():
-            raise WireError(
-                f"message has a norm of {side.min():g}; it was damaged or made by a hostile sender"
-            )
+            raise WireError(f"message has a norm of {side.min():g}; it is corrupt or from a hostile sender")
         for code in (int(codes.min()), int(codes.max())):
             if not 0 < code <= 2 * self.s + 1:
                 raise WireError(
-                    f"message holds code {code}, which {self!r} does not use; it was damaged or is hostile"
+                    f"message holds code {code}, which {self!r} does not use; it is corrupt or from a hostile sender"
                 )
 
     def _received(self, side: F32, n: int) -> F32:

@@ -121,12 +121,10 @@ class Shared(Framed):
         n = layout.size
         codes = unpack(body[None], self.bits, n)
         if spare_bits(body[None], self.bits, n):
-            raise WireError(
-                "message sets bits after its last code; it was damaged or made by a hostile sender"
-            )
+            raise WireError("message sets bits after its last code; it is corrupt or from a hostile sender")
         if n and int(codes.max()) > 2 * self.top:
             raise WireError(
-                f"message holds code {codes.max()}, which {self!r} does not use; it is damaged or hostile"
+                f"message holds code {codes.max()}, which {self!r} does not use; it is corrupt or from a hostile sender"
             )
         v: F32 = self.from_grid(codes.astype(np.int64) - self.top)[0]
         return v

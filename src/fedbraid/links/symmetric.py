@@ -50,7 +50,7 @@ class Symmetric(LayerCodec):
             raise WireError(f"message has a scale of {side[0, 0]:g}; scales are positive and within float32")
         if codes.min() == 0:
             raise WireError(
-                f"message holds code 0, which {self!r} does not use; it was damaged or is hostile"
+                f"message holds code 0, which {self!r} does not use; it is corrupt or from a hostile sender"
             )
 
 

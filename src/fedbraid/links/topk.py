@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.check import number
+from fedbraid.core.check import number, one_of
 from fedbraid.core.codec import F32, Framed, checked
 from fedbraid.core.layout import Layout
 from fedbraid.core.wire import U8, finite
@@ -40,8 +40,7 @@ class Topk(Framed):
 
     def __post_init__(self) -> None:
         number("fraction", self.fraction, "(0, 1]", "keeps nothing or more than all")
-        if self.values not in ("float32", "float16"):
-            raise ConfigError(f"topk(values={self.values!r}) is not known; use 'float32' or 'float16'")
+        one_of("topk(values=)", self.values, ("float32", "float16"))
         if self.rounding not in ("up", "down"):
             raise ConfigError(f"topk(rounding=) must be 'up' or 'down', got {self.rounding!r}")
 

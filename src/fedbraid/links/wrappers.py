@@ -97,7 +97,7 @@ class Mixed(Wrapper):
                 f"mixed(share={self.share}, clients={self.clients}) wants exactly one of the two"
             )
         if self.share is not None:
-            number("share", self.share, "[0, 1]", "is not a part of the clients")
+            number("share", self.share, "[0, 1]")
         if self.other is not None and self.other.encodes_weights != self.encodes_weights:
             raise ConfigError(
                 f"mixed({self.codec!r}, other={self.other!r}) mixes updates with weights; wrap both or none"

@@ -43,7 +43,7 @@ def resnet18_gn(classes: int = 10, channels: int = 3, stem: str = "small") -> nn
     elif stem == "large":
         entry = [nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)]
     else:
-        raise ConfigError(f"stem={stem!r} is not known; use 'small' or 'large'")
+        raise ConfigError(f"stem must be 'small' or 'large', got {stem!r}")
     pool: list[nn.Module] = [nn.MaxPool2d(3, 2, padding=1)] if stem == "large" else []
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]

@@ -166,9 +166,7 @@ class Session:
             size = packed_size(self.length, width)
             plane = np.frombuffer(data, np.uint8, size, start)[None]
             if spare_bits(plane, width, self.length):
-                raise WireError(
-                    "masked numbers set bits after the last one; the sender is damaged or hostile"
-                )
+                raise WireError("masked numbers set bits after the last one; the sender is faulty or hostile")
             out |= unpack(plane, width, self.length)[0].astype(self.word) << self.word.type(at)
             start += size
         return out
@@ -288,7 +286,7 @@ class KeyPair:
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(other))
         except ValueError:
-            raise WireError("a neighbour's public key is no point that keys are agreed on with") from None
+            raise WireError("a neighbour's public key is not a valid point") from None
         derived: bytes = HKDF(SHA256(), SEED, None, context).derive(shared)
         return derived
 
@@ -390,7 +388,7 @@ class SecureClient:
 
     def __post_init__(self) -> None:
         if not 1 <= self.party <= self.session.parties:
-            raise WireError(f"party {self.party} is none of the session's {self.session.parties}")
+            raise WireError(f"party {self.party} does not belong to the session {self.session.parties}")
 
     @classmethod
     def invited(cls, invitation: bytes) -> SecureClient:
@@ -530,7 +528,7 @@ class SecureServer:
             raise WireError(f"{len(asked)} shares are {SHARE * len(asked)} bytes, got {len(body)}")
         rows = np.frombuffer(body, "<u4").astype(np.int64).reshape(len(asked), -1)
         if len(rows) and rows.max() >= shamir.P:
-            raise WireError("a share is no element of the field; the sender is damaged or hostile")
+            raise WireError("a share is not an element of the field; the sender is faulty or hostile")
         return dict(zip(asked, rows))
 
     def close(self) -> dict[int, bytes]:

@@ -188,7 +188,7 @@ def _cells(path: Path, known: Record, unfinished: bool, failed: dict[str, int]) 
                         f" `fedbraid compare {quote(str(path))}`, or report what there is with --unfinished"
                     )
     except (KeyError, TypeError) as error:
-        raise RunError(f"{path / COMPARE} lacks or garbles {error}; restore it or compare anew") from error
+        raise RunError(f"{path / COMPARE} is corrupt ({error}); restore a backup or compare again") from error
     return runs
 
 

@@ -319,7 +319,7 @@ def _command(group: Group, seeds: Sequence[int]) -> str | None:
         said = recipe.sections(group.config, **_ends(group))
     except (FedbraidError, KeyError) as error:
         raise RunError(
-            f"{group.runs[0].path / 'run.json'} is garbled ({error}); restore it or start a new run"
+            f"{group.runs[0].path / 'run.json'} is corrupt ({error}); restore a backup or start a new run"
         ) from error
     return None if said is None else recipe.command(said, seeds)
 

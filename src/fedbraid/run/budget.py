@@ -417,7 +417,7 @@ def _check_examples(own: HiddenExamples, once: Mapping[int, int], work: Work) ->
         how, steps = own_steps(n, work)
         if (spends := epsilon_of(how, own.noise, own.delta, steps)) > own.epsilon:
             raise ConfigError(
-                f"noise={own.noise} spends epsilon={spends:.3g} in one visit of a client with {n} samples, more than the"
+                f"noise={own.noise} spends epsilon={spends:.3g} in one participation of a client with {n} samples, more than the"
                 f" budget of {own.epsilon}; raise noise= or epsilon="
             )
 
@@ -436,7 +436,7 @@ def _check(algorithm: Algorithm, crowd: PrivacySetup) -> None:
     late = crowd.schedule.asynchronous
     if late and algorithm.stateful(Layout.from_shapes([("w", (2, 2))])):
         raise ConfigError(
-            "a client may hand in twice within one step here, which privacy counts once, so that what it remembers would"
+            "a client may upload twice in one step here, which privacy counts once, so that what it remembers would"
             " no longer be what the server counted; use rounds(…) with an algorithm whose clients remember something"
         )
     if not isinstance(gather, Noised) or gather.later:

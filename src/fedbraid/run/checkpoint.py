@@ -85,7 +85,7 @@ class Folder:
         try:
             config = json.loads((self.path / name).read_bytes())
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise RunError(f"{self.path} is no run folder (it has no {name}); check the path") from error
+            raise RunError(f"{self.path} is not a run folder (it has no {name}); check the path") from error
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(
                 f"{self.path / name} cannot be read ({error}); restore it or start a new run"
@@ -109,7 +109,7 @@ class Folder:
             return
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(
-                f"{self.path / 'metrics.jsonl'} is damaged ({error}); resume the run to repair it"
+                f"{self.path / 'metrics.jsonl'} is corrupt ({error}); resume the run to repair it"
             ) from error
 
 
@@ -280,7 +280,7 @@ def load_model(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} cannot be read ({error}); resume its run to write it again") from error
     if said != model_checksum(tensors):
-        raise RunError(f"{path} is damaged (its checksum does not fit); resume its run to write it again")
+        raise RunError(f"{path} is corrupt (its checksum does not fit); resume its run to write it again")
     return tensors
 
 

@@ -30,7 +30,7 @@ class Database:
         try:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise RunError(
-                    f"{path} may not be written by this user; mend its permissions or copy the folder"
+                    f"{path} may not be written by this user; fix its permissions or copy the folder"
                 )
             os.close(private(str(path), os.O_RDWR | os.O_CREAT))
             self._sql = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0.5)
@@ -50,7 +50,7 @@ class Database:
         except sqlite3.Error as error:
             raise self._refusal(error) from error
         except OSError as error:
-            raise RunError(f"{path} cannot be opened ({error.strerror}); mend that, then resume") from error
+            raise RunError(f"{path} cannot be opened ({error.strerror}); fix that, then resume") from error
 
     def _refusal(self, error: sqlite3.Error) -> RunError:
         text, folder = str(error), self.path.parent
@@ -58,7 +58,7 @@ class Database:
             return InUseError(f"{folder} is in use by another process; wait for it to end or stop it first")
         if "readonly" in text or not os.access(folder, os.W_OK):
             return RunError(
-                f"{folder} may not be written by this user; mend its permissions or copy the folder"
+                f"{folder} may not be written by this user; fix its permissions or copy the folder"
             )
         if "full" in text or "disk I/O" in text:
             return RunError(
@@ -69,7 +69,7 @@ class Database:
         )
 
     def damaged(self, what: str) -> RunError:
-        return RunError(f"{self.path} is damaged ({what}); restore it from a copy or start a new run")
+        return RunError(f"{self.path} is corrupt ({what}); restore it from a copy or start a new run")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

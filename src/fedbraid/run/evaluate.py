@@ -183,7 +183,7 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
     value = _value(metric, name, outputs, targets, inputs, f"on the test set{when}")
     if not np.isfinite(value):
         raise RunError(
-            f"metric {name!r} is {value} on the test set{when}; mend it, and resume: what ran before is kept"
+            f"metric {name!r} is {value} on the test set{when}; fix it and resume (finished steps are stored)"
         )
     record: Record = {name: value}
     if on == "clients":
@@ -231,5 +231,5 @@ def _value(metric: Any, name: str, outputs: Any, targets: Tree, inputs: Tree, wh
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RunError(
-            f"metric {name!r} fails {where} ({why}); it must give one number: mend it, and resume, what ran before is kept"
+            f"metric {name!r} fails {where} ({why}); it must return one number; fix it and resume (finished steps are stored)"
         ) from error

@@ -23,7 +23,7 @@ import fedbraid.user_files as files
 from fedbraid import algorithms
 from fedbraid.algorithms.lora import how as lora
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import integer
+from fedbraid.core.check import integer, one_of
 from fedbraid.core.context import Vectors
 from fedbraid.core.metric_names import PERSONAL
 from fedbraid.core.rule import Rule
@@ -73,12 +73,8 @@ class Options:
         if self.evaluate_every is not None:
             integer("evaluate_every", self.evaluate_every)
         integer("checkpoint_every", self.checkpoint_every)
-        if self.evaluate_on not in ("test", "clients"):
-            raise ConfigError(f"evaluate_on={self.evaluate_on!r} is not known; use 'test' or 'clients'")
-        if self.client_state_storage not in ("auto", "memory", "disk"):
-            raise ConfigError(
-                f"client_state_storage={self.client_state_storage!r} is not known; use 'auto', 'memory' or 'disk'"
-            )
+        one_of("evaluate_on", self.evaluate_on, ("test", "clients"))
+        one_of("client_state_storage", self.client_state_storage, ("auto", "memory", "disk"))
         for i, cb in enumerate(self.callbacks):
             if isinstance(cb, type) or not any(hasattr(cb, name) for name in ("start", "step", "end")):
                 raise ConfigError(
@@ -449,7 +445,7 @@ def simulate(
     seed, device = _seed(seed), _device(device)
     if evaluate_on == "clients" and task.test_offsets is None:
         raise ConfigError(
-            "evaluate_on='clients' needs a test share per client; give client_tests=, natural ids or load(…, test_shares=True)"
+            "evaluate_on='clients' needs local test sets; give client_tests=, test_fraction=, natural ids or load(…, test_shares=True)"
         )
     if progress is True or (progress is None and is_watched()):
         callbacks = [*callbacks, Bar()]
@@ -566,7 +562,7 @@ def resume(
         )
     except (KeyError, TypeError) as error:
         raise RunError(
-            f"{folder.path / 'run.json'} lacks or garbles {error}; restore it or start a new run"
+            f"{folder.path / 'run.json'} is corrupt ({error}); restore a backup or start a new run"
         ) from error
 
 
@@ -642,8 +638,8 @@ def same(folder: Folder, known: Record, config: Record) -> None:
     for key in ("data", "parts", "work", "schedule", "seed", "engine", "device"):
         if known.get(key) != config[key]:
             raise RunError(
-                f"{folder.path} holds a run of another configuration: its {key} is {known.get(key)!r}, not {config[key]!r};"
-                " choose another out= or remove the folder"
+                f"{folder.path} already contains a run with {key}={known.get(key)!r} (now: {config[key]!r});"
+                " choose another out= or delete the folder"
             )
 
 
@@ -677,7 +673,7 @@ def algorithm_from(text: str) -> Algorithm:
     makers = {name: getattr(codecs, name) for name in codecs.__all__}
     made = evaluate(text, {**algorithms.BUILDERS, **algorithms.WRAPPERS, **makers}, "algorithm")
     if not isinstance(made, Algorithm):
-        raise ConfigError(f"{text!r} is no algorithm; `fedbraid list` shows what there is")
+        raise ConfigError(f"{text!r} is not an algorithm; `fedbraid list` shows them")
     return made
 
 
@@ -725,7 +721,7 @@ def _seed(seed: Any) -> int:
     if isinstance(seed, np.integer):
         return int(seed)
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ConfigError(f"seed={seed!r} is not a whole number; use one such as 0")
+        raise ConfigError(f"seed must be an integer, got {seed!r}")
     return seed
 
 

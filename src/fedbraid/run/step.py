@@ -200,8 +200,8 @@ def _finite_norm(average: Tensor, new: Tensor, step: int) -> float:
     whole = norm if new is average else norm + float(torch.linalg.vector_norm(new))
     if not math.isfinite(whole):
         raise Diverged(
-            f"the model is no longer finite after step {step} (its norm is {whole}); lower the client or server"
-            " learning rate. The last committed step is intact"
+            f"the model contains NaN or Inf after step {step} (its norm is {whole}); lower the client or server"
+            " learning rate. The last checkpoint is intact"
         )
     return norm
 
@@ -216,5 +216,5 @@ def _encoded(replies: Iterator[T], step: int) -> Iterator[T]:
 
 def _unsendable(error: WireError, step: int) -> Diverged:
     return Diverged(
-        f"step {step} cannot be sent: {error}, or clip gradients with clip=. The last committed step is intact"
+        f"step {step} cannot be sent: {error}, or clip gradients with clip=. The last checkpoint is intact"
     )

@@ -55,7 +55,7 @@ class StepMetrics:
             bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
             raise Diverged(
                 f"client {bad}'s update at step {self.step} is not finite; lower the learning rate, or clip gradients with"
-                " clip=. The last committed step is intact"
+                " clip=. The last checkpoint is intact"
             )
         for total, more in ((self.up, {n: int(s.sum()) for n, s in reply.sizes.items()}), (self.down, down)):
             for name, size in more.items():

@@ -75,5 +75,5 @@ def noted(folder: Folder) -> TaskSummary | None:
         return TaskSummary(dict(said["partition"]), sizes, said["forward"], int(said["parameters"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"{folder.path / FILE} lacks or garbles {error}; remove it to report without the partition"
+            f"{folder.path / FILE} is corrupt ({error}); remove it to report without the partition"
         ) from error

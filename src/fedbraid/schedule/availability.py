@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core.check import number
+from fedbraid.core.check import number, one_of
 from fedbraid.errors import ConfigError
 
 Ints = NDArray[np.int64]
@@ -56,10 +56,9 @@ class availability:
         deal: bool = False,
         digest: str = "",
     ) -> None:
-        if away not in ("lost", "delayed"):
-            raise ConfigError(f"away={away!r} is not known; use 'lost' or 'delayed'")
+        one_of("away", away, ("lost", "delayed"))
         if period is not None:
-            number("period", period, "(0, inf)", "is no time after which all begins again")
+            number("period", period, "(0, inf)")
         kept: Any = source
         if isinstance(source, str | os.PathLike):
             kept = os.fspath(source)
@@ -214,7 +213,7 @@ def _table(source: Any, name: str) -> dict[int, Row]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} is no table ({error}); write {{client: [[start, end], …]}}") from error
     if not any(table.values()):
-        raise ConfigError(f"{name} has nobody who is ever there; write {{client: [[start, end], …]}}")
+        raise ConfigError(f"{name} makes no client available; write {{client: [[start, end], …]}}")
     for client, row in table.items():
         row.sort()
         for (_, end), (start, _) in pairwise(row):

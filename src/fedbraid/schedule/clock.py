@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def _positive(name: str, value: float, zero: bool = False) -> None:
-    number(name, value, "[0, inf)" if zero else "(0, inf)", "is no duration")
+    number(name, value, "[0, inf)" if zero else "(0, inf)")
 
 
 def _normal(u: Floats) -> Floats:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedbraid.core.check import integer, number, plain_numbers
+from fedbraid.core.check import integer, number, one_of, plain_numbers
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.schedule import clock, simulated_clock
 from fedbraid.schedule.policies import Tick
@@ -86,18 +86,18 @@ class Rounds(Schedule):
             isinstance(self.clients, tuple) or (self.over_select, self.timeout) != (1, None)
         ):
             raise ConfigError(
-                "Poisson rounds take whoever is drawn; leave out given cohorts, over and timeout, or use sampling='fixed'"
+                "Poisson rounds take every client that is drawn; leave out given cohorts, over_select and timeout, or use sampling='fixed'"
             )
         if isinstance(self.clients, float):
             if not 0 < self.clients <= 1:
                 raise ConfigError(
-                    f"clients={self.clients} is no share; use a share in (0, 1] or a whole number >= 1"
+                    f"clients={self.clients} is not valid; use a fraction in (0, 1] or an integer >= 1"
                 )
         elif isinstance(self.clients, int):
             integer("clients", self.clients)
         elif not isinstance(self.clients, tuple):
             raise ConfigError(
-                f"clients={self.clients!r} names no cohort; use a whole number, a share in (0, 1] or a list of cohorts"
+                f"clients={self.clients!r} names no cohort; use an integer, a fraction in (0, 1] or a list of cohorts"
             )
         elif len(self.clients) < self.steps or not all(self.clients):
             raise ConfigError(
@@ -110,7 +110,7 @@ class Rounds(Schedule):
             )
         number("over_select", self.over_select, "[1, inf)", "asks fewer clients than are needed")
         if self.timeout is not None:
-            number("timeout", self.timeout, "(0, inf)", "lets nobody finish")
+            number("timeout", self.timeout, "(0, inf)", "leaves no time to finish")
 
     def cohort(self, N: int) -> int:
         """How many clients a round waits for."""
@@ -163,17 +163,14 @@ class Buffered(Schedule):
         integer("buffer", self.buffer)
         integer("concurrency", self.concurrency)
         if isinstance(self.arrivals, str):
-            if self.arrivals not in ("constant", "poisson", "closed"):
-                raise ConfigError(
-                    f"arrivals={self.arrivals!r} is not known; use 'constant', 'poisson', 'closed' or a list of times"
-                )
+            one_of("arrivals", self.arrivals, ("constant", "poisson", "closed"), "a list of times")
         elif list(self.arrivals) != sorted(self.arrivals) or not self.arrivals:
             raise ConfigError("a trace of arrivals needs at least one time, in order")
         if self.arrivals == "closed" and self.concurrency < self.buffer and self.durations.mean == 0:
             raise ConfigError("with no duration and a closed loop, concurrency must be at least the buffer")
         if self.availability is not None and self.durations.mean == 0:
             raise ConfigError(
-                "with no duration time stands still, whoever is there; give durations to an availability"
+                "availability= requires durations=, because simulated time does not advance without them"
             )
 
     @property
@@ -211,7 +208,7 @@ def rounds(
             clients = tuple(tuple(int(c) for c in cohort) for cohort in clients)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"clients={clients!r} is no list of cohorts; give a list of client ids for each round"
+                f"clients={clients!r} is not a list of cohorts; give a list of client ids for each round"
             ) from error
     return Rounds(
         steps,

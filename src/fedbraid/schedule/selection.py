@@ -74,7 +74,7 @@ class oort:
     def __post_init__(self) -> None:
         plain_numbers(self)
         for name in ("explore", "decay", "least", "cutoff"):
-            number(name, getattr(self, name), "[0, 1]", "is no share")
+            number(name, getattr(self, name), "[0, 1]")
 
     def __call__(
         self,
@@ -143,7 +143,7 @@ def checked(choose: Any) -> Any:
         return choose
     if not callable(choose):
         raise ConfigError(
-            f"select={choose!r} chooses nobody; give a function (step, available, losses) -> client ids, or"
+            f"select={choose!r} selects no client; give a function (step, available, losses) -> client ids, or"
             " fb.power_of_choice(d)"
         )
     return Own(getattr(choose, "__qualname__", type(choose).__name__), choose)
@@ -203,7 +203,7 @@ class ClientHistory:
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             raise RunError(
-                f"select= fails at step {step} ({why}); mend it, and resume: what ran before is kept"
+                f"select= fails at step {step} ({why}); fix it and resume (finished steps are stored)"
             ) from error
         tries.append(_cohort(said, step, available))
         return np.asarray(tries[-1], np.int64)

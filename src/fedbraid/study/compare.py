@@ -261,7 +261,7 @@ def compare(
     if local and who:
         if task.test_offsets is None:
             raise ConfigError(
-                "what clients gain over training alone is seen on their own test shares; give client_tests=, natural ids"
+                "gains over local-only training need local test sets; give client_tests=, test_fraction=, natural ids"
                 " or load(…, test_shares=True)"
             )
         who.append(Entry(LOCAL_ONLY, local_only(), who[0].work, who[0].schedule))
@@ -350,7 +350,7 @@ class Grid:
                 out, task, who, known["seeds"], known["target"], known["options"], known.get("metric"), energy
             )
         except (KeyError, TypeError) as error:
-            raise RunError(f"{out / FILE} lacks or garbles {error}; restore it or compare anew") from error
+            raise RunError(f"{out / FILE} is corrupt ({error}); restore a backup or compare again") from error
 
     def run(
         self,
@@ -450,7 +450,7 @@ def _check(who: Sequence[Entry], seeds: Sequence[int], target: float | None) -> 
             raise ConfigError(f"two {what} are the same in {values}; give each once, under its own name")
     integer("seeds", len(seeds))
     if target is not None:
-        number("target", target, "(0, 1]", "is no accuracy, which is a share such as 0.95")
+        number("target", target, "(0, 1]")
 
 
 callable_module(__name__)

@@ -38,7 +38,7 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         for f in fields(self):
             interval = "(0, inf)" if f.name == "flops_per_second" else "[0, inf)"
-            number(f.name, getattr(self, f.name), interval, "is nothing that a device spends")
+            number(f.name, getattr(self, f.name), interval)
 
     def seconds(self, flops: float) -> float:
         return flops / self.flops_per_second

@@ -36,10 +36,10 @@ def foresee(
 ) -> Privacy:  # fmt: skip
     """The noise for a budget, ε for a noise, or for both how many of the rounds the budget buys."""
     integer("rounds", rounds)
-    number("delta", delta, "(0, 1)", "is no small probability")
+    number("delta", delta, "(0, 1)")
     for name, value in (("epsilon", epsilon), ("noise", noise)):
         if value is not None:
-            number(name, value, "(0, inf)", "keeps nobody's privacy")
+            number(name, value, "(0, inf)", "keeps no privacy")
     if sampling not in DRAWN:
         raise unknown("sampling", sampling, DRAWN)
     schedule: Schedule = (

@@ -59,7 +59,7 @@ def hold_out(task: Task, share: float, seed: int = 0, by_client: bool = False) -
 
     With `by_client` the test set says whose data is whose, so that the worst tenth of them can be told.
     """
-    number("hold_out", share, "(0, 1)", "is no share of the clients")
+    number("hold_out", share, "(0, 1)")
     count = max(1, round(share * task.clients))
     if count >= task.clients:
         raise DataError(

@@ -27,7 +27,7 @@ EXTRAS = {
     "data": ("pyarrow", "PIL"), "hub": ("datasets",), "hf": ("transformers", "peft"), "plot": ("matplotlib",), "sweep": ("optuna",),
     "tensorboard": ("tensorboard",), "mlflow": ("mlflow",), "wandb": ("wandb",), "onnx": ("onnx",),
     "frames": ("pandas", "polars"), "privacy": ("dp_accounting",), "ray": ("ray",), "flower": ("flwr",),
-    "nats": ("nats", "nkeys", "cryptography"), "browser": ("playwright",),
+    "nats": ("nats", "nkeys", "cryptography"), "secure": ("cryptography",), "browser": ("playwright",),
 }  # fmt: skip
 MARKS = {"ok": "✓", "missing": "–", "wrong": "✗"}
 

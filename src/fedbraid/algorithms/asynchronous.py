@@ -14,7 +14,7 @@ from torch import Tensor
 from fedbraid.algorithms._build import ADAPTIVE_RATE, BUFFER, PLAIN, SERVER_RATE, builder, searched
 from fedbraid.algorithms.memory import Mifa, Varp
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import integer
+from fedbraid.core.check import integer, one_of
 from fedbraid.core.context import ServerContext, Staleness, Tree, Uploads, Vectors
 from fedbraid.core.gather import DeltaGather, Mean, Metrics, Sums
 from fedbraid.core.layout import Layout
@@ -23,7 +23,6 @@ from fedbraid.core.search_space import FloatRange
 from fedbraid.core.traits import GatherTraits
 from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
-from fedbraid.errors import ConfigError
 
 # FedBuff and FedAsync --------------------------------------------------------------------------------
 
@@ -66,8 +65,7 @@ def fedasync(
     weights: str = "uniform",
 ) -> Algorithm:
     """FedAsync: a step after every upload; form="delta" adds the update, "mixing" averages the models."""
-    if form not in ("delta", "mixing"):
-        raise ConfigError(f"form={form!r} is not known; use 'delta' or 'mixing'")
+    one_of("form", form, ("delta", "mixing"))
     gather = (Mean if form == "delta" else Mixing)(weights, Staleness(staleness))
     return Algorithm(gather=gather, server=buffered_steps(lr, momentum), work=PLAIN)
 

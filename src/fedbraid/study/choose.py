@@ -301,7 +301,9 @@ class _Final:
         """Which is best, whether it beats FedAvg, and how sure that is."""
         best, race, count = self.best.name, self.race, len(self.grid.seeds)
         tied, pairs = [r["name"] for r in self.ranking[1:] if r["tied"]], len(self.tests)
-        sure = f"{count} fresh seeds; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pairs"
+        sure = (
+            f"{count} fresh seeds; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pair{'s'[: pairs != 1]}"
+        )
         said = [f"{best} is best by {self.key}{', tied with ' if tied else ''}{', '.join(tied)} ({sure})."]
         base = next((r for r in self.ranking[1:] if r["name"] == BASELINE), None)
         if base is not None and base["p"] is None:
@@ -313,7 +315,9 @@ class _Final:
             verb = "is ahead of" if base["tied"] else "beats"
             said.append(f"{best} {verb} FedAvg, tuned alike, by {much} (p = {base['p']:.2g}).")
         near = [n for n in (tied or self.complete) if n != best and best in self.complete]
-        if near and count > 1:
+        if near and count < 3:
+            said.append("So few seeds tell no difference; give more minutes.")
+        elif near:
             apart = [[x - y for x, y in zip(self.complete[best], self.complete[name])] for name in near]
             least = max(stats.resolution(d, LEVEL / pairs) for d in apart)
             much = f"{math.expm1(least):.0%}" if self.spends else self._shown(least)

@@ -40,7 +40,7 @@ from fedbraid.workers import Ask, Failure, WorkerPool
 FILE, JOURNAL = "choose.json", "choose.jsonl"
 RUNGS = (1 / 9, 1 / 3, 1.0)  # of the rounds; a third goes on from each
 WORK = 2.4  # first rungs that the whole race takes for each arm
-LOOKS = 27  # evaluations of a run
+LOOKS, FINE_LOOKS = 27, 100  # evaluations of a run, and where a target must be found
 ROUNDS, MOST_ROUNDS = 100, 300
 # Of the time: the race, what still runs then, the last seed of the final begins, all ends.
 RACE, GRACE, END, LAST = 0.55, 0.05, 0.9, 1.1
@@ -289,7 +289,8 @@ class Race:
 
     def options(self, steps: int) -> dict[str, Any]:
         on = "clients" if self.situation.objective == "worst-tenth" else "test"
-        return {"evaluate_every": max(1, steps // LOOKS), "evaluate_on": on}
+        looks = FINE_LOOKS if self.situation.objective in SPENDING else LOOKS
+        return {"evaluate_every": max(1, steps // looks), "evaluate_on": on}
 
     def in_time(self, history: Sequence[Record]) -> list[Record]:
         deadline = self.situation.deadline

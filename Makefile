@@ -83,7 +83,7 @@ javascript:
 
 SET ?= engines  # or quick: the few that show that it works at all
 test-engines: $(READY) nats-server javascript  ## Ray clusters and fleets on this machine: real processes, killed ones too; SET=quick for few
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter quick,$(SET)),-n 2 --dist loadscope) -rs -m $(SET) tests/test_broker.py tests/test_javascript.py tests/test_fleet.py tests/test_deployment.py tests/test_ray.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(filter quick,$(SET)),-n 2 --dist loadscope) -rs -m $(SET) tests/test_broker.py tests/test_javascript.py tests/test_fleet.py tests/test_deployment.py tests/test_flower.py tests/test_ray.py tests/test_private_fleet.py tests/test_same_file.py tests/test_benchmarks.py
 
 lint: $(READY)  ## ruff, format and rules, and who imports whom
 	$(BIN)/ruff format --check .

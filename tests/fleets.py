@@ -143,7 +143,7 @@ def driven(place, count=3, rewrite=None, project=PROJECT, callbacks=(), out=None
 def until(happened, what="it"):
     end = time.monotonic() + LONG
     while not happened():
-        assert time.monotonic() < end, f"within {LONG:g} s there was no {what}"
+        assert time.monotonic() < end, f"within {LONG:g} s there was no {what() if callable(what) else what}"
         time.sleep(0.02)
 
 

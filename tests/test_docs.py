@@ -329,3 +329,18 @@ def serving(folder):
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
         server.shutdown()
+
+
+def test_where_to_change_names_what_there_is():
+    """Every file and symbol of the page's table, and every path of its walks."""
+    page = (ROOT / "docs/design.md").read_text()
+    table = page[page.index("## I want to change") : page.index("## Memory by client id")]
+    assert len(re.findall(r"^\| [^-…]", table, re.MULTILINE)) >= 25
+    found = re.findall(r"`([\w/.-]+?\.py)(?:: (\w+))?`", page[page.index("## Walk 1") :])
+    assert len(found) > 50
+    for file, symbol in found:
+        places = [ROOT / "src/fedbraid" / file, ROOT / "src/fedbraid_native" / file, ROOT / file]
+        there = [place for place in places if place.is_file()]
+        assert there, f"docs/design.md names {file}, which does not exist"
+        defined = rf"^(class|def) {symbol}\b|^{symbol}\b.*="
+        assert not symbol or re.search(defined, there[0].read_text(), re.MULTILINE), f"{file} has no {symbol}"

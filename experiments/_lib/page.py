@@ -6,7 +6,18 @@ from collections import Counter
 from pathlib import Path
 
 from experiments._lib import hours
-from experiments._lib.reproduce import COUNTED, STATUS, Book, Claim, every, load, markdown, outdated, papers
+from experiments._lib.reproduce import (
+    COUNTED,
+    STATUS,
+    Book,
+    Claim,
+    every,
+    load,
+    markdown,
+    outdated,
+    papers,
+    sentences,
+)
 
 HEAD = """# The papers' tables, figures, theorems and claims, and what came of them
 
@@ -29,7 +40,7 @@ def write(home: Path) -> Path:
         grid = load(home, paper)
         done = Book(home / paper / "results").done(every(grid))
         made = grid.claims(done)
-        text += ["", f"## {paper}", "", *(f"- {sentence}" for sentence in grid.sentences(done)), ""]
+        text += ["", f"## {paper}", "", *(f"- {sentence}" for sentence in sentences(grid, done)), ""]
         text += [f"[The experiment's own page]({paper}/README.md).", ""]
         for statuses in (COUNTED, ("also here",)):
             rows = [

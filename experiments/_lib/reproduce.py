@@ -489,10 +489,20 @@ def report(home: Path, paper: str) -> list[str]:
     """Make tables and pictures anew from the results alone; gives the names of the tables."""
     grid = load(home, paper)
     done = Book(home / paper / "results").done(every(grid))
-    said = "\n".join(f"- {sentence}" for sentence in grid.sentences(done))
-    tables = {"sentences": said, "claims": in_words(grid.claims(done)), **grid.report(done)}
+    said = "\n".join(f"- {sentence}" for sentence in sentences(grid, done))
+    tables = {
+        **({"sentences": said} if said else {}),
+        "claims": in_words(grid.claims(done)),
+        **grid.report(done),
+    }
     fill(home / paper / "README.md", tables)
     return list(tables)
+
+
+def sentences(grid: Grid, done: Mapping[str, Line]) -> list[str]:
+    """What a grid says of its results, if it says anything."""
+    say = getattr(grid, "sentences", None)
+    return [] if say is None else say(done)
 
 
 HEADS = {

@@ -494,7 +494,25 @@ def sentences(done: Done) -> list[str]:
         lines = of_row(done, "A", row)
         if lines and mine:
             time, up = (judged(ratios(done, "A", row, key, target)) for key in ("time", "bytes_up"))
-            said.append(f"{row.name} takes {time[0]} times its time and {up[0]} times its MB up, and the braid ends {in_points(gains(done, 'A', row))[0]} points above it ({len(gains(done, 'A', row))} paired seeds).")  # fmt: skip
+            common = len(gains(done, "A", row))
+            cost = (
+                f"takes {time[0]} times the time and {up[0]} times the MB up"
+                if "not" not in time[0]
+                else f"does not reach it in {time[0].removeprefix('not reached in ')} seeds"
+            )
+            said.append(
+                f"{row.name} {cost}; the braid ends {in_points(gains(done, 'A', row))[0]} points above it ({common} paired seeds, 95 % intervals)."
+            )
+    picked = {row.name: best("A", row, done) for row in MAIN}
+    edge = [
+        name
+        for name, setting in picked.items()
+        if setting and setting[0] in (min(SCENARIOS["A"].client_rates), max(SCENARIOS["A"].client_rates))
+    ]
+    if edge:
+        said.append(
+            f"The client rate that tuning chose is the least or the largest of the three for {', '.join(edge)}: a wider range may serve them better."
+        )
     runs = {which: sum(len(of_row(done, which, row)) for row in ROWS) for which in SCENARIOS}
     said.append(
         f"Run so far: {runs['A']} of {len(ROWS) * len(SEEDS)} seeds of scenario A and {runs['B']} of {len(ROWS) * len(SEEDS)} of scenario B; the table of what is done says which."

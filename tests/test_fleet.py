@@ -762,7 +762,7 @@ def test_what_the_file_makes_is_not_said_twice():
     assert Settings.read({"seed": 1}, made).what()[0] == fb.scaffold()
     with pytest.raises(ConfigError, match="remove one of the two"):
         Settings.read({"algorithm": "fedavg()"}, made)
-    with pytest.raises(ConfigError, match="no algorithm"):
+    with pytest.raises(ConfigError, match="must be an algorithm"):
         Settings.read({}, {"algorithm": fb.scaffold}).what()
 
 

@@ -449,6 +449,11 @@ def test_what_does_not_add_up_is_refused_by_name(make, why):
     ("algorithm", "schedule", "why"),
     [
         (fb.fedavg, lambda: fb.rounds(2, clients=2), "steps of 2 of 9 clients"),
+        (
+            fb.fedavg,
+            lambda: fb.rounds(50, clients=4, sampling="poisson"),
+            "one of 50 Poisson rounds .* a chance of 1",
+        ),
         (fb.fedasync, lambda: fb.immediate(2), "steps of 1 of 9 clients .* a buffer"),
         (fb.fedbuff, lambda: fb.buffered(2, buffer=2), "steps of 2"),
         (

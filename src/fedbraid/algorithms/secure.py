@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,7 @@ from fedbraid.schedule import Buffered, Rounds, Schedule
 
 Range = float | Mapping[str, float]
 
+RARE = 1e-3  # the chance of an error in the middle of a run that is taken
 LEAST = 3  # clients in a sum that hides any of them
 STALENESS_BITS = 8  # s(τ) is a multiple of 2⁻⁸, so that clients can multiply their codes by it
 NUMBERS = 3  # that are summed beside the uploads: weights, saturated codes, losses
@@ -354,6 +356,14 @@ def check_run(algorithm: Algorithm, schedule: Schedule, clients: int, even: bool
             raise ConfigError(
                 "select= reads single clients' losses, which a secure sum hides; leave one of the two out"
             )
+        if schedule.sampling == "poisson" and cohort >= LEAST:
+            q = schedule.rate(clients)
+            few = sum(math.comb(clients, i) * q**i * (1 - q) ** (clients - i) for i in range(1, LEAST))
+            if (chance := 1 - (1 - few) ** schedule.steps) > RARE:
+                raise ConfigError(
+                    f"one of {schedule.steps} Poisson rounds has one or two clients with a chance of {chance:.2g}, whose sum hides"
+                    " neither; use larger cohorts, or sampling='fixed'"
+                )
     if min(cohort, clients) < LEAST:
         raise ConfigError(
             f"steps of {cohort} of {clients} clients have no sum that hides any of them; use at least {LEAST}, with a buffer"

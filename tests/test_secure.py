@@ -396,7 +396,7 @@ def test_shares_of_noise_keep_the_same_bits_in_blocks():
         (lambda: shared_noise(fb.mifa(held="client")), None, "one vector on one grid"),
         (
             lambda: shared_noise(fb.fedavg()),
-            lambda: fb.rounds(2, clients=5, sampling="poisson"),
+            lambda: fb.rounds(2, clients=8, sampling="poisson"),
             "fixed cohort",
         ),
         (lambda: shared_noise(fb.fedbuff()), lambda: fb.buffered(2, buffer=4, concurrency=6), "fixed cohort"),

@@ -346,7 +346,7 @@ def _statistics(p: Part) -> Any:
 
 def _gather(spec: Spec) -> Any:
     from fedbraid.algorithms import asynchronous as late
-    from fedbraid.algorithms import fedadavr, memory, qafel
+    from fedbraid.algorithms import fedadavr, memory
     from fedbraid.core.context import Staleness
     from fedbraid.core.gather import Mean
 
@@ -356,7 +356,7 @@ def _gather(spec: Spec) -> Any:
         case "mean" | "secure":
             return Mean(*how)
         case "mixing":
-            return qafel.Mixing(*how)
+            return late.Mixing(*how)
         case "memory" if g.get("per_rate"):
             codec = None if g.get("codec") is None else _codec(g["codec"])
             return fedadavr.VarianceReduced(*how, codec=codec, normalise=g["normalise"])

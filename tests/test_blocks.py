@@ -51,6 +51,9 @@ ALGORITHMS = {
     "fedshift": fb.fedshift(fb.fedpaq(q.mixed(q.of_weights(q.uniform(8)), share=0.5))),
     "with_codecs": fb.with_codecs(fb.scaffold(), up=q.fp16(), down=q.int8()),
     "error_feedback": fb.error_feedback(fb.with_codecs(fb.scaffold(), up=q.topk(0.3))),
+    "attack": fb.attack(fb.fedavg(), "ipm", clients=[1], eps=2.0),
+    "robust": fb.robust(fb.fedvarp(), "median"),
+    "secure": fb.secure(fb.fedavg(), range=4.0),
     "hidden_state": fb.hidden_state(fb.with_codecs(fb.feddyn(), down=q.int8())),
 }
 ELSEWHERE = {

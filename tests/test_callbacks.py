@@ -254,7 +254,7 @@ def test_resume_remembers_how_the_run_was_watched(tmp_path, capsys, monkeypatch)
     for words, said in (
         (["--track", "paper"], "unknown tracker"),
         (["--patience", "-1"], "patience"),
-        (["--target", "95"], "0.95"),
+        (["--target", "95"], "such as 0.95"),
     ):
         assert main(["resume", str(place), *words]) == 2
         assert said in capsys.readouterr().err

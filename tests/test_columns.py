@@ -123,7 +123,7 @@ def line():
 
 X, Y = np.zeros((6, 2), np.float32), np.arange(6) % 3
 BAD = {
-    "nobody": (lambda: fb.Task.from_table(line, X, Y), "who holds what"),
+    "nobody": (lambda: fb.Task.from_table(line, X, Y), "needs a partition"),
     "among how many": (lambda: fb.Task.from_table(line, X, Y, partition="iid"), "Give clients="),
     "no such column": (
         lambda: fb.Task.from_table(line, table(), "kind", by="person"),

@@ -262,9 +262,9 @@ def test_command(tmp_path, capsys):
         (["digits", "fedavg lr"], "not of the form key=value"),
         (["digits", "lr=0.1"], "names no algorithm"),
         (["digits", "fedavg", "fedavg"], "are the same"),
-        (["digits", "fedavg", "--seeds", "x"], "no number of seeds"),
+        (["digits", "fedavg", "--seeds", "x"], "must be a number of seeds"),
         (["digits", "fedavg", "--seeds", "0"], "must be an integer >= 1, got 0"),
-        (["digits", "fedavg", "--target", "95"], "no accuracy"),
+        (["digits", "fedavg", "--target", "95"], "such as 0.95"),
         (["digits", "fedavg", "--jobs", "0"], "runs nothing"),
     ],
 )

@@ -325,7 +325,7 @@ def test_shakespeare_options_matter(root):
     assert torch.equal(short.inputs[short.rows], full.inputs[full.rows][:, -20:])
     assert len(short.test[1]) == int(short.test_offsets[-1]) == 7
     for wrong, message in (
-        ({"fraction": 1.5}, "fraction=1.5"),
+        ({"fraction": 1.5}, "fraction must be"),
         ({"context": 81}, "context=81"),
         ({"max_test_samples": 0}, "tests nothing"),
         ({"min_samples": 9999}, "leaves no client"),

@@ -123,7 +123,7 @@ class Fails:
     [
         (None, r"metric 'mine' fails on the test set at step 3 \(ValueError: no such class\)"),
         (float("nan"), "metric 'mine' is nan on the test set at step 3"),
-        (torch.zeros(2), "metric 'mine' fails on the test set at step 3 .* must give one number"),
+        (torch.zeros(2), "metric 'mine' fails on the test set at step 3 .* must return one number"),
     ],
 )
 def test_what_fails_is_named_and_what_ran_is_kept(tmp_path, value, said):

@@ -201,7 +201,7 @@ def test_the_best_is_a_command_and_a_file(tmp_path, capsys):
         (["digits", "fedavg", "lr=[1]", "--method", "guess"], "unknown method 'guess'"),
         (["digits", "fedavg", "lr=[1]", "--prune", "all"], "unknown pruner 'all'"),
         (["digits", "fedavg", "lr=[1]", "--trials", "0"], "trials must be an integer >= 1, got 0"),
-        (["digits", "fedavg", "lr=[1]", "--hold-out", "1"], "no share of the clients"),
+        (["digits", "fedavg", "lr=[1]", "--hold-out", "1"], "hold_out must be in (0, 1)"),
     ],
 )
 def test_bad_input(words, said, tmp_path, capsys, monkeypatch):

@@ -121,7 +121,7 @@ def prepare(config: Config) -> Prepared:
     run = dict(config["run"])
     target, most = run.pop("target", None), run.pop("max_bytes_up", None)
     if target is not None:
-        number("target", target, "(0, 1]")
+        number("target", target, "(0, 1]", "is not a fraction such as 0.95")
     run.pop("out", None)
     algorithm = algorithm_of(config["algorithm"])
     schedule = schedule_of(config["schedule"])

@@ -97,7 +97,7 @@ def _changed(
 ) -> Asked:
     """What was asked with what is asked now on top."""
     if target is not None:
-        number("target", target, "(0, 1]")
+        number("target", target, "(0, 1]", "is not a fraction such as 0.95")
         asked = replace(asked, target=target)
     if track is not None:
         asked = replace(asked, track=None if track == "none" else track)

@@ -371,10 +371,14 @@ class LazyColumn:
         """The first and the last sample."""
         return self[[0, len(self) - 1]]
 
-    def probes(self) -> Tree:
-        """Samples from all over the data, whose contents are part of a task's fingerprint."""
-        rows = np.unique(np.linspace(0, len(self) - 1, PROBES).round().astype(np.int64))
-        return self[rows.tolist()]
+    def probes(self) -> Iterator[Tree]:
+        """Samples from all over the data, whose contents are part of a task's fingerprint.
+
+        One that cannot be read, or is of another kind, is refused with its client's number when it is trained on.
+        """
+        for row in np.unique(np.linspace(0, len(self) - 1, PROBES).round().astype(np.int64)).tolist():
+            with suppress(DataError):
+                yield self[[row]]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -622,8 +622,9 @@ class Task:
     def _tensors(self) -> Iterator[Tensor]:
         """All that the run's numbers depend on, keys of trees apart."""
         for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
-            for leaf in tree.leaves(some.probes() if isinstance(some, LazyColumn) else some):
-                yield from _pieces(leaf)
+            for each in some.probes() if isinstance(some, LazyColumn) else (some,):
+                for leaf in tree.leaves(each):
+                    yield from _pieces(leaf)
         if self.start is not None:
             yield from self.module().state_dict().values()
 

@@ -450,7 +450,7 @@ def _check(who: Sequence[Entry], seeds: Sequence[int], target: float | None) -> 
             raise ConfigError(f"two {what} are the same in {values}; give each once, under its own name")
     integer("seeds", len(seeds))
     if target is not None:
-        number("target", target, "(0, 1]")
+        number("target", target, "(0, 1]", "is not a fraction such as 0.95")
 
 
 callable_module(__name__)

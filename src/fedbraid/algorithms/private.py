@@ -423,6 +423,11 @@ def _check_gather(who: str, gather: Gather) -> None:
 
 def _check_accounts(who: str, server: Transform, uploads: Mapping[str, Upload]) -> None:
     """Refuse server parts that need more of each client than its place in a sum."""
+    if any(d.is_mean_samples for d in server.sends()):
+        raise ConfigError(
+            f"{who}'s server tells clients the mean number of samples of all, which noise on a sum does not hide; use other"
+            " weights"
+        )
     if not of_mean(server, uploads, with_sent=True):
         raise ConfigError(
             f"{who}'s server accounts for every single client's samples, which noise on a sum does not hide; use one that"

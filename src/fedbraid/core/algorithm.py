@@ -115,9 +115,15 @@ class Algorithm:
         """What the server sends down, by name: the model first."""
         return by_name((MODEL, *self.server.sends()), "send")
 
-    def send(self, x: Tensor, server: Any, N: int) -> Vectors:
-        """What is broadcast when the server's model and state are these."""
-        return {"x": x, **{name: v.to(x.device) for name, v in self.server.send(server, x, N).items()}}
+    def send(self, x: Tensor, server: Any, N: int, samples: float = 0.0) -> Vectors:
+        """What is broadcast when the server's model and state are these; N clients are known, with so many samples."""
+        sent = {name: v.to(x.device) for name, v in self.server.send(server, x, N).items()}
+        return {"x": x, **sent, **{name: x.new_full((1,), samples / N) for name in self.mean_samples}}
+
+    @cached_property
+    def mean_samples(self) -> tuple[str, ...]:
+        """The downloads that say how many samples clients have on average."""
+        return tuple(name for name, d in self.downloads.items() if d.is_mean_samples)
 
     def widths(self, layout: Layout) -> dict[str, int]:
         """How many numbers a client uploads, by name."""
@@ -145,7 +151,7 @@ def rehearse(a: Algorithm) -> None:
     stage = "server"
     try:
         server, gather = a.server.init(x, layout), a.gather.init(x, layout)
-        sent = {k: v.reshape(1, -1) for k, v in a.send(x, server, 2).items()}
+        sent = {k: v.reshape(1, -1) for k, v in a.send(x, server, 2, 2.0).items()}
         _as_declared("the server sends", "sends()", "send", sent, a.downloads, layout)
         memory = {k: v.reshape(1, -1).repeat(2, 1) for k, v in _named("init", a.rule.init(x)).items()}
         down = {k: v for k, v in sent.items() if k != "x"}

@@ -33,6 +33,10 @@ class VectorSpec:
 class Download(VectorSpec):
     """What a server part sends down beside the model."""
 
+    is_mean_samples: bool = (
+        False  # n̄ = all known clients' samples / N, which the run sends and `send` leaves out
+    )
+
 
 @dataclass(frozen=True)
 class Upload(VectorSpec):

@@ -287,6 +287,8 @@ class Fleet:
                     f"{self.settings.nodes} nodes before the first step ({len(ready)} are ready)", None
                 )
                 return False
+            assert self.run is not None
+            self.run.broadcast_first()
         elif (away := self.expected - ready) and now < self.started + self.limit:
             names = ", ".join(sorted(away)[:10])
             self.wait.now(
@@ -344,6 +346,8 @@ class Fleet:
     def _register(self, node: Node, head: Record) -> None:
         about = fields(head, samples=int, version=int)
         version = about["version"] if -1 <= about["version"] <= self.state.t else -1
+        if version == 0 and self.setup.algorithm.mean_samples:
+            version = -1  # a server that never took a step may have made it, for other nodes
         excessive = self.table.register(node, about["samples"], version)
         node.request = None
         node.on("registered")

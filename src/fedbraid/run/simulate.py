@@ -232,6 +232,12 @@ class Run:
         if stays:
             self._left.setdefault("unreturned", []).append(client)
 
+    def broadcast_first(self) -> None:
+        """Make the first version, as far as it tells of all clients: these are known now, and none has trained yet."""
+        if self.state.t == 0 and self.setup.algorithm.mean_samples:
+            known = Population.of(self.source, self.state)
+            self.state = self.state.broadcast_first(self.setup, known.N, known.samples, known.is_live)
+
     def _check_here(self, client: int) -> None:
         if not 0 <= client < len(self.source.sizes) or client in self.state.gone:
             raise ConfigError(

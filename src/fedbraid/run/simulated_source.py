@@ -51,6 +51,7 @@ class SimulatedSource:
 
     def steps(self, run: RunView) -> Iterator[ServerStep]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
+        run.broadcast_first()
         seen = () if run.seen is None else (run.seen,)  # for schedules that choose by it
         ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message_bytes(), *seen)
         foresees = self.task.lazy and run.seen is None

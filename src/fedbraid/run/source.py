@@ -55,6 +55,9 @@ class RunView(Protocol):
     metadata: Record  # committed with it
     seen: ClientHistory | None  # of clients, where the schedule selects by it
 
+    def broadcast_first(self) -> None:
+        """Make the first version, as far as it tells of all clients: these are known now, and none has trained yet."""
+
     def message_bytes(self) -> tuple[float, float]:
         """(down, up): the bytes of one participation, for schedules that charge transfer time."""
 

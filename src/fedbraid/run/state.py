@@ -13,6 +13,7 @@ from fedbraid.core.client_table import ClientTable
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import BroadcastContext, ModelVersion
+from fedbraid.engines.engine import Setup
 from fedbraid.errors import Diverged
 
 GROWTH = 1e4  # a norm or a loss so many times what it began with is beyond reason
@@ -81,6 +82,13 @@ class State:
         )  # real clients remember for themselves
         guard = DivergenceGuard.first(x, layout)
         return cls(0, x, x, gather, server, cast.state, guard, {0: cast.version}, rows)
+
+    def broadcast_first(self, setup: Setup, N: int, samples: float, real: bool) -> State:
+        """Before the first step, with a first version that is made for N clients who have so many samples."""
+        a = setup.algorithm
+        who = BroadcastContext(a.downloads, 0, setup.seed, setup.task.layout, real)
+        cast = a.down.open(a.send(self.x, self.server, N, samples), who)
+        return replace(self, wire=cast.state, sent={0: cast.version})
 
     def without(self, algorithm: Algorithm, client: int, share: Vectors | None) -> tuple[State, bool]:
         """(the state after a client has left for good, whether its share stays).

@@ -98,7 +98,7 @@ def advance(
     )
     who = BroadcastContext(algorithm.downloads, state.t + 1, setup.seed, layout, population.is_live)
     try:
-        cast = algorithm.down.send(algorithm.send(new, server, N), state.wire, who)
+        cast = algorithm.down.send(algorithm.send(new, server, N, population.samples), state.wire, who)
     except WireError as error:
         raise _unsendable(error, state.t + 1) from error
     record = {

@@ -243,7 +243,7 @@ def operations(a: Algorithm, work: Work) -> Operations:
         return torch.ones(1, d)
 
     layout = Layout.from_shapes([("w", (d,))])
-    down = {k: v[None] for k, v in a.server.send(a.server.init(x, layout), x, 1).items()}
+    down = {k: v[None] for k, v in a.send(x, a.server.init(x, layout), 1, 1.0).items() if k != "x"}
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
     ctx = ClientContext(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad, again)
     g, y = torch.ones(1, d), x[None].clone()

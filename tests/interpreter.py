@@ -129,6 +129,8 @@ class Visit:
 class Rule:
     """FedAvg: v = g."""
 
+    sizes: Vec  # n_i of every client
+
     def __init__(self, options: Part) -> None:
         self.o = options
 
@@ -263,10 +265,16 @@ class FedDyn(Rule):
         return {"h_i": np.zeros(d)}
 
     def direction(self, g, y, s, at):
+        if self.o.get("progressive"):  # h_i is the sum of moves, without μ
+            return g - self.o["mu"] * at.sent["n_mean"] / at.n * (at.memory["h_i"] + at.x - y)
         return g - at.memory["h_i"] - self.o["mu"] * (at.x - y)
 
     def remember(self, at):
-        return {"h_i": at.memory["h_i"] + self.o["mu"] * at.got["delta"]}
+        mu = 1.0 if self.o.get("progressive") else self.o["mu"]
+        return {"h_i": at.memory["h_i"] + mu * at.got["delta"]}
+
+    def send(self, s, x, N):
+        return {"n_mean": self.sizes[:N].sum() / N} if self.o.get("progressive") else {}
 
 
 class AdaBest(Rule):
@@ -863,6 +871,7 @@ def interpret(spec: Spec, setting: Setting) -> Iterator[tuple[Vec, Vec]]:
     """(x̄, x) after every server step."""
     d = len(setting.x0)
     rule = RULES[spec.rule.name](spec.rule)
+    rule.sizes = setting.sizes
     gather = GATHERS[spec.gather.name](spec.gather, setting)
     optimise, adjust = Optimizer(spec, setting), Adjust(spec.adjust, setting)
     grid = spec.gather.name == "secure" and f"shared({spec.gather['bits']}, {spec.gather['range']})"

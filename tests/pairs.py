@@ -123,7 +123,7 @@ RULES = {
     "fedprox": [part("fedprox", mu=0.4)],
     "scaffold": [part("scaffold")],
     "scaffold_m": [part("scaffold_m")],
-    "feddyn": [part("feddyn", mu=0.3)],
+    "feddyn": [part("feddyn", mu=0.3), part("feddyn", mu=0.3, progressive=True)],
     "adabest": [part("adabest", mu=0.3), part("adabest", mu=0.3, progressive=True)],
     "fedgbo": _statistics_of("fedgbo"),
     "mimelite": _statistics_of("mimelite"),
@@ -317,6 +317,8 @@ def _rule(p: Part) -> tuple[Any, ...]:
         case "ghbm":
             return ghbm.HeavyBall(p["beta"]), ghbm.Trail(p["tau"])
         case "feddyn":
+            if p.get("progressive"):
+                return feddyn.DynamicRegulariser(p["mu"], progressive=True), feddyn.MeanSamplesOfAll()
             return (feddyn.DynamicRegulariser(p["mu"]),)
         case "adabest":
             if p.get("progressive"):

@@ -32,6 +32,7 @@ ALGORITHMS = {
     "scaffold": fb.scaffold(),
     "scaffold_m": fb.scaffold_m(),
     "feddyn": fb.feddyn(mu=0.2),
+    "feddyn, progressive": fb.feddyn(mu=0.2, weights="progressive"),
     "adabest": fb.adabest(mu=0.2),
     "fedgbo": fb.fedgbo("adam", eps=0.05),
     "mimelite": fb.mimelite("rmsprop", eps=0.05),

@@ -27,6 +27,7 @@ ALGORITHMS = [
     fb.fedavg(),
     fb.scaffold(),
     fb.adabest(),
+    fb.feddyn(mu=0.2, weights="progressive"),
     fb.mimelite("adam"),
     fb.fedadavr("lamb", memory="int4"),
     fb.fedef(c.int8()),

@@ -159,7 +159,10 @@ class At:
             self.act(run)
 
 
-@pytest.mark.parametrize("algorithm", ["scaffold()", "fedvarp()", "fedvarp(held='client')", "feddyn()"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["scaffold()", "fedvarp()", "fedvarp(held='client')", "feddyn()", "feddyn(weights='progressive')"],
+)
 def test_who_leaves_for_good_leaves_nothing_behind(algorithm, tmp_path):
     cohorts = [[0, 1, 2], [0, 1, 2], [0, 2], [2, 0]]
     task = fb.Task.from_arrays(model, [load({"share": i}) for i in range(3)], data_for_tests())

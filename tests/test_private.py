@@ -462,6 +462,10 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
             lambda: fb.private(fb.adabest(weights="progressive"), noise=1.0),
             "accounts for every single client's samples",
         ),
+        (
+            lambda: fb.private(fb.feddyn(weights="progressive"), noise=1.0),
+            "tells clients the mean number of samples of all",
+        ),
         (lambda: fb.private(fb.mimelite(), noise=1.0), "mimelite uploads 'grad', whose scale"),
         (lambda: fb.private(fb.fednova(), noise=1.0), "fednova uploads 'a', whose scale"),
         (lambda: fb.private(fb.fedasync(form="mixing"), noise=1.0), "gathers by Mixing"),

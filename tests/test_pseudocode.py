@@ -179,6 +179,25 @@ def test_feddyn(trial):
 
 
 @every_trial
+def test_feddyn_whose_pull_follows_the_mean_number_of_samples(trial):
+    mu = 0.3
+    result = trial.run(fb.feddyn(mu=mu, weights="progressive"))
+    N, x = trial.p.N, trial.p.x0
+    h, moved = np.zeros_like(x), {i: np.zeros_like(x) for i in range(N)}
+    for t, cohort in enumerate(trial.cohorts):
+        average = np.zeros_like(x)
+        for i in cohort:
+            mu_i = mu * (sum(trial.p.n) / N) / trial.p.n[i]
+            y = trial.local(x, i, t, lambda g, y: g - mu_i * moved[i] - mu_i * (x - y))  # noqa: B023
+            moved[i] = moved[i] + (x - y)
+            average += y / len(cohort)
+        h = h + len(cohort) / N * (x - average)
+        x = average - h
+    agree(result.x, average, trial)
+    agree(result.state.x, x, trial)
+
+
+@every_trial
 def test_adabest(trial):
     mu, beta = 0.3, 0.8
     result = trial.run(fb.adabest(mu=mu, beta=beta, weights=trial.weights), evaluate_every=1)

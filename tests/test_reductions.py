@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracles import VMAP, Trial
+from oracles import SIZES, VMAP, Problem, Trial
 
 import fedbraid as fb
 
@@ -36,6 +36,7 @@ class Row:
     works: tuple[fb.Work, ...] = MANY
     exact: bool = False  # to the bit
     tol: float = 2e-6
+    sizes: tuple[int, ...] = SIZES
 
 
 ROWS = [
@@ -48,6 +49,8 @@ ROWS = [
     Row("adabest beta=mu=0", fb.adabest(mu=0, beta=0), fb.fedavg(), fb.adabest(mu=0.2, beta=0), exact=True),
     Row("adabest mu=0 keeps no client state", fb.adabest(mu=0, beta=0.7), fb.Algorithm(server=fb.adabest(beta=0.7).server), fb.adabest(mu=0.2, beta=0.7)),
     Row("feddyn mu=0 is its server alone", fb.feddyn(mu=0), fb.Algorithm(server=fb.feddyn().server), fb.feddyn(mu=0.3)),
+    Row("feddyn progressive, clients of one size", fb.feddyn(mu=0.3, weights="progressive"), fb.feddyn(mu=0.3, weights="uniform"), schedules=(FEW, ASYNC), sizes=(6,) * 8),
+    Row("feddyn progressive, unequal clients, is not feddyn", fb.feddyn(mu=0.3, weights="progressive"), fb.feddyn(mu=0.3, weights="progressive"), fb.feddyn(mu=0.3, weights="uniform"), exact=True),
     Row("scaffold, everybody, one step", fb.scaffold(weights="uniform"), fb.fedavg(weights="uniform"), schedules=(ALL,), works=(ONE_STEP,)),
     Row("scaffold with more steps is not fedavg", fb.scaffold(), fb.scaffold(), fb.fedavg(), exact=True),
     Row("fedvarp, everybody", fb.fedvarp(), fb.fedavg(), schedules=(ALL,)),
@@ -98,25 +101,26 @@ ROWS = [
 ]  # fmt: skip
 
 
-def models(algorithm, work, schedule):
+def models(algorithm, work, schedule, sizes=SIZES):
     """Every model that a run visits."""
-    seen, task = Models(), Trial().p.task
+    seen, task = Models(), problem(sizes).task
     fb.simulate(task, algorithm, work, schedule, seed=4, evaluate_every=None, callbacks=[seen], engine=VMAP)
     return np.stack(seen.xs)
 
 
-base_models = cache(models)
+base_models, problem = cache(models), cache(lambda sizes: Problem(sizes=sizes))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_at_its_neutral_setting_it_is_its_base(row):
     for schedule in row.schedules:
         for work in row.works:
-            mine, base = models(row.algorithm, work, schedule), base_models(row.base, work, schedule)
+            mine = models(row.algorithm, work, schedule, row.sizes)
+            base = base_models(row.base, work, schedule, row.sizes)
             assert np.abs(base[-1] - Trial().p.x0).max() > 0.02
             np.testing.assert_allclose(mine, base, rtol=0, atol=0 if row.exact else row.tol)
     if row.other is not None:
-        other = models(row.other, work, schedule)
+        other = models(row.other, work, schedule, row.sizes)
         assert np.abs(other - base).max() > 1e-4, "the setting makes no difference here"
 
 

@@ -52,6 +52,7 @@ def algorithms():
             continue
         yield build(**ARGUMENTS.get(name, {}))
     yield fb.fedshift(fb.fedpaq(fb.codecs.mixed(fb.codecs.uniform(4), share=0.5)))
+    yield fb.feddyn(weights="progressive")
     yield fb.hidden_state(fb.with_codecs(fb.scaffold(), down=fb.codecs.qsgd(4)))
     yield fb.error_feedback(fb.with_codecs(fb.adabest(), up=fb.codecs.of_weights(fb.codecs.int8())))
 

@@ -54,6 +54,7 @@ SUMS = {
     "fedlamb": fb.fedlamb,
     "fedprox": lambda: fb.fedprox(mu=0.1),
     "feddyn": lambda: fb.feddyn(mu=0.1),
+    "feddyn, progressive": lambda: fb.feddyn(mu=0.1, weights="progressive"),
     "adabest": fb.adabest,
     "adabest, progressive": lambda: fb.adabest(weights="progressive"),
     "fedgbo": fb.fedgbo,

@@ -17,14 +17,19 @@ from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Rule
 from fedbraid.core.search_space import log
 from fedbraid.core.transform import Transform, pipeline
-from fedbraid.core.vector_spec import Upload
+from fedbraid.core.vector_spec import Download, Upload
 
 
 @dataclass(frozen=True)
 class DynamicRegulariser(Rule):
-    """g − h_i − μ(x − y); afterwards h_i ← h_i + μ Δ_i, of Δ_i as it was received."""
+    """g − h_i − μ(x − y); afterwards h_i ← h_i + μ Δ_i, of Δ_i as it was received.
+
+    With `progressive`, as the authors run it on clients of unequal size: g − μ_i (h_i + x − y) with μ_i = μ·n̄/n_i, n̄
+    today's mean number of samples of all clients; afterwards h_i ← h_i + Δ_i.
+    """
 
     mu: float
+    progressive: bool = False
 
     def __post_init__(self) -> None:
         number("mu", self.mu, "[0, inf)", "pushes clients away from the model")
@@ -33,13 +38,18 @@ class DynamicRegulariser(Rule):
         return {"h_i": torch.zeros_like(x)}
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
+        if self.progressive:
+            mu_i = self.mu * ctx.download["n_mean"] / ctx.n
+            return g - mu_i * (ctx.client_state["h_i"] + ctx.x - y), s
         return g - ctx.client_state["h_i"] - self.mu * (ctx.x - y), s  # Algorithm 1, gradients (FedDyn)
 
     def remember(self, received: Vectors, s: Vectors, ctx: ClientContext) -> Vectors:
-        return {"h_i": ctx.client_state["h_i"] + self.mu * received["delta"]}  # Algorithm 1, h_i (FedDyn)
+        mu = 1.0 if self.progressive else self.mu
+        return {"h_i": ctx.client_state["h_i"] + mu * received["delta"]}  # Algorithm 1, h_i (FedDyn)
 
     def withdraw(self, client_state: Vectors) -> Vectors:
-        return {"moved": -client_state["h_i"] / self.mu if self.mu else torch.zeros_like(client_state["h_i"])}
+        mu = 1.0 if self.progressive else self.mu
+        return {"moved": -client_state["h_i"] / mu if mu else torch.zeros_like(client_state["h_i"])}
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,23 @@ class DynamicServer(Transform):
         return Total(s.total + contribution.get("moved", 0))
 
 
+@dataclass(frozen=True)
+class MeanSamplesOfAll(Transform):
+    """n̄, the mean number of samples of all known clients, sent to clients."""
+
+    def sends(self) -> tuple[Download, ...]:
+        return (Download("n_mean", width=1, signed=False, is_mean_samples=True),)
+
+
 @builder
 @searched(mu=log(0.001, 0.2))
 def feddyn(mu: float = 0.02, weights: str = "samples") -> Algorithm:
-    """FedDyn: a dynamic regulariser of strength mu; needs to know the number of clients."""
+    """FedDyn: a dynamic regulariser of strength mu; needs to know the number of clients.
+
+    weights="progressive" is what its authors run on clients of unequal size: a uniform average, and μ·n̄/n_i instead
+    of μ on each client.
+    """
+    if weights == "progressive":
+        server = pipeline(MeanSamplesOfAll(), DynamicServer())
+        return Algorithm(DynamicRegulariser(mu, progressive=True), Mean("uniform"), server, work=PLAIN)
     return Algorithm(DynamicRegulariser(mu), Mean(weights), pipeline(DynamicServer()), work=PLAIN)

@@ -635,6 +635,22 @@ def fleet_jobs(fleet, name):
     return [job for _, node, kind, job in fleet.orders if (node, kind) == (name, "TRAIN")]
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "rounds(2, clients=4)",
+        "rounds(2, clients=0.5)",
+        "rounds(2, clients=[[0, 1, 2, 3, 4], [0, 1]])",
+        "buffered(steps=2, buffer=4, concurrency=5)",
+    ],
+)
+def test_more_hostile_nodes_than_a_rule_bears_are_refused_before_a_node_is_asked(schedule, tmp_path):
+    fleet = LocalFleet(tmp_path)
+    with pytest.raises(ConfigError, match=r"more than 2f \+ 2 = 4 vectors, got [24] clients"):
+        fleet.serve(algorithm="robust(fedavg(), 'krum', f=1)", schedule=schedule, nodes=4)
+    assert not (tmp_path / "run").exists()
+
+
 # Small parts ------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from fedbraid.errors import ConfigError, EngineError, InUseError
 from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
+from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")
 LOCK_TIMEOUT_S = 30.0  # for which a server waits for the one before it to release the run's folder
@@ -38,6 +39,8 @@ def serve(
     (algorithm, work), schedule, task = settings.what(), settings.when(), project.halves.served()
     algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.traits().check_layout(task.layout)
+    if (cohort := _planned(schedule, settings.nodes)) is not None:
+        algorithm.gather.traits().check_cohort(cohort)
     if algorithm.rule.traits().example_privacy is not None and settings.samples == "free":
         raise ConfigError(
             "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
@@ -80,6 +83,17 @@ def serve_folder(deployment: Deployment, url: str) -> Result:
     finally:
         with suppress(Exception):
             transport.close()
+
+
+def _planned(schedule: Schedule, nodes: int) -> int | None:
+    """The most uploads that a step may count, where that is known before nodes come; a share is of those there must be."""
+    if isinstance(schedule, Buffered):
+        return schedule.buffer
+    if not isinstance(schedule, Rounds):
+        return None
+    if isinstance(schedule.clients, tuple):
+        return min(len(clients) for clients in schedule.clients[: schedule.steps])
+    return schedule.clients if isinstance(schedule.clients, int) else schedule.cohort(nodes)
 
 
 def _open(folder: Folder, config: Record, settings: Settings) -> None:

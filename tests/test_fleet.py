@@ -24,17 +24,20 @@ from fleets import (
     until,
     whole,
 )
+from typer.testing import CliRunner
 
 import fedbraid as fb
+from fedbraid.cli import app
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
-from fedbraid.deploy import departures, status_file
+from fedbraid.deploy import admissions, departures, status_file
 from fedbraid.deploy.node_state import NodeMemory
 from fedbraid.deploy.node_table import EVENTS, Node, NodeState, NodeTable
 from fedbraid.deploy.norm_limit import LossLimit, NormLimit
 from fedbraid.deploy.settings import Settings
 from fedbraid.deploy.transport import NodeIdentity, pack_answer, unpack_answer
-from fedbraid.deploy.troubles import Troubles
+from fedbraid.deploy.troubles import Troubles, Wait
 from fedbraid.errors import ConfigError, RunError, WireError
+from fedbraid.run.atomic_files import make_folder
 from fedbraid.run.checkpoint import Folder
 from fedbraid.run.simulate import algorithm_from
 
@@ -467,7 +470,8 @@ def zero(loss):
 @pytest.mark.parametrize("loss", [9e29, 1e39, -1e29, -1e308, float("inf"), float("nan"), -0.5, 10**400])
 def test_a_claimed_loss_ends_no_run_and_enters_no_record(loss, tmp_path):
     """The attack that ended a run: a zero update with a loss of 9e29, round after round."""
-    ran = driven(tmp_path, rewrite=zero(loss), schedule="rounds(6, clients=3, select=oort())", minimum=3)
+    schedule = "rounds(6, clients=3, select=oort())"
+    ran = driven(tmp_path, rewrite=zero(loss), schedule=schedule, minimum=3, max_refusals=0)
     assert [r["step"] for r in ran.history] == [1, 2, 3, 4, 5, 6]
     for record in ran.history:
         assert 0 < record["train_loss"] < 10
@@ -600,6 +604,9 @@ def test_failing_nodes_are_asked_ever_more_rarely_and_what_is_told_stays_small(t
     assert 3 <= len(fleet.trained()) <= 3 * 6  # 1/2 + 1 + 2 + 4 s at least between one node's first five
     assert (tmp_path / "run" / "status.json").stat().st_size < 50_000
     assert fleet.status["state"] == "failed"
+    assert all(
+        n["state"] != "barred" for n in fleet.status["fleet"]
+    )  # who says that it failed uploaded nothing
     assert "restart with the same out=" in fleet.status["traceback"]
 
 
@@ -633,6 +640,135 @@ def test_an_asynchronous_order_past_its_deadline_makes_room_and_still_counts(tmp
 
 def fleet_jobs(fleet, name):
     return [job for _, node, kind, job in fleet.orders if (node, kind) == (name, "TRAIN")]
+
+
+class UntilBarred:
+    """Rounds that a node which rests does not miss, and a few more once a node is barred."""
+
+    def __init__(self, then):
+        self.then, self.at = then, None
+
+    def step(self, record, run):
+        if any("deploy admit node-1" in t["why"] for t in record.get("trouble", [])):
+            self.at = record["step"]
+        if self.at is None:
+            time.sleep(0.2)
+        elif record["step"] == self.at + 3:
+            return self.then()
+
+
+def barred(fleet):
+    return [n["name"] for n in fleet.status["fleet"] if n["state"] == "barred"]
+
+
+def torn(order, head, upload):
+    return (head, upload[:-1]) if order.kind == "TRAIN" else (head, upload)
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "schedule"),
+    [
+        (torn, "rounds(1000, clients=3)"),
+        (lies("TRAIN", lost=0), "rounds(1000, clients=1.0)"),
+        (huge(1e18), "rounds(1000, clients=3, over_select=1.5)"),
+        (zero(9e29), "rounds(1000, clients=3)"),
+        (torn, f"rounds(1000, clients={[[0, 1, 2]] * 1000})"),
+        (torn, "buffered(steps=1000, buffer=2, concurrency=3)"),
+    ],
+)
+def test_a_node_whose_uploads_were_refused_three_times_is_not_asked_a_fourth(rewrite, schedule, tmp_path):
+    fleet = LocalFleet(tmp_path, rewrite={"node-1": rewrite}).start("node-0", "node-1", "node-2")
+    watch = UntilBarred(lambda: True)
+    ran = fleet.serve(schedule=schedule, deadline=LONG, minimum=2, callbacks=(watch,))
+    fleet.stop()
+    assert fleet.trained().count("node-1") == 3
+    assert barred(fleet) == ["node-1"]
+    assert "3 uploads in a row were refused" in next(n["why"] for n in fleet.status["fleet"] if n["why"])
+    for record in ran.history[watch.at :]:
+        assert 1 not in record["clients"]
+        assert "trouble" not in record
+    if "rounds" in schedule:
+        assert [sorted(r["clients"]) for r in ran.history[watch.at :]] == [[0, 2]] * 3
+    if not any(1 in r["clients"] for r in ran.history):
+        same(ran, simulated(fb.fedavg(), Replay.of(ran.history)))
+
+
+def test_who_is_barred_stays_out_after_a_restart_until_the_operator_admits_it(tmp_path):
+    fleet = LocalFleet(tmp_path)
+    is_hostile = threading.Event()
+    is_hostile.set()
+    fleet.rewrite["node-1"] = lambda o, h, u: torn(o, h, u) if is_hostile.is_set() else (h, u)
+    fleet.start("node-0", "node-1", "node-2")
+    said = {"schedule": "rounds(1000, clients=3)", "deadline": LONG, "minimum": 2}
+
+    def kill():
+        raise Killed
+
+    with pytest.raises(Killed):
+        fleet.serve(callbacks=(UntilBarred(kill),), **said)
+    is_hostile.clear()
+    file = tmp_path / "run" / "metrics.jsonl"
+    done = len(file.read_text().splitlines())
+    with pytest.raises(Killed):
+        fleet.serve(callbacks=(At(done + 4, lambda run: kill()),), **said)
+    assert fleet.trained().count("node-1") == 3
+    assert barred(fleet) == ["node-1"]
+    assert "missing" not in file.read_text()
+    folder = Folder(tmp_path / "run")
+    admissions.name(folder, "node-1")
+
+    class UntilBack:
+        def __init__(self):
+            self.steps = 0
+
+        def step(self, record, run):
+            self.steps += 1 in record["clients"]
+            time.sleep(0.02)
+            return self.steps == 5
+
+    ran = fleet.serve(callbacks=(UntilBack(),), **said)
+    fleet.stop()
+    assert sorted(ran.history[-1]["clients"]) == [0, 1, 2]
+    assert barred(fleet) == admissions.named(folder) == []
+    assert fleet.trained().count("node-1") == 3 + 5
+
+
+def test_refusals_count_in_a_row_only(tmp_path):
+    """Every third upload is fine."""
+    fleet, count = LocalFleet(tmp_path), []
+
+    def now_and_then(order, head, upload):
+        if order.kind == "TRAIN":
+            count.append(1)
+        return zero(9e29)(order, head, upload) if len(count) % 3 else (head, upload)
+
+    fleet.rewrite["node-1"] = now_and_then
+    fleet.start("node-0", "node-1", "node-2")
+    ran = fleet.serve(schedule="rounds(8, clients=3)", minimum=3)
+    fleet.stop()
+    assert [sorted(r["clients"]) for r in ran.history] == [[0, 1, 2]] * 8
+    assert barred(fleet) == []
+
+
+def test_the_operators_commands_say_who_is_barred_and_admit_it(tmp_path):
+    run = Folder(tmp_path / "run")
+    run.create({"run": "r"})
+    table = NodeTable(b"k", "run")
+    node = table.nodes["node-1"] = Node("node-1", 1, state=NodeState.BARRED, barred="3 uploads were refused")
+    told = status_file.describe(table, 1.0, "running", 2, 9, Troubles(), Wait())
+    run.write_json(status_file.FILE, told)
+    make_folder(tmp_path / "broker")
+    (tmp_path / "broker" / "up.json").write_text(json.dumps({"host": "", "port": 1, "out": str(run.path)}))
+    runner = CliRunner()
+    shown = runner.invoke(app, ["deploy", "status", str(tmp_path)]).output
+    assert "node-1: barred, NOT CONNECTED: 3 uploads were refused" in shown
+    assert (
+        "is asked again" in runner.invoke(app, ["deploy", "admit", "node-1", "--dir", str(tmp_path)]).output
+    )
+    assert admissions.named(run) == ["node-1"]
+    node.admitted()
+    table.connect({"node-1": NodeIdentity("node-1", "k")}, 2.0)
+    assert (node.state, node.refusals) == (NodeState.NEW, 0)
 
 
 @pytest.mark.parametrize(

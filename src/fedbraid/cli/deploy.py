@@ -280,6 +280,26 @@ def leave(
 
 
 @app.command()
+def admit(
+    name: Annotated[
+        str, typer.Argument(metavar="NODE", help="Name of the node, as `deploy status` shows it.")
+    ],
+    folder: InDir = HERE,
+) -> None:
+    """Ask a node again whose uploads were refused too often in a row.
+
+    \b
+    Example:
+      fedbraid deploy admit node-2
+    """
+    from fedbraid.deploy import admissions, service
+    from fedbraid.run.checkpoint import Folder
+
+    admissions.name(Folder(service.read(folder).out), name)
+    typer.echo(f"{name} is asked again from the server's next selection on")
+
+
+@app.command()
 def status(folder: Dir = HERE, json: Json = False) -> None:
     """Show what a fleet is doing: who is connected, what the run waits for, what was refused. Exit code 1 if it is dead.
 
@@ -324,7 +344,9 @@ def _show(told: dict[str, Any], run: dict[str, Any] | None) -> None:
     for one in run["fleet"] if lives else ():
         asked = f", asked {one['asked'] + run['age']:.0f} s ago" if one["asked"] is not None else ""
         seen = "" if one["seen"] is None else f", last seen {one['seen'] + run['age']:.0f} s ago"
-        typer.echo(f"  {one['name']}: {one['state']}{asked}{'' if one['here'] else ', NOT CONNECTED' + seen}")
+        why = f": {one['why']}" if one["why"] else ""
+        away = "" if one["here"] else ", NOT CONNECTED" + seen
+        typer.echo(f"  {one['name']}: {one['state']}{asked}{away}{why}")
     for trouble in run["trouble"]:
         typer.echo(f"  {trouble['node']}: {trouble['why']} ({trouble['times']} times)")
 

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.core.context import Vectors
 from fedbraid.core.link import from_message
 from fedbraid.deploy.node_table import Node, NodeState
-from fedbraid.errors import RunError, WireError
-from fedbraid.run.checkpoint import Folder
+from fedbraid.deploy.words import OperatorWord
+from fedbraid.errors import WireError
 
 if TYPE_CHECKING:
     from fedbraid.deploy.fleet import Fleet
 
-FILE = "leaving.json"
 log = logging.getLogger("fedbraid")
-
-
-def named(folder: Folder) -> list[str]:
-    """Whom the operator wants gone."""
-    if not (folder.path / FILE).exists():
-        return []
-    names = folder.read_json(FILE).get("names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RunError(f"{folder.path / FILE} is corrupt; remove it, and run `fedbraid deploy leave` again")
-    return names
-
-
-def name(folder: Folder, who: str) -> None:
-    """Say that this client is to leave, before the next step that the server takes."""
-    folder.config()  # says what is wrong where this is no run's folder
-    folder.write_json(FILE, {"names": [*dict.fromkeys([*named(folder), who])]})
-
-
-def forget(folder: Folder, gone: Iterable[str]) -> None:
-    """These have left, and a committed step says so."""
-    before = named(folder)
-    left = [who for who in before if who not in set(gone)]
-    if left != before:
-        folder.write_json(FILE, {"names": left})
+WORD = OperatorWord("leaving.json", "leave")
+named, name, forget = WORD.named, WORD.name, WORD.forget
 
 
 @dataclass

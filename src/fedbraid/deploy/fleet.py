@@ -27,8 +27,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
 from fedbraid.deploy import status_file
+from fedbraid.deploy.admissions import Admissions
 from fedbraid.deploy.departures import Departures
-from fedbraid.deploy.inbox import Arrival, Inbox, fields
+from fedbraid.deploy.inbox import Arrival, Inbox, NodeFailed, fields
 from fedbraid.deploy.node_table import Node, NodeState, NodeTable
 from fedbraid.deploy.norm_limit import LossLimit, NormLimit
 from fedbraid.deploy.orders import Orders
@@ -84,7 +85,7 @@ class Fleet:
         )
         common = {**body, "server": secrets.token_hex(8)}
         self.orders = Orders(setup, self.table, transport, signer, run, self.limit, common)
-        self.departures = Departures(self)
+        self.departures, self.admissions = Departures(self), Admissions(self)
         self.trouble, self.wait = Troubles(), Wait()
         self.run: RunView | None = None
         self.uploads: list[Arrival] = []  # that are here and in no step
@@ -173,6 +174,7 @@ class Fleet:
         self.closed = []
         self.orders.forget_models()
         self.departures.forget_gone()
+        self.admissions.forget_heard()
         self.write_status("running")
 
     # When a step closes -------------------------------------------------------------------------------
@@ -210,11 +212,12 @@ class Fleet:
             return BufferPolicy(self.schedule.buffer, self.schedule.concurrency, s.seed, limit, retries)
         assert isinstance(self.schedule, Rounds)
         given = self.schedule.clients
+        barred = {n.client for n in self.table.members if n.state is NodeState.BARRED}
         cohort: int | tuple[int, ...]
         if isinstance(given, tuple):
-            cohort = tuple(c for c in given[self.state.t] if c not in self.state.gone)
+            cohort = tuple(c for c in given[self.state.t] if c not in barred.union(self.state.gone))
         else:
-            cohort = self.schedule.cohort(max(len(self.table.members), 1))
+            cohort = self.schedule.cohort(max(len(self.table.members) - len(barred), 1))
         choose = None
         if self.run is not None and self.run.seen is not None:
             self.run.seen.grow(self.sizes)
@@ -244,7 +247,8 @@ class Fleet:
         return [a for a in members if a.version == self.state.t and a.client in asked]
 
     def _is_member(self, arrival: Arrival) -> bool:
-        return self.table.nodes[arrival.name].state not in (NodeState.LEAVING, NodeState.GONE)
+        out = (NodeState.BARRED, NodeState.LEAVING, NodeState.GONE)
+        return self.table.nodes[arrival.name].state not in out
 
     def _close(self) -> list[Arrival]:
         """The uploads of this step: the first ones, in the order in which their clients were asked."""
@@ -317,11 +321,14 @@ class Fleet:
                     node.request = None
                 elif is_its_answer:
                     node.failed(now)
+            self.admissions.review(node)
 
     def _answer(self, node: Node, answer: ReceivedAnswer, now: float) -> None:
         request = node.request
         if node.state is NodeState.GONE:
             raise WireError("it answers, but has left for good")
+        if node.state is NodeState.BARRED:
+            raise WireError("it answers, but is asked nothing until the operator admits it")
         if request is not None and request.job == answer.job and request.kind != "TRAIN":
             head, upload = self.inbox.parse(answer, request.kind == "LEAVE")
             if request.kind == "HELLO":
@@ -365,6 +372,17 @@ class Fleet:
         self, node: Node, answer: ReceivedAnswer, sequence: int, version: int, since: float, bytes_down: int
     ) -> None:
         """An answer to a training order of ours."""
+        try:
+            self._accept(node, answer, sequence, version, since, bytes_down)
+        except NodeFailed:
+            raise
+        except WireError as error:
+            node.refused(str(error))
+            raise
+
+    def _accept(
+        self, node: Node, answer: ReceivedAnswer, sequence: int, version: int, since: float, bytes_down: int
+    ) -> None:
         is_late = isinstance(self.schedule, Rounds) and version != self.state.t
         if is_late:  # not even read
             self.late += 1
@@ -396,6 +414,9 @@ class Fleet:
         )
         if (doubt := self.inbox.check(arrival, head, upload, self.state)) is not None:
             self.trouble.add(node.name, node.client, f"{doubt}; the number is left out")
+            node.refused(doubt)
+        else:
+            node.refusals, node.refused_for = 0, ""
         self.uploads.append(arrival)
         if isinstance(self.schedule, Buffered):
             node.accepted = answer.job
@@ -410,6 +431,7 @@ class Fleet:
         if now - self.looked < POLL_S:
             return
         self.looked = now
+        self.admissions.look()
         self.table.connect(self.transport.connected(), now)
         for refusal in self.transport.refusals():
             node = self.table.nodes.get(refusal.sender)
@@ -457,6 +479,8 @@ class Fleet:
         what = "round" if isinstance(self.schedule, Rounds) else "step"
         left = self.open.since + self.limit - now
         idle = f"{len(self.table.idle())} nodes are idle, none is asked"
+        if out := [n.name for n in self.table.members if n.state is NodeState.BARRED][:10]:
+            idle += f"; barred: {', '.join(out)}"
         self.wait.now(f"uploads of {what} {self.state.t + 1}", left, told or idle)
 
     def write_status(self, state: str, error: BaseException | None = None) -> None:

@@ -32,6 +32,10 @@ BLOCK_BYTES = 16 * 1024**2  # of decoded uploads that are folded in one call
 NOBODY = np.array([], np.int64)
 
 
+class NodeFailed(WireError):
+    """A node's own word that it could not do what it was asked: no upload was refused."""
+
+
 @dataclass
 class Arrival:
     """An upload that was checked, and where its bytes are."""
@@ -67,7 +71,7 @@ class Inbox:
             raise WireError(f"its answer of {answer.size} bytes is far too large")
         head, upload = unpack_answer(answer.read())
         if "error" in head:
-            raise WireError(f"it failed: {head['error']}")
+            raise NodeFailed(f"it failed: {head['error']}")
         return head, upload
 
     def check(self, arrival: Arrival, head: dict[str, Any], upload: bytes, state: State) -> str | None:

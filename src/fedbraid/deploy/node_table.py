@@ -7,6 +7,7 @@
 | asked | was given an order | its answer is here, it fails, or the order is overdue |
 | slow | has an order past its deadline; gets no other one | its answer is here, it fails, or the order expires |
 | backing off | failed, and is left alone for a while | the pause is over |
+| barred | had its uploads refused several times in a row; is asked nothing | the operator admits it |
 | leaving | was named by the operator; is asked for its contribution | it was dismissed |
 | gone | left for good | never |
 
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.transport import Kind, ModelReference, NodeIdentity
+from fedbraid.deploy.troubles import plain
 from fedbraid.errors import WireError
 
 SAMPLES_LIMIT = 10**9  # no node is believed to have more
@@ -42,7 +44,7 @@ ADOPTED_ORDERS = 4  # an answer to one of the next orders is known to a server t
 
 class NodeState(enum.Enum):
     NEW, IDLE, ASKED, SLOW = "new", "idle", "asked", "slow"
-    BACKING_OFF, LEAVING, GONE = "backing off", "leaving", "gone"
+    BACKING_OFF, BARRED, LEAVING, GONE = "backing off", "barred", "leaving", "gone"
 
 
 N = NodeState
@@ -54,7 +56,9 @@ EVENTS: dict[str, dict[NodeState, NodeState]] = {
     "failed": dict.fromkeys((N.NEW, N.IDLE, N.ASKED, N.SLOW, N.BACKING_OFF), N.BACKING_OFF),
     "rested": {N.BACKING_OFF: N.IDLE},
     "forgotten": {N.BACKING_OFF: N.NEW},
-    "departs": dict.fromkeys((N.NEW, N.IDLE, N.ASKED, N.SLOW, N.BACKING_OFF, N.LEAVING), N.LEAVING),
+    "barred": dict.fromkeys((N.NEW, N.IDLE, N.ASKED, N.SLOW, N.BACKING_OFF), N.BARRED),
+    "admitted": {N.BARRED: N.BACKING_OFF},
+    "departs": dict.fromkeys((N.NEW, N.IDLE, N.ASKED, N.SLOW, N.BACKING_OFF, N.BARRED, N.LEAVING), N.LEAVING),
     "dismissed": {N.LEAVING: N.GONE},
 }  # fmt: skip
 
@@ -98,6 +102,9 @@ class Node:
     request: PendingRequest | None = None
     backoff: Backoff = field(default_factory=Backoff)
     rests_until: float = 0.0
+    refusals: int = 0  # uploads in a row that were refused
+    refused_for: str = ""  # the reason of the last one
+    barred: str = ""  # why it is
 
     @property
     def is_connected(self) -> bool:
@@ -110,6 +117,16 @@ class Node:
     def failed(self, now: float) -> None:
         self.on("failed")
         self.request, self.rests_until = None, now + self.backoff.failed()
+
+    def refused(self, why: str) -> None:
+        """Count an upload that was refused."""
+        self.refusals, self.refused_for = self.refusals + 1, plain(why[:300])
+
+    def admitted(self) -> None:
+        """Begin anew, without a pause."""
+        self.on("admitted")
+        self.refusals, self.refused_for, self.barred, self.rests_until = 0, "", "", 0.0
+        self.backoff.succeeded()
 
     def answered(self) -> None:
         if self.state in EVENTS["answered"]:
@@ -184,8 +201,9 @@ class NodeTable:
 
     @property
     def ready(self) -> list[Node]:
-        """Members that are connected and have introduced themselves to this server."""
-        return [n for n in self.members if n.is_connected and n.is_registered and n.state is not N.LEAVING]
+        """Members that are connected, have introduced themselves to this server, and take part."""
+        out = (N.LEAVING, N.BARRED)
+        return [n for n in self.members if n.is_connected and n.is_registered and n.state not in out]
 
     def idle(self) -> list[Node]:
         return [n for n in self.ready if n.state is N.IDLE and not n.is_excessive]
@@ -232,16 +250,26 @@ class NodeTable:
             {
                 "name": n.name, "client": n.client, "samples": n.samples, "committed": n.committed,
                 "sequence": n.committed_sequence, "gone": n.state is N.GONE, "connected": n.is_connected,
+                "refusals": n.refusals, "refused_for": n.refused_for, "barred": n.barred,
             }
             for n in self.nodes.values() if n.client >= 0
         ]  # fmt: skip
 
     def restore(self, note: list[dict[str, Any]]) -> set[str]:
-        """Names of the members that were connected when the last step was committed."""
+        """Names of the members that took part and were connected when the last step was committed."""
         for about in note:
             sequence, done = about["sequence"], about["committed"]
-            state = N.GONE if about["gone"] else N.NEW
+            refused = {key: about[key] for key in ("refusals", "refused_for", "barred") if key in about}
+            state = N.GONE if about["gone"] else N.BARRED if refused.get("barred") else N.NEW
             self.nodes[about["name"]] = Node(
-                about["name"], about["client"], about["samples"], done, done, sequence, sequence, state=state
+                about["name"],
+                about["client"],
+                about["samples"],
+                done,
+                done,
+                sequence,
+                sequence,
+                state=state,
+                **refused,
             )
-        return {about["name"] for about in note if about["connected"] and not about["gone"]}
+        return {a["name"] for a in note if a["connected"] and self.nodes[a["name"]].state is N.NEW}

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from fedbraid.schedule import Schedule
 
 SELECTIONS = {"too_few": ("wait", "stop"), "samples": ("fixed", "free")}
-ON_SERVER = ("out", "track", "keep_best", "patience", "metric", "evaluate_every")  # which nodes are not told
+ON_SERVER = (
+    "out",
+    "max_refusals",
+    "track",
+    "keep_best",
+    "patience",
+    "metric",
+    "evaluate_every",
+)  # which nodes are not told
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Settings:
     norm_factor: float = (
         100.0  # so is one this many times larger than the median of those taken; 0 refuses none
     )
+    max_refusals: int = 3  # a node whose uploads were refused so many times in a row is not asked until it is admitted; 0: never so
     samples: str = "fixed"  # a client has as many as it said at first; "free": it may come back with others
     evaluate_every: int = 1
     patience: int = (
@@ -68,7 +77,13 @@ class Settings:
         return cls(**given, **made)
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("minimum", 1), ("evaluate_every", 0), ("patience", 0)):
+        for name, least in (
+            ("nodes", 1),
+            ("minimum", 1),
+            ("max_refusals", 0),
+            ("evaluate_every", 0),
+            ("patience", 0),
+        ):
             integer(name, getattr(self, name), least, "is too small")
         number("deadline", self.deadline, "(0, inf)", "leaves no time")
         for name in ("max_norm", "norm_factor", "samples_factor"):

@@ -25,7 +25,9 @@ def describe(
 ) -> dict[str, Any]:  # fmt: skip
     """What `status.json` holds."""
     asked = [node for node, _ in table.pending()]
-    nodes = sorted(table.nodes.values(), key=lambda n: (n.client < 0, n.client, n.name))[:SHOWN]
+    nodes = sorted(
+        table.nodes.values(), key=lambda n: (n.state.value != "barred", n.client < 0, n.client, n.name)
+    )[:SHOWN]
     return {
         "state": state, "error": "" if error is None else str(error),
         "traceback": "" if error is None else "".join(traceback.format_exception(error))[-10_000:],
@@ -33,7 +35,7 @@ def describe(
         "pid": os.getpid(), "host": socket.gethostname(), "at": time.time(), "wait": wait.note(),
         "fleet": [
             {
-                "client": n.client, "name": n.name, "state": n.state.value, "here": n.is_connected,
+                "client": n.client, "name": n.name, "state": n.state.value, "here": n.is_connected, "why": n.barred if n.state.value == "barred" else "",
                 "seen": round(now - n.last_seen, 1) if n.last_seen else None,
                 "asked": None if n.request is None else round(now - n.request.since, 1),
             }

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from fedbraid.deploy.roster import Member, Roster
 from ray.cluster_utils import Cluster
 from torch import nn
 
 import fedbraid as fb
 from fedbraid.core.context import Uploads
+from fedbraid.deploy.node_table import Node, NodeTable
 
 NODES, CLIENTS = 10_000, 10_000_000
-MANY, ROSTER = 100, 100_000
+MANY, REGISTERED = 100, 100_000
 W3 = "W3 s a round, {}"
 POOL, RAY = "pool(workers=2)", "ray(workers=2)"
 
@@ -134,8 +134,11 @@ def server(repeats: int) -> dict[str, float]:
     costs[f"ms to draw {NODES:,} of {CLIENTS:,} clients"] = fastest(
         repeats, lambda: next(iter(fb.rounds(1, clients=NODES).ticks(CLIENTS, 0)))
     )
-    roster = Roster({i: Member(f"client-{i}", i, 100, "0" * 16) for i in range(ROSTER)})
-    costs["ms to write down a deployed client"] = fastest(repeats, lambda: json.dumps(roster.note()), ROSTER)
+    nodes = {f"client-{i}": Node(f"client-{i}", i, 100) for i in range(REGISTERED)}
+    table = NodeTable(bytes(32), "run", nodes=nodes)
+    costs["ms to write down a deployed client"] = fastest(
+        repeats, lambda: json.dumps(table.note()), REGISTERED
+    )
     return costs
 
 

@@ -213,7 +213,7 @@ class CppEmitter:
         return part, len(load)
 
     def _examples(self, zeros: list[str]) -> Iterator[str]:
-        """The way back in two: to the inputs, with the norms of all samples' gradients, then to the weights, scaled."""
+        """The backward pass in two: to the inputs, with the norms of all samples' gradients, then to the weights, scaled."""
         ops = [(t, op) for t, op in reversed([*enumerate(self.graph.ops)]) if op.output in self.moving]
         self.written.clear()
         places = [w for _, op in ops for w in op.weights if w is not None and w.trained]
@@ -321,7 +321,7 @@ class _CallContext:
         return "nullptr" if place is None else f"v + {place.offset}"
 
     def accumulate(self, i: int = 0) -> str:
-        """All but the first writer on the way back add; an operation that reads a value twice is two writers."""
+        """All but the first writer in the backward pass add; an operation that reads a value twice is two writers."""
         v = self.op.inputs[i]
         first = v not in self.writer.written and v not in self.op.inputs[:i]
         return "false" if first else "true"

@@ -497,7 +497,7 @@ class Builder:
         return self.still(made) if isinstance(made, Value) else made
 
     def still(self, x: Value) -> Value:
-        """A value that is taken for given on the way back; an input is anyway."""
+        """A value that is taken for given in the backward pass; an input is anyway."""
         if x.id in self.places or x.id in self.masks:
             return x
         return self.emit(Detach, (x,), x.shape, n=math.prod(x.shape))

@@ -59,7 +59,7 @@ class Op:
     output: int
     weights: tuple[WeightRef | None, ...] = ()
     backward_needs_input: ClassVar[bool] = (
-        True  # on the way back; where nobody does, a value's room is used again
+        True  # in the backward pass; where nobody does, a value's room is used again
     )
     backward_needs_output: ClassVar[bool] = False
     is_batch_dependent: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
@@ -86,7 +86,7 @@ class Op:
 
     @property
     def saved_size(self) -> int:
-        """What the way there leaves for the way back, in vectors per block."""
+        """What the forward pass saves for the backward pass, in vectors per block."""
         return 0
 
     def workspace_size(self, lanes: int, blocks: int) -> int:
@@ -97,15 +97,15 @@ class Op:
         raise NotImplementedError
 
     def forward(self, L: str, at: CallContext) -> str:
-        """The call on the way there."""
+        """The call in the forward pass."""
         return f"{L}::forward({at.input()}, {at.out}, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        """The calls on the way back."""
+        """The calls in the backward pass."""
         yield f"{L}::backward<{at.accumulate()}>({at.out if self.backward_needs_output else at.input()}, {at.grad_out}, {at.grad_input()}, nb);"
 
     def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
-        """Calls that add each sample's squared gradient of the weights to `squares`, after the way back to the inputs.
+        """Calls that add each sample's squared gradient of the weights to `squares`, after the backward pass to the inputs.
 
         None where there are none, though there are weights.
         """

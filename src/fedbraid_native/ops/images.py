@@ -203,7 +203,7 @@ class AvgPool2d(Pool2d):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvTranspose2d(Op):
-    """The way back through a convolution, taken forward."""
+    """The backward pass of a convolution, taken forward."""
 
     conv: Conv2d  # from the output to the input
 

@@ -76,7 +76,7 @@ class Matmul(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Detach(Op):
-    """The same n numbers, taken for given on the way back."""
+    """The same n numbers, taken for given in the backward pass."""
 
     n: int
     is_differentiable: ClassVar[bool] = False

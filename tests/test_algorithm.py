@@ -11,8 +11,8 @@ import torch
 
 import fedbraid as fb
 from fedbraid.algorithms import BUILDERS
+from fedbraid.algorithms.registry import algorithm_from
 from fedbraid.errors import ConfigError
-from fedbraid.run.simulate import algorithm_from
 
 WORK = fb.Work(lr=0.1, batch=8)
 c = fb.codecs

@@ -14,7 +14,7 @@ import pytest
 import fedbraid as fb
 from fedbraid.cli import main
 from fedbraid.parse import evaluate
-from fedbraid.run.simulate import SCHEDULES
+from fedbraid.run.config import SCHEDULES
 
 clock, availability = fb.clock, fb.clock.availability
 TABLE = {0: [[0, 10]], 1: [[5, 20], [30, 40]], 2: [[0, None]]}

@@ -16,9 +16,9 @@ from torch import nn
 
 import fedbraid as fb
 from fedbraid.algorithms import BUILDERS
+from fedbraid.algorithms.registry import algorithm_from
 from fedbraid.errors import ConfigError, DataError, Diverged, EngineError, FedbraidError, RunError, reading
 from fedbraid.parse import evaluate
-from fedbraid.run.simulate import algorithm_from
 
 WORK = fb.Work(lr=0.1, batch=8)
 NAN, INF = float("nan"), float("inf")

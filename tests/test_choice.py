@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedbraid as fb
 from fedbraid.parse import evaluate
-from fedbraid.run.simulate import SCHEDULES
+from fedbraid.run.config import SCHEDULES
 
 WORK = fb.Work(lr=0.05, batch=5)
 VMAP = "in_process(backend='vmap')"

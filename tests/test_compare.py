@@ -318,16 +318,16 @@ def test_gains_leave_out_a_seed_in_which_local_only_diverged(tmp_path):
 
 
 def test_clients_are_evaluated_once_in_the_end(tmp_path, monkeypatch):
-    from fedbraid.run import simulate
+    from fedbraid.run import run
 
     calls = tmp_path / "calls"
-    counted = simulate.per_client
+    counted = run.per_client
 
     def counting(*given):
         calls.open("a").write("x")
         return counted(*given)
 
-    monkeypatch.setattr(simulate, "per_client", counting)
+    monkeypatch.setattr(run, "per_client", counting)
     shares = fb.tasks.load("digits", clients=10, test_shares=True)
     rounds = fb.rounds(2, clients=5)
     compare(shares, {"avg": fb.fedavg()}, WORK, rounds, out=tmp_path / "once", seeds=1, jobs=1, local=True)

@@ -396,7 +396,7 @@ def test_a_large_delta_is_warned_of(blobs, caplog):
 
 
 def test_its_name_builds_it_again():
-    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.algorithms.registry import algorithm_from
 
     a = hidden(fb.fedprox(0.1))
     assert algorithm_from(a.name) == a

@@ -27,6 +27,7 @@ from fleets import (
 from typer.testing import CliRunner
 
 import fedbraid as fb
+from fedbraid.algorithms.registry import algorithm_from
 from fedbraid.cli import app
 from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
 from fedbraid.deploy import admissions, departures, status_file
@@ -39,7 +40,6 @@ from fedbraid.deploy.troubles import Troubles, Wait
 from fedbraid.errors import ConfigError, RunError, WireError
 from fedbraid.run.atomic_files import make_folder
 from fedbraid.run.checkpoint import Folder
-from fedbraid.run.simulate import algorithm_from
 
 pytestmark = [pytest.mark.engines, pytest.mark.quick]
 

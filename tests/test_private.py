@@ -550,7 +550,7 @@ def test_clients_that_remember_are_not_private_where_they_may_come_twice(blobs):
 
 
 def test_its_name_builds_it_again():
-    from fedbraid.run.simulate import algorithm_of, parts
+    from fedbraid.algorithms.registry import algorithm_of, parts
 
     a = fb.private(fb.scaffold(lr=0.5), clip="adaptive", epsilon=8.0, scales={"dc": 10.0})
     assert a.name == "private(scaffold(lr=0.5), clip='adaptive', epsilon=8.0, scales={'dc': 10.0})"

@@ -38,7 +38,7 @@ def deployed(tmp_path, algorithm, name="run", **config):
     ],
 )
 def test_a_fleet_ends_where_the_simulator_ends_when_noise_is_zero(tmp_path, text):
-    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.algorithms.registry import algorithm_from
 
     result = deployed(tmp_path, text)
     expected = simulated(algorithm_from(text), fb.rounds(3, clients=3))

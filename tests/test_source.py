@@ -8,7 +8,7 @@ from fedbraid.core.context import Participation
 from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.engine import Setup, participate
 from fedbraid.engines.in_process import InProcess
-from fedbraid.run.simulate import Options, drive
+from fedbraid.run.run import Options, drive
 from fedbraid.run.simulated_source import SimulatedSource
 from fedbraid.run.source import ServerStep, StepNotes
 

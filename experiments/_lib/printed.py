@@ -78,10 +78,10 @@ def fedgbo_flops() -> list[dict[str, Any]]:
     import torch
 
     from fedbraid import models
+    from fedbraid.algorithms.registry import algorithm_from
     from fedbraid.core.layout import Layout
     from fedbraid.core.work import Work
     from fedbraid.engines.flops import forward_flops
-    from fedbraid.run.simulate import algorithm_from
     from fedbraid.study.cost import client_flops
 
     cells = []
@@ -109,7 +109,7 @@ def fedgbo_flops() -> list[dict[str, Any]]:
 def fedgbo_traffic() -> list[dict[str, Any]]:
     """Table 2: the vectors that each algorithm sends, asked of the algorithm itself."""
 
-    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.algorithms.registry import algorithm_from
 
     rows = []
     for name, (down, up) in FEDGBO_TRAFFIC.items():

@@ -36,7 +36,7 @@ from fedbraid.workers import Failure, WorkerPool
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.data.task import Task
-    from fedbraid.run.simulate import Run
+    from fedbraid.run.run import Run
 
 Line = dict[str, Any]  # what came of a cell
 ENGINE = "in_process(threads=1)"
@@ -335,7 +335,7 @@ def make_task(make: str | Callable[[], Task]) -> Task:
 
 
 def make_algorithm(make: str | Callable[[], Algorithm]) -> Algorithm:
-    from fedbraid.run.simulate import algorithm_from
+    from fedbraid.algorithms.registry import algorithm_from
 
     return algorithm_from(make) if isinstance(make, str) else make()
 

@@ -28,7 +28,7 @@ from experiments._lib.reproduce import (
     verdict,
 )
 from fedbraid.data.augment import CropJitter
-from fedbraid.run.simulate import Run
+from fedbraid.run.run import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

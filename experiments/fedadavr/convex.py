@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fedbraid as fb
 from fedbraid.data import mushrooms as reader
-from fedbraid.run.simulate import Run
+from fedbraid.run.run import Run
 
 HERE = Path(__file__).parent
 L2, CLIENTS, PER_ROUND = 0.01, 100, 5

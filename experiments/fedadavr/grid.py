@@ -35,7 +35,7 @@ from experiments._lib.reproduce import (
     verdict,
 )
 from experiments.fedadavr import convex
-from fedbraid.run.simulate import Run
+from fedbraid.run.run import Run
 
 HERE = Path(__file__).parent
 SEEDS = (42, 43, 44)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fedbraid as fb
-from fedbraid.run.simulate import algorithm_from
+from fedbraid.algorithms.registry import algorithm_from
 
 ALGORITHMS = {
     "FedAvg": "fedavg()", "FedAdam": "fedadam(lr=0.1)", "FedAdagrad": "fedadagrad(lr=0.1)", "FedYogi": "fedyogi(lr=0.01)",

@@ -36,7 +36,7 @@ from experiments._lib.reproduce import (
 )
 from fedbraid.data.augment import FlipCrop
 from fedbraid.run.evaluate import evaluate_model
-from fedbraid.run.simulate import Run
+from fedbraid.run.run import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

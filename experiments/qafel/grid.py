@@ -35,7 +35,7 @@ from fedbraid.data import mushrooms as reader
 from fedbraid.data.dataset import held_out
 from fedbraid.data.partition import Table, iid
 from fedbraid.run.evaluate import evaluate_model
-from fedbraid.run.simulate import Run
+from fedbraid.run.run import Run
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from fedbraid.links import codecs
     from fedbraid.models import lora
     from fedbraid.run import callbacks, export
-    from fedbraid.run.simulate import Result, resume, simulate
+    from fedbraid.run.result import Result
+    from fedbraid.run.simulate import resume, simulate
     from fedbraid.run.state import State
     from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, oort, power_of_choice, rounds
     from fedbraid.study import compare, sweep
@@ -87,7 +88,8 @@ _HOMES = {
     "data.task": "Task",
     "errors": "FedbraidError",
     "core.codec": "Codec",
-    "run.simulate": "Result resume simulate",
+    "run.result": "Result",
+    "run.simulate": "resume simulate",
     "run.state": "State",
     "study.choose": "choose",
     "schedule": "Schedule Tick buffered immediate oort power_of_choice rounds",

@@ -193,7 +193,7 @@ def _saying(word: str) -> Callable[[], str]:
 def algorithm_of(section: Section) -> Algorithm:
     """The algorithm of `name = "fedadavr(lr=0.01)"` with further keywords on the outermost call."""
     from fedbraid import algorithms
-    from fedbraid.run.simulate import algorithm_of
+    from fedbraid.algorithms.registry import algorithm_of
 
     rest = dict(section)
     text = str(rest.pop("name"))
@@ -327,7 +327,7 @@ def _count(value: float) -> int | float:
 
 def _clock(key: str, text: Any) -> Any:
     from fedbraid.parse import evaluate
-    from fedbraid.run.simulate import SCHEDULES
+    from fedbraid.run.config import SCHEDULES
     from fedbraid.schedule.clock import Durations, Network, availability
 
     if not isinstance(text, str):

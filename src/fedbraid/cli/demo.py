@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.work import Work
     from fedbraid.run.progress import Screen
-    from fedbraid.run.simulate import Result
+    from fedbraid.run.result import Result
 
 TARGET = 0.95
 
@@ -69,8 +69,8 @@ ROUNDS = 200
 
 def entries() -> dict[str, tuple[Algorithm, Work]]:
     """Each with the local work and rates that did best for it over three seeds, of some thirty tried."""
+    from fedbraid.algorithms.registry import algorithm_from
     from fedbraid.core.work import Work
-    from fedbraid.run.simulate import algorithm_from
 
     adaptive = Work(lr=0.01, epochs=1, batch=10)
     return {

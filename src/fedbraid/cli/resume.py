@@ -17,7 +17,7 @@ from fedbraid.run.formatting import parse_bytes
 
 if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Folder
-    from fedbraid.run.simulate import Result
+    from fedbraid.run.result import Result
 
 Track = Annotated[str | None, typer.Option(help="Log to other trackers, or to 'none'; see `fedbraid run`")]
 Patience = Annotated[

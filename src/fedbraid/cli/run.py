@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from fedbraid.data.task import Task
     from fedbraid.run.checkpoint import Record
-    from fedbraid.run.simulate import Result, Run
+    from fedbraid.run.result import Result
+    from fedbraid.run.run import Run
 
 
 def run(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import fedbraid.user_files as files
+from fedbraid.algorithms.registry import parts
 from fedbraid.core.layout import Layout
 from fedbraid.deploy import Project
 from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError
-from fedbraid.run.simulate import parts
 
 FLEET = '''\
 """What this fleet learns. Edit model, loss, load and test; the rest of the deployment needs no code."""
@@ -172,8 +172,8 @@ def _of_files(
     folder: Path, config: str, task: str, algorithm: str | None
 ) -> tuple[str, str, dict[Path, str]]:
     """(fleet.py, fleet.toml, the user's files as they are copied) for names in the user's files."""
+    from fedbraid.algorithms.registry import algorithm_of
     from fedbraid.data import tasks
-    from fedbraid.run.simulate import algorithm_of
 
     if not files.names_file(task):
         raise ConfigError(f"{task!r} names no task in a file; write FILE.py:NAME, such as my.py:task")

@@ -23,7 +23,9 @@ from fedbraid.engines.engine import Setup
 from fedbraid.errors import ConfigError, EngineError, InUseError
 from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
-from fedbraid.run.simulate import Options, Result, Run, describe, drive, same
+from fedbraid.run.config import describe, same
+from fedbraid.run.result import Result
+from fedbraid.run.run import Options, Run, drive
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
 log = logging.getLogger("fedbraid")

@@ -99,10 +99,10 @@ class Settings:
 
     def what(self) -> tuple[Algorithm, Work]:
         """What nodes and server must agree on."""
+        from fedbraid.algorithms.registry import algorithm_from
         from fedbraid.core.algorithm import Algorithm
         from fedbraid.core.work import WORK, Work
         from fedbraid.parse import evaluate
-        from fedbraid.run.simulate import algorithm_from
 
         algorithm = algorithm_from(self.algorithm) if isinstance(self.algorithm, str) else self.algorithm
         work = evaluate(self.work, WORK, "work") if isinstance(self.work, str) else self.work

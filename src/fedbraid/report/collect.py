@@ -87,9 +87,9 @@ class Collection:
 
     def _flops(self, group: Group) -> list[list[float] | None]:
         """FLOPs by step, where the task is known and the algorithm can be built again."""
+        from fedbraid.algorithms.registry import algorithm_from
         from fedbraid.core.work import WORK
         from fedbraid.parse import evaluate
-        from fedbraid.run.simulate import algorithm_from
         from fedbraid.study import flops
 
         visit = None

@@ -17,7 +17,7 @@ from fedbraid.study import stats
 
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
-    from fedbraid.run.simulate import Result
+    from fedbraid.run.result import Result
     from fedbraid.study.compare import Comparison
 
 

@@ -21,8 +21,9 @@ from fedbraid.parse import evaluate
 from fedbraid.report import fleet, timeline
 from fedbraid.report.collect import Collection, Group
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.config import SCHEDULES
 from fedbraid.run.noise_outlook import promise
-from fedbraid.run.simulate import CLIENTS, SCHEDULES
+from fedbraid.run.run import CLIENTS
 from fedbraid.study import recipe, stats
 
 FILES = {

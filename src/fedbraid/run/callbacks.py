@@ -19,11 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fedbraid.algorithms.registry import parts
 from fedbraid.core.check import integer, number
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError, MissingExtra, unknown
 from fedbraid.run.checkpoint import Record, save_model
-from fedbraid.run.simulate import Result, Run, parts
+from fedbraid.run.result import Result
+from fedbraid.run.run import Run
 
 
 def _before(run: Run) -> list[Record]:

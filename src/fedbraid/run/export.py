@@ -18,7 +18,8 @@ from fedbraid.data.task import Task
 from fedbraid.data.tree import Tree
 from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Folder, load_model, save_model
-from fedbraid.run.simulate import Result, task_of
+from fedbraid.run.config import task_of
+from fedbraid.run.result import Result
 
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torchscript", ".pts": "torchscript", ".onnx": "onnx"}
 FORMATS = ("safetensors", "torchscript", "onnx")

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedbraid.run.checkpoint import Record
-    from fedbraid.run.simulate import Result, Run
+    from fedbraid.run.result import Result
+    from fedbraid.run.run import Run
 
 _PROCESS = os.getpid()  # forked workers have another and draw nothing
 

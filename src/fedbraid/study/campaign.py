@@ -16,13 +16,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from fedbraid.algorithms.registry import parts
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
 from fedbraid.engines.engine import Engine
 from fedbraid.engines.in_process import InProcess
 from fedbraid.errors import EngineError, RunError
 from fedbraid.run.checkpoint import Folder, Record
-from fedbraid.run.simulate import Run, parts
+from fedbraid.run.run import Run
 from fedbraid.schedule import Schedule
 from fedbraid.study import stats
 from fedbraid.workers import Ask, Failure, WorkerPool, prepare

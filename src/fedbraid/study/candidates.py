@@ -13,6 +13,7 @@ import numpy as np
 
 from fedbraid.algorithms import BUILDERS, SPACES, WRAPPERS
 from fedbraid.algorithms.averaging import fedavg
+from fedbraid.algorithms.registry import algorithm_of
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.search_space import CLIENT_RATE, FloatRange, Space, log
@@ -22,7 +23,6 @@ from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, MissingExtra, unknown
 from fedbraid.parse import with_keywords
 from fedbraid.run.formatting import format_bytes, format_seconds
-from fedbraid.run.simulate import algorithm_of
 from fedbraid.schedule import Schedule, buffered, rounds
 from fedbraid.schedule.availability import availability
 from fedbraid.schedule.clock import Durations, Network, bandwidth, lognormal

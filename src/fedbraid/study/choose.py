@@ -25,7 +25,7 @@ from fedbraid.errors import ConfigError, Diverged, MissingExtra
 from fedbraid.parse import quantity
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_bytes, format_seconds
-from fedbraid.run.simulate import unproven
+from fedbraid.run.run import unproven
 from fedbraid.schedule import Schedule
 from fedbraid.schedule.availability import availability
 from fedbraid.schedule.clock import Durations

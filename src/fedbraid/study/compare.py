@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from fedbraid.algorithms.personal import local_only
+from fedbraid.algorithms.registry import algorithm_of
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.metric_names import falls
@@ -26,9 +27,11 @@ from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, RunError, unknown
 from fedbraid.parse import evaluate
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.config import SCHEDULES
 from fedbraid.run.formatting import format_bytes, format_count
 from fedbraid.run.progress import CellsBar, is_watched
-from fedbraid.run.simulate import CLIENTS, SCHEDULES, algorithm_of, simulate
+from fedbraid.run.run import CLIENTS
+from fedbraid.run.simulate import simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import callable_module, flops, stats
 from fedbraid.study.campaign import (

@@ -18,7 +18,8 @@ from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, Diverged, RunError
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_seconds, format_share
-from fedbraid.run.simulate import PAUSE, Run, simulate
+from fedbraid.run.run import PAUSE, Run
+from fedbraid.run.simulate import simulate
 from fedbraid.study import flops, stats
 from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, engine
 from fedbraid.study.candidates import (

@@ -10,11 +10,12 @@ from typing import Any
 import tomli_w
 
 import fedbraid.user_files as files
+from fedbraid.algorithms.registry import algorithm_from, parts
 from fedbraid.core.work import WORK, Work
 from fedbraid.errors import FedbraidError
 from fedbraid.parse import evaluate, literal, written
+from fedbraid.run.config import SCHEDULES
 from fedbraid.run.formatting import Record
-from fedbraid.run.simulate import SCHEDULES, algorithm_from, parts
 from fedbraid.schedule import Buffered, Rounds, Schedule
 from fedbraid.schedule.clock import constant, halfnormal
 from fedbraid.schedule.selection import Own

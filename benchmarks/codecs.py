@@ -77,7 +77,7 @@ def arithmetic(v: torch.Tensor, repeats: int) -> list[dict[str, Any]]:
 def sparse(v: torch.Tensor, repeats: int) -> dict[str, Any]:
     """topk's encode against torch.topk with its indices packed plainly."""
     codec, width = codecs.topk(0.01), (LAYOUT.size - 1).bit_length()
-    k = codec.kept(LAYOUT)
+    k = codec.count(LAYOUT)
 
     def plain() -> list[Any]:
         at = torch.topk(v.abs(), k).indices

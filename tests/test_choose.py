@@ -289,8 +289,8 @@ def test_quantities(text, kind, value):
     ("words", "said"),
     [
         (["--uplink", "200kb/s"], "unknown unit of uplink='200kb/s'"),
-        (["--deadline", "soon"], "is no duration; write a number with a unit, such as 2h"),
-        (["--server-memory", "-4GB"], "is no size"),
+        (["--deadline", "soon"], "is not a duration; write a number with a unit, such as 2h"),
+        (["--server-memory", "-4GB"], "is not a size"),
         (["--objective", "bytes"], "objective='bytes' is what a target takes; give it"),
         (["--objective", "speed"], "unknown objective 'speed'"),
         (["--accuracy", "90"], "a fraction such as 0.9"),

@@ -130,7 +130,7 @@ def test_sizes_of_the_papers():
 
 
 def test_one_percent_of_two_million_takes_nine_bits_a_position():
-    k = codecs.topk(0.01).kept(FEDSHIFT)
+    k = codecs.topk(0.01).count(FEDSHIFT)
     assert 8 * positions.size(k, FEDSHIFT.size) / k < 8.7
 
 
@@ -448,7 +448,7 @@ def test_contractive_divides_by_one_plus_omega():
 @given(vectors, st.floats(0.001, 1))
 def test_topk_contracts_and_keeps_the_largest(v, fraction):
     codec = codecs.topk(fraction)
-    out, k = there_and_back(codec, v, ODD), codec.kept(ODD)
+    out, k = there_and_back(codec, v, ODD), codec.count(ODD)
     lost = ((out - v).double() ** 2).sum()
     assert lost <= (1 - k / ODD.size) * (v.double() ** 2).sum() * (1 + 1e-9)
     assert torch.equal(out[out != 0], v[out != 0])
@@ -460,9 +460,9 @@ def test_topk_of_equals_keeps_the_first_and_counts_like_a_person():
     assert there_and_back(codecs.topk(0.07), torch.ones(100), layout).nonzero().flatten().tolist() == list(
         range(7)
     )
-    assert codecs.topk(0.29).kept(layout) == 29
-    assert codecs.topk(0.291).kept(layout) == 30
-    down = [codecs.topk(f, rounding="down").kept(layout) for f in (0.29, 0.291, 0.001, 1.0)]
+    assert codecs.topk(0.29).count(layout) == 29
+    assert codecs.topk(0.291).count(layout) == 30
+    down = [codecs.topk(f, rounding="down").count(layout) for f in (0.29, 0.291, 0.001, 1.0)]
     assert down == [29, 29, 1, 100]
     with pytest.raises(ConfigError, match="rounding"):
         codecs.topk(0.1, rounding="even")

@@ -153,7 +153,7 @@ BAD = {
     "my.py:plain": "is a Algorithm; it must be a fedbraid Task",
     "my.py:broken": "line [0-9]+: ValueError: no luck",
     "my.py:task(client=3)": "unknown keyword of task 'client'",
-    "my.py:broken(client=3)": "unknown keyword of broken 'client'; known: none",
+    "my.py:broken(client=3)": "unknown keyword of broken 'client'; valid: none",
     "wrong.py:task": "wrong.py cannot be imported: line 2: NameError: name 'nix' is not defined",
 }
 

@@ -232,7 +232,7 @@ def test_a_rule_among_others_is_asked_too(blobs):
     ("settings", "said"),
     [
         ({"optimizer": "adm"}, "did you mean 'adam'"),
-        ({"optimizer": torch.optim.Adam}, "unknown optimizer <class .*; known: adagrad, adam"),
+        ({"optimizer": torch.optim.Adam}, "unknown optimizer <class .*; valid: adagrad, adam"),
         ({"optimizer": "adam", "momentum": 0.9}, "leave it out"),
         ({"lr": []}, "has no rate"),
         ({"lr": [0.1, 0.0]}, r"lr\[1\] must be > 0, got 0.0"),

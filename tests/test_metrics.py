@@ -158,7 +158,7 @@ def test_callbacks_go_by_it(task):
 
 @pytest.mark.parametrize("watch", [fb.callbacks.EarlyStopping(metric="f2"), fb.callbacks.KeepBest("f2")])
 def test_callbacks_do_not_wait_for_what_never_comes(task, watch):
-    with pytest.raises(ConfigError, match=r"unknown metric 'f2'; known: accuracy,.* f1, loss"):
+    with pytest.raises(ConfigError, match=r"unknown metric 'f2'; valid: accuracy,.* f1, loss"):
         fb.simulate(task, fb.fedavg(), WORK, ROUNDS, callbacks=[watch])
     with pytest.raises(ConfigError, match="'f2' is not measured, since nothing is evaluated"):
         fb.simulate(task, fb.fedavg(), WORK, ROUNDS, callbacks=[watch], evaluate_every=None)
@@ -193,7 +193,7 @@ def test_without_an_accuracy_the_loss_is_what_counts(tmp_path, monkeypatch, caps
     assert main([*run, "--target", "0.9"]) == 2
     assert "target=0.9 is a test accuracy, which this task has none of" in capsys.readouterr().err
     assert main([*run, "--patience", "1", "--metric", "accuracy"]) == 2
-    assert "unknown metric 'accuracy'; known: loss, train_loss" in capsys.readouterr().err
+    assert "unknown metric 'accuracy'; valid: loss, train_loss" in capsys.readouterr().err
     search = ["sweep", "mine.py:pixels", "fedavg", "lr=[0.1, 0.2]", "--method", "grid", "--rounds", "1"]
     assert main([*search, "--jobs", "1", "--prune", "none", "--json"]) == 0
 

@@ -471,7 +471,7 @@ def test_weights_by_samples_are_given_up_and_it_is_said(blobs, caplog):
         (lambda: fb.private(fb.fedasync(form="mixing"), noise=1.0), "gathers by Mixing"),
         (
             lambda: fb.private(fb.scaffold(), noise=1.0, scales={"dd": 1.0}),
-            "unknown upload 'dd'; known: dc, delta",
+            "unknown upload 'dd'; valid: dc, delta",
         ),
         (
             lambda: fb.private(fb.scaffold(), noise=1.0, scales={"dc": 0.0}),

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""All errors that fedbraid raises, as one tree.
 
 FedbraidError                 everything fedbraid raises on purpose
 ├── ConfigError               a setting, name or combination that cannot run
@@ -52,7 +52,7 @@ class MissingExtra(FedbraidError, ImportError):
 
 
 def install(extra: str) -> str:
-    """The command that brings what an extra needs, wherever fedbraid itself came from."""
+    """The command that installs an extra's packages, however fedbraid was installed."""
     from importlib import metadata
 
     try:
@@ -94,7 +94,7 @@ class WireError(FedbraidError, ValueError):
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn whatever happens to a reader of files that are not as they were written into one sentence."""
+    """Turn any error of reading a corrupt file into one sentence."""
     try:
         yield
     except FedbraidError:
@@ -105,13 +105,13 @@ def reading(what: object) -> Iterator[None]:
         raise RunError(f"{what} is corrupt ({error!r}); restore a backup or start a new run") from error
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+def unknown(kind: str, name: object, valid: Iterable[str]) -> ConfigError:
     """The error for a name that is not in a list, with the nearest one that is.
 
     >>> str(unknown("algorithm", "fedadvr", ["fedavg", "fedadavr"]))
     "unknown algorithm 'fedadvr'; did you mean 'fedadavr'?"
     """
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+    valid = sorted(valid)
+    near = difflib.get_close_matches(name, valid, n=1) if isinstance(name, str) else []
+    hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid) or 'none'}"
     return ConfigError(f"unknown {kind} {name!r}; {hint}")

@@ -1,6 +1,6 @@
 """Configurations as text: `fedshift(fedpaq(uniform(4)), …)` means the same on the command line, in a file, in run.json.
 
-Only calls of known names with literal arguments are understood; nothing is executed.
+Only calls of registered names with literal arguments are understood; nothing is executed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Names = Mapping[str, Callable[..., Any]]
 
 
 def evaluate(text: str, names: Names, kind: str) -> Any:
-    """The object that a piece of configuration names.
+    """The object that a text of configuration describes.
 
-    >>> evaluate("dict(a=[1, 2])", {"dict": dict}, "thing")
+    >>> evaluate("dict(a=[1, 2])", {"dict": dict}, "setting")
     {'a': [1, 2]}
     """
     try:
@@ -36,15 +36,15 @@ def call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     >>> call("rounds(10, clients=5, duration=exponential(3))")
     ('rounds', [10], {'clients': 5, 'duration': 'exponential(3)'})
     """
-    name, args, given = written(text)
-    return name, [literal(a) for a in args], {key: literal(v) for key, v in given.items()}
+    name, args, keywords = written(text)
+    return name, [literal(a) for a in args], {key: literal(v) for key, v in keywords.items()}
 
 
 def written(text: str) -> tuple[str, list[str], dict[str, str]]:
     """The same with every argument as it is written."""
     node = _call(text, "setting")
-    given = {k.arg or "": ast.unparse(k.value) for k in node.keywords}
-    return ast.unparse(node.func), [ast.unparse(a) for a in node.args], given
+    keywords = {k.arg or "": ast.unparse(k.value) for k in node.keywords}
+    return ast.unparse(node.func), [ast.unparse(a) for a in node.args], keywords
 
 
 def literal(text: str) -> Any:
@@ -88,21 +88,21 @@ def quantity(name: str, value: str | float, kind: str) -> float:
     """
     if not isinstance(value, str):
         return float(value)
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*", value)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*", value)
     try:
-        amount = float(found[1]) if found else math.nan
+        amount = float(match[1]) if match else math.nan
     except ValueError:
         amount = math.nan
-    if found is None or math.isnan(amount):
+    if match is None or math.isnan(amount):
         example = {"size": "4GB", "rate": "200kB/s", "duration": "2h"}[kind]
-        raise ConfigError(f"{name}={value!r} is no {kind}; write a number with a unit, such as {example}")
-    if found[2] and found[2] not in UNITS[kind]:
-        raise unknown(f"unit of {name}={value!r}", found[2], UNITS[kind])
-    return amount * UNITS[kind].get(found[2], 1.0)
+        raise ConfigError(f"{name}={value!r} is not a {kind}; write a number with a unit, such as {example}")
+    if match[2] and match[2] not in UNITS[kind]:
+        raise unknown(f"unit of {name}={value!r}", match[2], UNITS[kind])
+    return amount * UNITS[kind].get(match[2], 1.0)
 
 
 def with_keywords(text: str, extra: Mapping[str, Any], names: Names, kind: str) -> str:
-    """A call of a known name with these keywords set, as text."""
+    """A call of a registered name with these keywords set, as text."""
     node = _call(text, kind)
     name = ast.unparse(node.func)
     if name not in names:
@@ -111,9 +111,9 @@ def with_keywords(text: str, extra: Mapping[str, Any], names: Names, kind: str) 
     for key in extra:
         if key not in parameters:
             raise unknown(f"keyword of {name}", key, parameters)
-    kept = [k for k in node.keywords if k.arg not in extra]
+    unchanged = [k for k in node.keywords if k.arg not in extra]
     new = [ast.keyword(k, _argument(v, str(parameters[k].annotation), k)) for k, v in extra.items()]
-    return ast.unparse(ast.Call(node.func, node.args, kept + new))
+    return ast.unparse(ast.Call(node.func, node.args, unchanged + new))
 
 
 def _argument(value: Any, annotation: str, key: str) -> ast.expr:
@@ -151,8 +151,8 @@ def _tree(text: str, kind: str) -> ast.expr:
 
 
 def _unreadable(text: str, kind: str) -> ConfigError:
-    shown = text if len(text) <= 80 else f"{text[:77]}..."
-    return ConfigError(f"{kind} {shown!r} cannot be read; write it as name(key=value, ...)")
+    excerpt = text if len(text) <= 80 else f"{text[:77]}..."
+    return ConfigError(f"{kind} {excerpt!r} cannot be read; write it as name(key=value, ...)")
 
 
 def _value(node: ast.expr, names: Names, kind: str) -> Any:
@@ -169,17 +169,19 @@ def _value(node: ast.expr, names: Names, kind: str) -> Any:
             words = [k.value for k in keys if isinstance(k, ast.Constant)]
             return {k: _value(i, names, kind) for k, i in zip(words, items)}
         case ast.Name(id=name):
-            return _made(name, [], {}, names, kind)
+            return _build(name, [], {}, names, kind)
         case ast.Call(func=func, args=args, keywords=keywords) if word := _called(func):
-            given = {k.arg or "": _inner(k.value, names, f"{k.arg} of {word}") for k in keywords}
-            return _made(word, [_inner(a, names, f"argument of {word}") for a in args], given, names, kind)
+            arguments = {k.arg or "": _inner(k.value, names, f"{k.arg} of {word}") for k in keywords}
+            return _build(
+                word, [_inner(a, names, f"argument of {word}") for a in args], arguments, names, kind
+            )
     raise ConfigError(
         f"{ast.unparse(node)!r} is not a value, a list, a dict or a call; write names as 'text' in quotes"
     )
 
 
 def _inner(node: ast.expr, names: Names, kind: str) -> Any:
-    """An argument; a bare word that names nothing is told from a slip of the pen."""
+    """An argument; a bare word that names nothing is refused, with the nearest name if there is one."""
     if isinstance(node, ast.Name) and node.id not in names:
         if difflib.get_close_matches(node.id, names, n=1):
             raise unknown(kind, node.id, names)
@@ -194,12 +196,12 @@ def _called(func: ast.expr) -> str | None:
 
 
 def _takes(signature: inspect.Signature) -> str:
-    """What a call takes, without its types."""
-    known = signature.parameters.values()
-    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in known)
+    """The parameters of a call, without their types."""
+    parameters = signature.parameters.values()
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
 
 
-def _made(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind: str) -> Any:
+def _build(name: str, args: list[Any], kwargs: dict[str, Any], names: Names, kind: str) -> Any:
     if name not in names:
         raise unknown(kind, name, names)
     make = names[name]

@@ -1,6 +1,6 @@
-"""Things that live in a user's own Python file, by name: `my.py:task`, `study/my.py:algorithm(lr=0.1)`.
+"""Objects in a user's Python file, by name: `my.py:task`, `study/my.py:algorithm(lr=0.1)`.
 
-The file is imported, which runs it; so only what the user typed, or a run of theirs that is resumed, comes here.
+The file is imported, which runs it; so only what the user typed, or the config of a resumed run, is loaded.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ def names_file(text: Any) -> bool:
 
 def absolute(text: str) -> str:
     """The same name from wherever it is read; what names no file stays as it is."""
-    found = _FORM.fullmatch(text)
-    if found is None:
+    match = _FORM.fullmatch(text)
+    if match is None:
         return text
-    return f"{Path(found['path']).resolve()}:{found['name']}{found['call'] or ''}"
+    return f"{Path(match['path']).resolve()}:{match['name']}{match['call'] or ''}"
 
 
 class Named(NamedTuple):
-    """What a text FILE.py:NAME(...) is made of."""
+    """The fields of a text FILE.py:NAME(...)."""
 
     path: Path
     name: str
     call: str | None
 
 
-def parts_of(text: str) -> Named:
-    """The file, the name in it, and the call's brackets where there are some."""
-    found = _FORM.fullmatch(text)
-    assert found is not None
-    return Named(Path(found["path"]).resolve(), found["name"], found["call"])
+def split_name(text: str) -> Named:
+    """The file, the name in it, and the call's brackets if it has them."""
+    match = _FORM.fullmatch(text)
+    assert match is not None
+    return Named(Path(match["path"]).resolve(), match["name"], match["call"])
 
 
 def word(text: str) -> str:
@@ -60,35 +60,35 @@ def word(text: str) -> str:
     >>> word("study/my.py:task(clients=5)"), word("fedavg(lr=1.0)")
     ('task', 'fedavg')
     """
-    found = _FORM.fullmatch(text)
-    return found["name"] if found else str(re.match(r"\w*", text.strip())[0])  # type: ignore[index]
+    match = _FORM.fullmatch(text)
+    return match["name"] if match else str(re.match(r"\w*", text.strip())[0])  # type: ignore[index]
 
 
 def load(text: str, kind: type, what: str, names: Names | None = None) -> Any:
     """The task or algorithm that a text names; a function is called for it."""
-    found = _FORM.fullmatch(text)
-    assert found is not None
-    module, name = _module(Path(found["path"])), found["name"]
+    match = _FORM.fullmatch(text)
+    assert match is not None
+    module, name = _module(Path(match["path"])), match["name"]
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise unknown(f"name in {found['path']}", name, public)
-    made = getattr(module, name)
-    if found["call"] is not None or (callable(made) and not isinstance(made, kind)):
+        raise unknown(f"name in {match['path']}", name, public)
+    loaded = getattr(module, name)
+    if match["call"] is not None or (callable(loaded) and not isinstance(loaded, kind)):
         try:
-            made = evaluate(f"{name}{found['call'] or '()'}", {**(names or {}), name: made}, what)
+            loaded = evaluate(f"{name}{match['call'] or '()'}", {**(names or {}), name: loaded}, what)
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(f"{text} cannot be made: {_where(error, module)}") from error
-    if not isinstance(made, kind):
+    if not isinstance(loaded, kind):
         raise ConfigError(
-            f"{text} is a {type(made).__name__}; it must be a fedbraid {kind.__name__}, or a function that returns one"
+            f"{text} is a {type(loaded).__name__}; it must be a fedbraid {kind.__name__}, or a function that returns one"
         )
-    return made
+    return loaded
 
 
 def _module(path: Path) -> ModuleType:
-    """The file as a module, imported once for all that is asked of it."""
+    """The file as a module, imported once per process."""
     path = path.resolve()
     name = f"fedbraid_file_{re.sub(r'[^0-9a-zA-Z]', '_', str(path))}"
     if name in sys.modules:
@@ -100,7 +100,7 @@ def _module(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that it finds the files beside it, as it does when it is run
+        sys.path.append(str(path.parent))  # so that it can import its neighbors, as it can when it is run
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -110,7 +110,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def _where(error: Exception, module: ModuleType) -> str:
-    """What went wrong, and on which line of the user's file."""
+    """The error's type and text, and the line of the user's file that raised it."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == module.__file__]
     at = f"line {lines[-1]}: " if lines else ""
     return f"{at}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -269,7 +269,7 @@ def secure(
         )
     assert isinstance(a.gather, Mean)
     reach, scales = _ranges(who, a.uploads, range)
-    codec = a.up.codec.in_place_of_float32(Shared(bits, reach, rotate))
+    codec = a.up.codec.instead_of_float32(Shared(bits, reach, rotate))
     if not codec.grids():
         raise ConfigError(
             f"{codec!r} gives every client a scale or positions of its own, so that codes do not add up; use"

@@ -1,4 +1,4 @@
-"""One way to say that a setting is not what it should be."""
+"""Checks of settings, each of which raises the same sentence everywhere."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def number(name: str, value: object, interval: str, why: str = "") -> None:
     Traceback (most recent call last):
     fedbraid.errors.ConfigError: lr must be > 0, got 0
     """
-    found = _INTERVAL.fullmatch(interval)
-    assert found is not None
-    low, high, above, below = float(found[2]), float(found[3]), found[1] == "(", found[4] == ")"
+    match = _INTERVAL.fullmatch(interval)
+    assert match is not None
+    low, high, above, below = float(match[2]), float(match[3]), match[1] == "(", match[4] == ")"
     if not isinstance(value, Real) or isinstance(value, bool):
         why = "is not a number"
     elif (
         low < float(value) < high or (value == low and not above) or (value == high and not below)
     ) and math.isfinite(value):
         return
-    bound = f"{'>' if above else '>='} {found[2]}" if math.isinf(high) else f"in {interval}"
+    bound = f"{'>' if above else '>='} {match[2]}" if math.isinf(high) else f"in {interval}"
     raise ConfigError(f"{name} must be {bound}, got {value!r}{why and f', which {why}'}")
 
 

@@ -1,4 +1,4 @@
-"""What travels: the codec interface, and codecs with a frame of their own."""
+"""The codec interface: vectors to bytes and back; and the base of codecs with a frame kind."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _BLOCK = 1 << 18  # numbers worked on at a time: a few megabytes of temporaries,
 
 
 class Codec:
-    """A way to turn a flat float32 vector into bytes and back.
+    """Turns a flat float32 vector into bytes and back.
 
     Concrete codecs are frozen dataclasses: they print, compare, hash and pickle.
     """
 
     @property
     def encodes_weights(self) -> bool:
-        """Whether the link hands in the model a client ends with, instead of its update."""
+        """Whether the link sends the model a client ends with, instead of its update."""
         return False
 
     @property
     def shared(self) -> bool:
-        """Whether all clients use it alike."""
+        """Whether all clients use it in the same configuration."""
         return True
 
     @property
@@ -46,12 +46,12 @@ class Codec:
         """Whether the expectation of what is decoded is what was encoded."""
         return False
 
-    def in_place_of_float32(self, codec: Codec) -> Codec:
+    def instead_of_float32(self, codec: Codec) -> Codec:
         """This codec with another one where it sends what it is given."""
         return self
 
     def grids(self) -> tuple[Any, ...]:
-        """The grids of whole numbers on which clients' codes lie, so that a sum of codes is the code of the sum."""
+        """The grids of integers on which clients' codes lie, so that a sum of codes is the code of the sum."""
         return ()
 
     def encode(self, v: Tensor, layout: Layout, seed: int = 0) -> bytes:
@@ -80,11 +80,11 @@ class Codec:
         return None
 
     def row_size(self, layout: Layout) -> int:
-        """The bytes of one vector kept in memory, without a frame."""
+        """The bytes of one vector stored in memory, without a frame."""
         raise self._no_rows()
 
     def to_rows(self, v: Tensor, layout: Layout) -> Tensor:
-        """A block `[m, d]` as uint8 rows `[m, row_size]`, every layer quantised."""
+        """A block `[m, d]` as uint8 rows `[m, row_size]`, every layer quantized."""
         raise self._no_rows()
 
     def from_rows(self, rows: Tensor, layout: Layout) -> Tensor:
@@ -99,8 +99,8 @@ class Codec:
     def __repr__(self) -> str:
         """The public call: fields at their default are left out."""
         fields = sorted(dataclasses.fields(self), key=lambda f: bool(f.kw_only))  # type: ignore[arg-type]
-        shown = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
-        return f"{self._name}({', '.join(f'{name}={value!r}' for name, value in shown)})"
+        settings = [(f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default]
+        return f"{self._name}({', '.join(f'{name}={value!r}' for name, value in settings)})"
 
     @property
     def _name(self) -> str:
@@ -108,7 +108,7 @@ class Codec:
 
 
 class Framed(Codec):
-    """A codec with a frame kind of its own; a subclass says what goes into the body."""
+    """A codec with its frame kind; a subclass defines the body."""
 
     kind: ClassVar[int]
 

@@ -1,4 +1,4 @@
-"""A local training loop of the user's own, as a rule."""
+"""A user's local training loop as a rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedbraid.errors import ConfigError
 
 @dataclass(frozen=True)
 class CustomLoop(Rule):
-    """A local loop of the user's own; it prints by its name."""
+    """A user's local loop; it prints by its name."""
 
     name: str
     fn: LocalLoop = field(compare=False)
@@ -26,8 +26,10 @@ class CustomLoop(Rule):
 def custom_local_loop(fn: LocalLoop) -> Rule:
     """A rule from a function (module, batches, ctx) that trains a client's module in place and returns its mean loss.
 
-    `batches` gives the visit's (inputs, targets), as often as it is asked; `ctx` is what any rule sees, with one client.
-    It runs on the loop backend, in every engine and schedule. What it draws from torch is counted.
+    `batches` yields the (inputs, targets) of this local training each time it is iterated; `ctx` is the context that every
+    rule gets, with one client.
+    It runs on the loop backend, in every engine and schedule. What it draws from torch is
+    seeded by (seed, version, client).
 
     >>> def mine(module, batches, ctx):  # doctest: +SKIP
     ...     optimizer = torch.optim.Adam(module.parameters(), ctx.lr)

@@ -1,4 +1,4 @@
-"""Processor cores, and numbers on their way to a device, which does not wait for them."""
+"""Processor cores, and copies of numbers to a device that do not wait for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def available_cores() -> int:
 
 
 def placed(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """An array as a tensor on a device: to a GPU from pinned memory, in its own time."""
+    """An array as a tensor on a device: the copy to a GPU is asynchronous, from pinned memory."""
     tensor = torch.from_numpy(numbers)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -26,13 +26,13 @@ def placed(numbers: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a GPU has done all it was asked for."""
+    """Wait until a GPU has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seed(number: int, device: torch.device) -> None:
-    """Seed what draws on a device; `torch.manual_seed` asks for every kind there may be, at a third of a millisecond."""
+    """Seed the generator of a device; `torch.manual_seed` seeds every kind of device, which takes a third of a millisecond."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)

@@ -33,7 +33,7 @@ class Identity(Framed):
     def unbiased(self) -> bool:
         return True
 
-    def in_place_of_float32(self, codec: Codec) -> Codec:
+    def instead_of_float32(self, codec: Codec) -> Codec:
         return codec
 
     def _body_size(self, layout: Layout) -> int:

@@ -1,4 +1,4 @@
-"""A model is one vector: `Layout` knows which named tensor lives where in it."""
+"""A model is one vector: `Layout` maps its named tensors to their offsets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 @dataclass(frozen=True)
 class Slot:
-    """One named tensor's place in the vector: a layer, to whatever works per layer."""
+    """One named tensor's slice of the vector: a layer, for codecs and optimizers that work per layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module, buffers: str = "refuse", personal: Sequence[str] = ()) -> Layout:
-        """The layout of a module; `buffers="average"` makes running statistics part of the vector.
+        """The layout of a module; `buffers="average"` includes running statistics in the vector.
 
         Tensors whose names match a glob in `personal` come last, and with `buffers="personal"` all that belongs to
         layers with running statistics.
         """
         one_of("buffers", buffers, ("refuse", "average", "personal"))
         named = [(n, p, False) for n, p in module.named_parameters() if p.requires_grad]
-        own = {n for n, _, _ in named if any(fnmatchcase(n, glob) for glob in personal)}
+        personal_names = {n for n, _, _ in named if any(fnmatchcase(n, glob) for glob in personal)}
         for path, owner in module.named_modules():
             for name, b in owner.named_buffers(recurse=False):
                 if not b.is_floating_point() or not _moves(owner, name):
@@ -77,9 +77,9 @@ class Layout:
                         " averaged; give it a momentum such as 0.1"
                     )
                 if any(fnmatchcase(full, glob) for glob in personal):
-                    own.add(full)
+                    personal_names.add(full)
                 elif buffers == "personal":
-                    own |= {
+                    personal_names |= {
                         full,
                         *(f"{path}.{n}".lstrip(".") for n, _ in owner.named_parameters(recurse=False)),
                     }
@@ -96,9 +96,9 @@ class Layout:
             raise DataError(
                 "the model has no trainable parameter; set requires_grad=True on what is to be trained"
             )
-        _check_personal(personal, [n for n, _, _ in named], own)
-        named.sort(key=lambda row: (row[0] in own, row[2] != (row[0] in own)))
-        return cls.from_shapes([(n, tuple(p.shape), b, n in own) for n, p, b in named])
+        _check_personal(personal, [n for n, _, _ in named], personal_names)
+        named.sort(key=lambda row: (row[0] in personal_names, row[2] != (row[0] in personal_names)))
+        return cls.from_shapes([(n, tuple(p.shape), b, n in personal_names) for n, p, b in named])
 
     @classmethod
     def from_shapes(
@@ -132,9 +132,9 @@ class Layout:
 
     @cached_property
     def buffers(self) -> slice | None:
-        """Where the vector holds running statistics, if any: after what else is shared, before what else is personal."""
-        held = [s for s in self.slots if s.buffer]
-        return slice(held[0].offset, held[-1].end) if held else None
+        """Where the vector holds running statistics, if any: after the other shared slots, before the other personal ones."""
+        slots = [s for s in self.slots if s.buffer]
+        return slice(slots[0].offset, slots[-1].end) if slots else None
 
     @cached_property
     def shared(self) -> Layout:
@@ -143,7 +143,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Eight bytes that differ for models of other names or shapes."""
+        """Eight bytes that differ between models whose names or shapes differ."""
         text = ";".join(f"{s.name}:{'x'.join(map(str, s.shape))}" for s in self.slots)
         return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
@@ -178,14 +178,14 @@ class Layout:
         return named
 
 
-def _check_personal(globs: Sequence[str], names: list[str], own: set[str]) -> None:
+def _check_personal(globs: Sequence[str], names: list[str], personal_names: set[str]) -> None:
     for glob in globs:
         if not any(fnmatchcase(n, glob) for n in names):
             raise ConfigError(
                 f"personal={glob!r} matches no trained parameter; the model has {', '.join(names[:6])}"
                 f"{', …' if len(names) > 6 else ''}"
             )
-    if own.issuperset(names):
+    if personal_names.issuperset(names):
         raise ConfigError("all parameters are personal, so that nothing would travel; let some be shared")
 
 

@@ -1,11 +1,11 @@
-"""What the measurements of a run are called, and of which less is better. Nothing here imports torch."""
+"""The names of a run's metrics, and which of them fall as a model gets better. This module does not import torch."""
 
 from __future__ import annotations
 
-PREVIOUS = "previous"  # a client's model after its last visit, where the loss looks at it
-PERSONAL = "personal"  # under which a client remembers the parts of the model that never travel
+PREVIOUS = "previous"  # a client's model after its last participation, where the loss reads it
+PERSONAL = "personal"  # the client-state key of the parameters that never travel
 
-TAKEN = frozenset(  # what records hold besides the task's own metrics
+RESERVED = frozenset(  # keys of records other than the task's metrics
     [
         "step",
         "time",

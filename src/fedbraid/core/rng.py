@@ -39,7 +39,7 @@ def _tag(seed: int, purpose: str) -> np.uint64:
 
 
 def _mix(z: U64) -> U64:
-    """The finaliser of SplitMix64: a bijection of 64 bits that scatters neighbours."""
+    """The finalizer of SplitMix64: a bijection of 64 bits that scatters neighbours."""
     z = (z ^ (z >> np.uint64(30))) * _MIX1
     z = (z ^ (z >> np.uint64(27))) * _MIX2
     return z ^ (z >> np.uint64(31))
@@ -64,7 +64,7 @@ def uniform(seed: int, purpose: str, *counters: Any) -> NDArray[np.float64]:
 
 
 def key(seed: int, purpose: str, *counters: int) -> int:
-    """One 63-bit integer, to seed somebody else's generator with: half of `bits`, in plain numbers.
+    """One 63-bit integer, that seeds another library's generator: half of `bits`, in Python's integers.
 
     >>> key(0, "demo", 3, 1) == int(bits(0, "demo", 3, 1)[0]) >> 1
     True
@@ -79,7 +79,7 @@ def key(seed: int, purpose: str, *counters: int) -> int:
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """A NumPy generator of its own for this purpose and these counters, for long draws."""
+    """A separate NumPy generator for this purpose and these counters, for long draws."""
     return np.random.Generator(np.random.SFC64(key(seed, purpose, *counters)))
 
 
@@ -97,22 +97,22 @@ def _mix32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def gaussian(keys: U64, count: int) -> NDArray[np.float32]:
     """So many standard normal numbers for every key, `[m, count]` (Box and Muller)."""
-    made = passes.normals(keys, count)
-    if made is not None:
-        return made
+    numbers = passes.normals(keys, count)
+    if numbers is not None:
+        return numbers
     half = (count + 1) // 2
     low, high = (keys.astype(np.uint32)[:, None], (keys >> np.uint64(32)).astype(np.uint32)[:, None])
     with np.errstate(over="ignore"):
         at = np.arange(half, dtype=np.uint32) ^ low
         u, w = (_mix32(_mix32(at ^ np.uint32(c)) ^ high) for c in (0, 0x9E3779B9))
-    share = ((u >> np.uint32(1)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
-    radius = np.sqrt(np.maximum(np.float32(-2) * _log(share), np.float32(0)))
+    fraction = ((u >> np.uint32(1)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-31)
+    radius = np.sqrt(np.maximum(np.float32(-2) * _log(fraction), np.float32(0)))
     cosine, sine = _circle(w.view(np.int32).astype(np.float32) * np.float32(2.0**-32))
     return np.concatenate([radius * cosine, radius * sine], 1)[:, :count]
 
 
 def _log(x: F32) -> F32:
-    """Of positive numbers, from sums and products alone: they round alike on every machine."""
+    """log of positive numbers, computed from sums and products only, which round alike on every machine."""
     octets = x.view(np.int32) - np.int32(0x3F3504F3)  # so that the fraction lies in [sqrt(1/2), sqrt(2))
     e = (octets >> 23).astype(np.float32)
     f = ((octets & 0x7FFFFF) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1)
@@ -124,7 +124,7 @@ def _log(x: F32) -> F32:
 
 
 def _circle(turns: F32) -> tuple[F32, F32]:
-    """(cosine, sine) of so many turns, likewise."""
+    """(cosine, sine) of so many turns, computed likewise."""
     quarters = (turns * np.float32(4) + np.float32(12582912)) - np.float32(12582912)
     f = turns - quarters * np.float32(0.25)
     s, c = _horner(f * f, SINE) * f, _horner(f * f, COSINE)
@@ -134,7 +134,7 @@ def _circle(turns: F32) -> tuple[F32, F32]:
 
 
 def _signed(x: F32, k: NDArray[np.uint32]) -> F32:
-    """Negative where the second bit is set."""
+    """x, negated where the second bit of k is set."""
     return (x.view(np.uint32) ^ ((k & np.uint32(2)) << np.uint32(30))).view(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What crosses between client and server is declared: everything that treats it asks here, and nothing guesses."""
+"""Declarations of the vectors that clients and server exchange: codecs, gathers and privacy read them, never the name."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class VectorSpec:
 
 @dataclass(frozen=True)
 class Download(VectorSpec):
-    """What a server part sends down beside the model."""
+    """A vector that a transform sends down in addition to the model."""
 
     is_mean_samples: bool = (
-        False  # n̄ = all known clients' samples / N, which the run sends and `send` leaves out
+        False  # n̄ = all registered clients' samples / N, which the run sends and `send` leaves out
     )
 
 
 @dataclass(frozen=True)
 class Upload(VectorSpec):
-    """What a rule sends up, or what a server part makes of each upload before it is gathered."""
+    """A vector that a rule uploads, or that a transform makes of each upload before it is gathered."""
 
     uniform: bool = False  # averaged uniformly, however the gather weighs clients
     discounts_staleness: bool = False  # whether staleness scales it
     is_model_update: bool = False  # it is x − y, in whose place the weights y may travel
     accumulates: bool = False  # what one client sends in two participations adds up
-    clip_scale: float | None = None  # by which it is divided before privacy clips it; None: nobody said
+    clip_scale: float | None = None  # by which it is divided before privacy clips it; None: not declared
 
 
 DELTA = Upload("delta", discounts_staleness=True, is_model_update=True, clip_scale=1.0)

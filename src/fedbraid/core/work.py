@@ -1,4 +1,4 @@
-"""What a client does in one visit."""
+"""Settings of local training: what one participation of a client computes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from fedbraid.errors import ConfigError
 
 @dataclass(frozen=True)
 class Work:
-    """What a client does in one visit: `epochs` over its data, or a number of `steps`.
+    """The local training of one participation: `epochs` over a client's data, or a number of `steps`.
 
-    `batch=None` is the full local set. A `last` batch that is short is kept, dropped, or filled with
-    the client's own samples drawn again; with `replace=True` all of every batch is drawn with replacement, and
-    with `shuffle=False` every epoch goes through the samples as they lie.
+    `batch=None` is the full local set. A short `last` batch is used as it is ("keep"), dropped, or
+    filled with samples of the client drawn again; with `replace=True` every batch is drawn with replacement, and
+    with `shuffle=False` every epoch goes through the samples in the order of the data.
     `lr` is a number, a list by version whose last entry holds from there on, or a function of the version, such
-    as those of `fb.rates`. The `optimizer` starts anew at each visit and follows what the rule made of the gradient.
+    as those of `fb.rates`. The `optimizer` starts anew at each participation and steps with
+    the gradient that the rule returns.
     """
 
     lr: float | Sequence[float] | Callable[[int], float] = 0.01
@@ -68,7 +69,7 @@ class Work:
         one_of("last", self.last, ("keep", "drop", "fill"))
         if self.local is not None and self.momentum:
             raise ConfigError(
-                f"momentum={self.momentum} is for optimizer='sgd', and {self.optimizer!r} has its own; leave it out"
+                f"momentum={self.momentum} is for optimizer='sgd', and {self.optimizer!r} has other settings; leave it out"
             )
 
     @property
@@ -83,12 +84,12 @@ class Work:
 
     @property
     def decoupled(self) -> float:
-        """The weight decay that acts beside the optimizer."""
+        """The weight decay that is applied outside the optimizer."""
         return self.weight_decay if self.optimizer == "adamw" else 0.0
 
     @property
     def penalty(self) -> float:
-        """The weight decay that is part of the gradient."""
+        """The weight decay that is added to the gradient."""
         return self.weight_decay - self.decoupled
 
     def rate(self, version: int) -> float:
@@ -101,7 +102,7 @@ class Work:
         return self.lr(version) if callable(self.lr) else self.lr[min(version, len(self.lr) - 1)]
 
     def tabled(self, steps: int) -> Work:
-        """The same with a function of the user's own as the list of its values, which prints and can be read again."""
+        """The same with a user's function replaced by the list of its values, which prints and can be read again."""
         if not callable(self.lr) or isinstance(self.lr, Rate):
             return self
         values = [_number(self.lr(version)) for version in range(max(steps, 1))]
@@ -147,7 +148,7 @@ def _number(value: Any) -> Any:
 
 
 def _checked(lr: Any) -> Any:
-    """A rate as it is kept: lists as tuples of numbers."""
+    """A rate as it is stored: lists become tuples of numbers."""
     if callable(lr):
         return lr
     if not isinstance(lr, list | tuple | np.ndarray):

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from fedbraid.core import rng
 from fedbraid.core.device import placed
 from fedbraid.core.layout import Layout
-from fedbraid.core.metric_names import PERSONAL, PREVIOUS, TAKEN
+from fedbraid.core.metric_names import PERSONAL, PREVIOUS, RESERVED
 from fedbraid.data import arrays, columns, holdout, summary, tree
 from fedbraid.data.arrays import Collate
 from fedbraid.data.augment import Augment
@@ -800,7 +800,7 @@ def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise DataError(f"metrics is a {type(metrics).__name__}; give a dict of functions by name")
     for name, metric in metrics.items():
-        if not isinstance(name, str) or not name.isidentifier() or name in TAKEN:
+        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
             raise DataError(f"a metric cannot be called {name!r}; take a word of its own, such as 'f1'")
         if not callable(metric) and not hasattr(metric, "compute"):
             raise DataError(

@@ -178,12 +178,12 @@ def _of_files(
     if not files.names_file(task):
         raise ConfigError(f"{task!r} names no task in a file; write FILE.py:NAME, such as my.py:task")
     tasks.from_file(task)  # which says what is wrong with it, before anything is written
-    named = [files.parts_of(task)]
+    named = [files.split_name(task)]
     what = [named[0].name if named[0].call is None else f"lambda: {named[0].name}{named[0].call}"]
     if algorithm is not None:
         made = algorithm_of(algorithm)
         if files.names_file(algorithm):
-            named.append(files.parts_of(algorithm))
+            named.append(files.split_name(algorithm))
             what.append(f"algorithm={named[1].name}{named[1].call or ''}")
             config = re.sub(r"^algorithm = .*\n", "", config, flags=re.M)
         else:

@@ -1,4 +1,4 @@
-"""k of d positions in order, in about log2(d/k) + 2 bits each: Elias and Fano's code, or a bit a place.
+"""k of d positions in order, in about log2(d/k) + 2 bits each: Elias and Fano's code, or a bitmap.
 
 Each position is cut into a high part and `low` low bits. The low bits are packed as they are; the high parts,
 which never fall, are a line of bits with a one for each position and a zero for each step up. For one in a
@@ -29,10 +29,10 @@ def pack(at: I64, d: int) -> U8:
     low = _low(len(at), d)
     if low is None:
         return _line(at, d)
-    parts = [_line((at >> low) + np.arange(len(at)), len(at) + (d >> low) + 1)]
+    lines = [_line((at >> low) + np.arange(len(at)), len(at) + (d >> low) + 1)]
     if low:
-        parts.insert(0, _pack_low(at & ((1 << low) - 1), low))
-    return np.concatenate(parts)
+        lines.insert(0, _pack_low(at & ((1 << low) - 1), low))
+    return np.concatenate(lines)
 
 
 def unpack(data: U8, k: int, d: int) -> I64:
@@ -52,7 +52,7 @@ def unpack(data: U8, k: int, d: int) -> I64:
 
 
 def _low(k: int, d: int) -> int | None:
-    """How many low bits make the code shortest; None where a bit for each of the d places is no longer."""
+    """How many low bits make the code shortest; None where a bitmap of d bits is no longer."""
     low = max((d // k).bit_length() - 1, 0) if k else 0
     return None if k * (low + 1) + (d >> low) >= d else low
 
@@ -66,30 +66,30 @@ def _high_size(k: int, d: int, low: int) -> int:
 
 
 def _widths(low: int) -> list[int]:
-    """Low parts beyond 16 bits are packed as 16 and the rest."""
+    """The widths in which low bits are packed: above 16 bits, 16 and the rest."""
     return [w for w in (min(low, 16), low - 16) if w > 0]
 
 
-def _pack_low(part: I64, low: int) -> U8:
+def _pack_low(low_bits: I64, low: int) -> U8:
     shifts = zip(_widths(low), (0, 16))
-    codes = [((part >> shift) & ((1 << w) - 1)).astype(bits.code_type(w)) for w, shift in shifts]
+    codes = [((low_bits >> shift) & ((1 << w) - 1)).astype(bits.code_type(w)) for w, shift in shifts]
     return np.concatenate([bits.pack(c[None], w)[0] for c, w in zip(codes, _widths(low))])
 
 
 def _unpack_low(data: U8, low: int, k: int) -> I64:
-    part = np.zeros(k, np.int64)
+    low_bits = np.zeros(k, np.int64)
     for w, shift in zip(_widths(low), (0, 16)):
         packed, data = np.split(data, [bits.packed_size(k, w)])
         if bits.spare_bits(packed[None], w, k):
             raise WireError(
                 "message sets bits after its last position; it is corrupt or from a hostile sender"
             )
-        part |= bits.unpack(packed[None], w, k)[0].astype(np.int64) << shift
-    return part
+        low_bits |= bits.unpack(packed[None], w, k)[0].astype(np.int64) << shift
+    return low_bits
 
 
 def _line(ones: I64, length: int) -> U8:
-    """A line of bits with ones in these places."""
+    """A line of bits with ones at these offsets."""
     line = np.zeros(length, np.uint8)
     line[ones] = 1
     return np.packbits(line)

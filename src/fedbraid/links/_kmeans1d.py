@@ -2,9 +2,9 @@
 
 Clusters of numbers on a line are intervals, so a solution is k − 1 borders among the sorted numbers, and the
 error of any interval comes from two prefix sums. The borders start where the density's cube root has equal
-shares (Panter and Dite's rule, optimal for many clusters), then two moves alternate until neither helps:
+sums (Panter and Dite's rule, optimal for many clusters), then two moves alternate until neither helps:
 Lloyd's, and a dynamic programme in which every border may go anywhere between its neighbours. The second can
-carry a centroid from one end of the line to the other, which Lloyd's alone never does.
+carry a centroid from one end of the line to the other, which Lloyd's never does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ I64 = NDArray[np.int64]
 
 _BINS = 1 << 16
 _MANY = 1 << 17  # from so many numbers on, a histogram is tried before sorting
-_PLACES = 16  # candidates on either side of a border
-_DYNAMIC = 1024  # up to so many clusters, the dynamic programme is worth its time
+_CANDIDATES = 16  # candidates on either side of a border
+_DYNAMIC = 1024  # up to so many clusters, the dynamic programme pays off
 _REACH = 16
 _CAPS = 20
 _ROUNDS, _LLOYD, _GAIN = 50, 20, 1e-3
@@ -34,8 +34,8 @@ def centroids(w: F32, k: int) -> F32:
     >>> centroids(np.array([1, 1, 2, 5], np.float32), 4)
     array([1., 2., 5., 5.], dtype=float32)
     """
-    if len(w) >= _MANY and (found := _from_histogram(w, k)) is not None:
-        return found
+    if len(w) >= _MANY and (table := _from_histogram(w, k)) is not None:
+        return table
     x = np.sort(w)
     distinct = x[np.concatenate([[True], x[1:] != x[:-1]])]
     if len(distinct) <= k:
@@ -49,9 +49,9 @@ def _from_histogram(w: F32, k: int) -> F32 | None:
     step = (high - low) / (_BINS - 1)
     if not step > np.finfo(np.float32).tiny:
         return None
-    places = w - np.float32(low)
-    places *= np.float32(1 / step)
-    counts = np.bincount(places.astype(np.uint16), minlength=_BINS)
+    bins = w - np.float32(low)
+    bins *= np.float32(1 / step)
+    counts = np.bincount(bins.astype(np.uint16), minlength=_BINS)
     full = np.flatnonzero(counts)
     if len(full) < 16 * k:
         return None
@@ -78,13 +78,13 @@ class _Line:
         return cls(x, prefix[0], prefix[1], mean, float(np.sum(weight * x * x)))
 
     def start(self, k: int) -> I64:
-        """Borders with equal shares of the cube root of the density."""
+        """Borders between which the cube root of the density has equal sums."""
         gap = np.diff(self.x)
         mass = np.cbrt(gap * gap * np.diff(self.count)[1:])
-        for _ in range(_CAPS):  # a gap is worth one border, however wide it is
+        for _ in range(_CAPS):  # even the widest gap gets one border
             np.minimum(mass, mass.sum() / k, out=mass)
-        share = np.cumsum(mass)
-        at = np.searchsorted(share, share[-1] * np.arange(1, k) / k) + 1
+        cumulative = np.cumsum(mass)
+        at = np.searchsorted(cumulative, cumulative[-1] * np.arange(1, k) / k) + 1
         order = np.arange(1, k)
         at = np.maximum.accumulate(at - order) + order  # no interval is empty
         return np.concatenate([[0], np.minimum(at, len(self.x) - k + order), [len(self.x)]])
@@ -92,8 +92,8 @@ class _Line:
     def centers(self, borders: I64) -> F64:
         """The mean of each interval; an empty one stays where it is."""
         n, s = np.diff(self.count[borders]), np.diff(self.total[borders])
-        here = self.x[np.minimum(borders[:-1], len(self.x) - 1)]
-        return np.where(n > 0, s / np.maximum(n, 1), here)
+        previous = self.x[np.minimum(borders[:-1], len(self.x) - 1)]
+        return np.where(n > 0, s / np.maximum(n, 1), previous)
 
     def gain(self, borders: I64) -> float:
         """How much of the square the intervals' means explain."""
@@ -113,22 +113,22 @@ class _Line:
     def dynamic(self, borders: I64, reach: int) -> I64:
         """The best borders among candidates between each border's neighbours, `reach` away on either side."""
         at = np.arange(1, len(borders) - 1)
-        left = np.linspace(borders[np.maximum(at - reach, 0)], borders[at], _PLACES + 1, axis=1)
+        left = np.linspace(borders[np.maximum(at - reach, 0)], borders[at], _CANDIDATES + 1, axis=1)
         right = np.linspace(
-            borders[at], borders[np.minimum(at + reach, len(borders) - 1)], _PLACES + 1, axis=1
+            borders[at], borders[np.minimum(at + reach, len(borders) - 1)], _CANDIDATES + 1, axis=1
         )
-        places = np.concatenate([left, right[:, 1:]], axis=1).astype(np.int64)
-        n, s = self.count[places], self.total[places]
+        candidates = np.concatenate([left, right[:, 1:]], axis=1).astype(np.int64)
+        n, s = self.count[candidates], self.total[candidates]
         best = _explained(n[0], s[0])
         choices = []
-        for i in range(1, len(places)):
+        for i in range(1, len(candidates)):
             every = best[:, None] + _explained(n[i] - n[i - 1][:, None], s[i] - s[i - 1][:, None])
             choices.append(every.argmax(0))
             best = every[choices[-1], np.arange(every.shape[1])]
         last = int(np.argmax(best + _explained(self.count[-1] - n[-1], self.total[-1] - s[-1])))
         out = borders.copy()
-        for i in range(len(places) - 1, -1, -1):
-            out[i + 1] = places[i, last]
+        for i in range(len(candidates) - 1, -1, -1):
+            out[i + 1] = candidates[i, last]
             last = int(choices[i - 1][last]) if i else 0
         return out
 

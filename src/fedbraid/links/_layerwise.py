@@ -1,4 +1,4 @@
-"""What codecs that quantise layer by layer share: splitting, side information, packing, blocks and rows."""
+"""The base of codecs that quantize layer by layer: splitting, side information, packing, blocks and rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bitpacking import Codes, code_type, pack, packed_size, spare_bits, unpack
 
 QUANTIZED_BIASES = 1 << 15
-CHUNK = 1 << 16  # numbers quantised at a time
+CHUNK = 1 << 16  # numbers quantized at a time
 
 
 def check_bits(name: str, bits: Any, least: int = 1) -> None:
-    """Refuse a bit width that is not a whole number from `least` to 16."""
+    """Refuse a bit width that is not an integer from `least` to 16."""
     if name == "qsgd" and bits == 1:
         raise ConfigError("qsgd(bits=1) has no level besides zero; use bits >= 2")
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 16:
@@ -30,7 +30,7 @@ def check_bits(name: str, bits: Any, least: int = 1) -> None:
 
 
 class Parsed(NamedTuple):
-    """Bodies taken apart: float32 layers, side numbers, codes, and the codes as they were packed."""
+    """The fields of bodies: float32 layers, side numbers, codes, and the codes as they were packed."""
 
     raw: F32
     sides: F32
@@ -42,7 +42,7 @@ class Parsed(NamedTuple):
 class LayerCodec(Framed):
     """A codec that turns each number into a code of `width` bits, and each layer into some side numbers.
 
-    The body is: the layers that are not quantised, as float32; the side numbers; the codes, packed.
+    The body is: the layers that are not quantized, as float32; the side numbers; the codes, packed.
     """
 
     biases: str = field(default="float32", kw_only=True)
@@ -74,7 +74,7 @@ class LayerCodec(Framed):
         raise NotImplementedError
 
     def _check(self, side: F32, codes: Codes) -> None:
-        """Refuse side numbers and codes of a segment that no sender of ours would make."""
+        """Refuse side numbers and codes of a segment that no fedbraid sender would make."""
 
     def _received(self, side: F32, n: int) -> F32:
         """The side numbers as the receiver of a segment of n numbers uses them."""
@@ -84,7 +84,7 @@ class LayerCodec(Framed):
         return len(slot.shape) > 1 or self.biases == "quantise"
 
     def _segments(self, coded: list[Slot]) -> list[int]:
-        """The lengths of the stretches of quantised numbers that have side numbers of their own."""
+        """The lengths of the stretches of quantized numbers, each of which has its side numbers."""
         return [s.size for s in coded]
 
     def _stretches(self, block: F32, coded: list[Slot]) -> list[F32]:
@@ -139,13 +139,13 @@ class LayerCodec(Framed):
         return torch.from_numpy(stored._values(stored._parse(rows.numpy(), layout), layout))
 
     def _stored(self) -> LayerCodec:
-        """This codec as it keeps vectors in memory: biases quantised as well."""
+        """This codec as it stores vectors in memory: biases are quantized as well."""
         if self.stochastic:
             raise self._no_rows()
         return replace(self, biases="quantise")
 
     def _split(self, layout: Layout) -> tuple[list[Slot], list[Slot]]:
-        """The layers that travel as float32, and those that are quantised."""
+        """The layers that travel as float32, and those that are quantized."""
         slots = [s for s in layout if s.size]
         return [s for s in slots if not self._quantized(s)], [s for s in slots if self._quantized(s)]
 
@@ -158,28 +158,28 @@ class LayerCodec(Framed):
             a, at = a + n, at + count
 
     def _chunks(self, n: int, side: F32) -> Iterator[tuple[int, int, F32]]:
-        """A segment of n numbers in pieces that fit the cache, each with the side numbers it needs."""
+        """A segment of n numbers in chunks that fit the cache, each with the side numbers it needs."""
         return ((i, min(i + CHUNK, n), side) for i in range(0, n, CHUNK))
 
     def _quantize(self, block: F32, coded: list[Slot], seeds: Sequence[int]) -> tuple[F32, Codes]:
-        """The side numbers and the codes of a block's quantised layers."""
+        """The side numbers and the codes of a block's quantized layers."""
         m, q = len(block), _numbers(coded)
         noise = self._noise(seeds, q)
         sides = np.empty((m, sum(self._sides(n) for n in self._segments(coded))), np.float32)
         codes = np.empty((m, q), code_type(self.width))
         for w, (a, b, side) in zip(self._stretches(block, coded), self._walk(coded, sides)):
             side[:] = self._measure(w, seeds)
-            for i, j, here in self._chunks(b - a, side):
+            for i, j, chunk_side in self._chunks(b - a, side):
                 bits = None if noise is None else noise[:, a + i : a + j]
-                codes[:, a + i : a + j] = self._to_codes(w[:, i:j], here, bits)
+                codes[:, a + i : a + j] = self._to_codes(w[:, i:j], chunk_side, bits)
         return sides, codes
 
     def _dequantize(self, sides: F32, codes: Codes, coded: list[Slot], out: F32) -> None:
         """Write the numbers that codes stand for to their layers of a block."""
         stretches = self._stretches(out, coded)
         for w, (a, b, side) in zip(stretches, self._walk(coded, sides)):
-            for i, j, here in self._chunks(b - a, self._received(side, b - a)):
-                w[:, i:j] = self._to_values(codes[:, a + i : a + j], here)
+            for i, j, chunk_side in self._chunks(b - a, self._received(side, b - a)):
+                w[:, i:j] = self._to_values(codes[:, a + i : a + j], chunk_side)
         self._put_back(stretches, coded, out)
 
     def _bodies(self, block: F32, layout: Layout, seeds: Sequence[int]) -> U8:

@@ -24,5 +24,5 @@ class ErrorFeedback(PlainUplink):
     def prepare(self, name: str, v: Tensor, memory: Vectors) -> Tensor:
         return v + memory[f"residual:{name}"]
 
-    def keep(self, name: str, given: Tensor, got: Tensor) -> Vectors:
-        return {f"residual:{name}": given - got}
+    def keep(self, name: str, corrected: Tensor, got: Tensor) -> Vectors:
+        return {f"residual:{name}": corrected - got}

@@ -1,4 +1,4 @@
-"""topk(fraction): only the largest numbers travel, with where they are."""
+"""topk(fraction): only the largest numbers travel, with their positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedbraid.links import _elias_fano as positions
 
 @dataclass(frozen=True, repr=False)
 class Topk(Framed):
-    """The ⌈fraction·d⌉ numbers of the whole vector that are largest in magnitude; the rest decode to 0.
+    """The ⌈fraction·d⌉ numbers of the full vector that are largest in magnitude; the others decode to 0.
 
     values: "float32" or "float16". rounding: "up", or "down" to ⌊fraction·d⌋ and at least one, as QAFeL's authors
     count. Of equal magnitudes, the first in the vector travel.
@@ -44,8 +44,8 @@ class Topk(Framed):
         if self.rounding not in ("up", "down"):
             raise ConfigError(f"topk(rounding=) must be 'up' or 'down', got {self.rounding!r}")
 
-    def kept(self, layout: Layout) -> int:
-        """⌈fraction·d⌉ or ⌊fraction·d⌋, as a person would count it: 0.07 of 100 is 7 both ways."""
+    def count(self, layout: Layout) -> int:
+        """⌈fraction·d⌉ or ⌊fraction·d⌋, as a person would count it: 0.07 of 100 is 7 whichever is rounded."""
         if self.rounding == "down":
             return min(max(1, math.floor(self.fraction * layout.size * (1 + 1e-12))), layout.size)
         return min(math.ceil(self.fraction * layout.size * (1 - 1e-12)), layout.size)
@@ -58,37 +58,37 @@ class Topk(Framed):
         return 32 if self.values == "float32" else 16
 
     def _preamble(self, layout: Layout) -> bytes:
-        return struct.pack("<I", self.kept(layout))
+        return struct.pack("<I", self.count(layout))
 
     def _body_size(self, layout: Layout) -> int:
-        k = self.kept(layout)
+        k = self.count(layout)
         return k * np.dtype(self._type).itemsize + positions.size(k, layout.size)
 
     def _to_body(self, v: F32, layout: Layout, seed: int) -> U8:
-        at = largest(v, self.kept(layout))
+        at = largest(v, self.count(layout))
         return np.concatenate([self._cast(v[at]).view(np.uint8), positions.pack(at, layout.size)])
 
     def _from_body(self, body: U8, layout: Layout) -> F32:
-        k = self.kept(layout)
+        k = self.count(layout)
         values, where = np.split(body, [k * np.dtype(self._type).itemsize])
-        kept = values.view(self._type).astype(np.float32)
-        finite(kept, "weight")
+        numbers = values.view(self._type).astype(np.float32)
+        finite(numbers, "weight")
         v = np.zeros(layout.size, np.float32)
-        v[positions.unpack(where, k, layout.size)] = kept
+        v[positions.unpack(where, k, layout.size)] = numbers
         return v
 
     def roundtrip(self, v: Tensor, layout: Layout, seeds: Sequence[int]) -> tuple[Tensor, list[int]]:
         block = checked(v, layout)
         out = np.zeros_like(block)
-        for row, kept in zip(block, out):
-            at = largest(row, self.kept(layout))
-            kept[at] = self._cast(row[at])
+        for row, decoded in zip(block, out):
+            at = largest(row, self.count(layout))
+            decoded[at] = self._cast(row[at])
         return torch.from_numpy(out), [self.size(layout)] * len(block)
 
-    def _cast(self, kept: F32) -> NDArray[Any]:
-        if self.values == "float16" and len(kept) and np.abs(kept).max() >= 65520:
-            raise WireError(f"{np.abs(kept).max():g} is beyond float16's 65504; use values='float32'")
-        return kept.astype(self._type)
+    def _cast(self, numbers: F32) -> NDArray[Any]:
+        if self.values == "float16" and len(numbers) and np.abs(numbers).max() >= 65520:
+            raise WireError(f"{np.abs(numbers).max():g} is beyond float16's 65504; use values='float32'")
+        return numbers.astype(self._type)
 
 
 def largest(v: F32, k: int) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from fedbraid.errors import ConfigError, WireError
 
 @dataclass(frozen=True, repr=False)
 class Wrapper(Codec):
-    """A codec that does as another one does."""
+    """A codec that delegates to another one."""
 
     codec: Codec
 
@@ -80,7 +80,7 @@ class OfWeights(Wrapper):
 class Mixed(Wrapper):
     """Some clients use the codec, the others send float32, or use `other`.
 
-    share: that part of the clients, evenly spaced by id. clients: these very ids. One of the two.
+    share: the fraction of clients, evenly spaced by id. clients: these very ids. One of the two.
 
     >>> [Mixed(Identity(), share=0.5).chosen(i) for i in range(4)]
     [False, True, False, True]
@@ -94,7 +94,7 @@ class Mixed(Wrapper):
         super().__post_init__()
         if (self.share is None) == (self.clients is None):
             raise ConfigError(
-                f"mixed(share={self.share}, clients={self.clients}) wants exactly one of the two"
+                f"mixed(share={self.share}, clients={self.clients}) needs exactly one of the two"
             )
         if self.share is not None:
             number("share", self.share, "[0, 1]")
@@ -115,7 +115,7 @@ class Mixed(Wrapper):
         """Whether this client uses the codec."""
         if self.clients is not None:
             return client in self._ids
-        return math.floor((client + 1) * self._part) > math.floor(client * self._part)
+        return math.floor((client + 1) * self._fraction) > math.floor(client * self._fraction)
 
     def for_client(self, client: int) -> Codec:
         return self.codec if self.chosen(client) else self._plain
@@ -127,7 +127,7 @@ class Mixed(Wrapper):
         both = self.codec.grids(), self._plain.grids()
         return both[0] + both[1] if all(both) else ()
 
-    def in_place_of_float32(self, codec: Codec) -> Codec:
+    def instead_of_float32(self, codec: Codec) -> Codec:
         return self if self.other is not None else replace(self, other=codec)
 
     def decode(self, data: bytes, layout: Layout) -> Tensor:
@@ -146,7 +146,7 @@ class Mixed(Wrapper):
         return self.other or (OfWeights(Identity()) if self.encodes_weights else Identity())
 
     @cached_property
-    def _part(self) -> Fraction:
+    def _fraction(self) -> Fraction:
         return Fraction(self.share or 0).limit_denominator(1_000_000)
 
     @cached_property

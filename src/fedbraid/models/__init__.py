@@ -60,10 +60,10 @@ def build(name: str, **options: Any) -> nn.Module:
     >>> sum(p.numel() for p in build("lenet5").parameters())
     61706
     """
-    taken = settings(name)
+    valid = settings(name)
     for option in options:
-        if option not in taken:
-            raise unknown(f"option of model {name}", option, taken)
+        if option not in valid:
+            raise unknown(f"option of model {name}", option, valid)
     try:
         return _BUILDERS[name](**options)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any
 
-from fedbraid.core.metric_names import TAKEN, falls
+from fedbraid.core.metric_names import RESERVED, falls
 from fedbraid.run.formatting import Record, best, rounds_to
 
 AXES = ("step", "bytes", "time", "flops", "energy")
@@ -177,7 +177,10 @@ def measured(groups: Sequence[Runs]) -> list[str]:
     """Everything that is drawn over time: what every run has, and the task's own metrics."""
     seen = [r for g in groups for h in g.histories for r in (*h[:1], *h[-1:]) if "loss" in r]
     own = {
-        k for r in seen for k, v in r.items() if (k not in TAKEN or k in BY_CLIENT) and isinstance(v, float)
+        k
+        for r in seen
+        for k, v in r.items()
+        if (k not in RESERVED or k in BY_CLIENT) and isinstance(v, float)
     }
     spent = ["epsilon"] if any("epsilon" in r for g in groups for h in g.histories for r in h[-1:]) else []
     return [*METRICS, *spent, *sorted(own - {"epsilon"})]

@@ -361,11 +361,11 @@ def _gather(spec: Spec) -> Any:
             return late.Mixing(*how)
         case "memory" if g.get("per_rate"):
             codec = None if g.get("codec") is None else _codec(g["codec"])
-            return fedadavr.VarianceReduced(*how, codec=codec, normalise=g["normalise"])
+            return memory.ServerMemory(*how, formula=fedadavr.VarianceReduced(g["normalise"]), codec=codec)
         case "memory":
-            return memory.Varp(*how)
+            return memory.ServerMemory(*how)
         case "mifa":
-            return memory.Mifa(*how)
+            return memory.ServerMemory(*how, formula=memory.Mifa())
         case "aced":
             return late.RecentMifa(*how, limit=g["limit"])
     return memory.ClusterVarp(*how, clusters=g["clusters"])

@@ -104,7 +104,7 @@ def test_running_statistics_are_those_of_the_memory(blobs):
 def test_what_a_server_stores_is_refused(blobs):
     with pytest.raises(fb.FedbraidError, match=r"memory='int4' is what a server stores.*codecs\.int4"):
         fb.fedadavr(memory="int4", held="client")
-    with pytest.raises(fb.FedbraidError, match="unknown held 'clients'; did you mean 'client'"):
+    with pytest.raises(fb.FedbraidError, match="held must be 'server' or 'client', got 'clients'"):
         fb.fedvarp(held="clients")
     with pytest.raises(fb.FedbraidError, match="uploads \\['change'\\] and no update; use the inner codec"):
         fb.with_codecs(fb.fedvarp(held="client"), up=fb.codecs.of_weights(fb.codecs.int8()))

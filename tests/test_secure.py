@@ -416,11 +416,11 @@ def test_shares_of_noise_are_refused_where_they_would_not_be_what_they_claim(mak
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: fb.secure(fb.fedvarp()), r"fedvarp gathers by Varp.*held='client'"),
-        (lambda: fb.secure(fb.mifa()), r"mifa gathers by Mifa"),
-        (lambda: fb.secure(fb.fedadavr()), r"fedadavr gathers by VarianceReduced"),
+        (lambda: fb.secure(fb.fedvarp()), r"fedvarp gathers by ServerMemory.*held='client'"),
+        (lambda: fb.secure(fb.mifa()), r"mifa gathers by ServerMemory"),
+        (lambda: fb.secure(fb.fedadavr()), r"fedadavr gathers by ServerMemory"),
         (lambda: fb.secure(fb.cluster_fedvarp(2)), r"ClusterVarp"),
-        (lambda: fb.secure(fb.ca2fl()), r"gathers by Varp"),
+        (lambda: fb.secure(fb.ca2fl()), r"gathers by ServerMemory"),
         (lambda: fb.secure(fb.fednova()), r"the number 'a'"),
         (lambda: fb.secure(fb.mfl(optimizer="adam")), r"'v', which is never negative and crosses links as its root"),
         (lambda: fb.secure(fb.scaffold()), r"'dc', whose range is not declared; .*range=\{'delta': 1.0, 'dc': 1.0\}"),

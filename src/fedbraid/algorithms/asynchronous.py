@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedbraid.algorithms._build import ADAPTIVE_RATE, BUFFER, PLAIN, SERVER_RATE, builder, searched
-from fedbraid.algorithms.memory import Mifa, Varp
+from fedbraid.algorithms.memory import Mifa, ServerMemory
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, one_of
 from fedbraid.core.context import ServerContext, Staleness, Tree, Uploads, Vectors
@@ -77,7 +77,7 @@ def fedasync(
 @searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
 def ca2fl(lr: float = 1.0) -> Algorithm:
     """CA²FL: FedVARP's memory under a buffer: h̄ + mean_B(Δ_i − h_i), then h_i ← Δ_i."""
-    return Algorithm(gather=Varp("uniform"), server=pipeline(Scale(lr)), work=PLAIN)
+    return Algorithm(gather=ServerMemory("uniform"), server=pipeline(Scale(lr)), work=PLAIN)
 
 
 # ACE and ACED ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _with_dates(table: UpdateTable, dates: dict[int, int]) -> DatedUpdates:
 @searched(lr=SERVER_RATE)
 def ace(limit: int | None = None, lr: float = 1.0) -> Algorithm:
     """ACE: the mean of everybody's last update at every arrival (`fb.immediate`); with a limit ACED, which leaves out old ones."""
-    gather = Mifa("uniform") if limit is None else RecentMifa("uniform", limit=limit)
+    gather = ServerMemory("uniform", formula=Mifa()) if limit is None else RecentMifa("uniform", limit=limit)
     return Algorithm(gather=gather, server=pipeline(Scale(lr)), work=PLAIN)
 
 

@@ -85,9 +85,10 @@ class Statistics(Transform):
 
 @dataclass(frozen=True)
 class Inverted(Statistics):
-    """FedGBO: g̃ = I(x, x⁺, s, a, η), s ← T(g̃, s), each client's s as it was sent.
+    """FedGBO (Algorithm 1): g̃ = I(x_t, x_{t+1}, s) with ηa, then s ← T(g̃, s), each client's s as it was sent.
 
-    I is affine in the move, so the sums of I(Δ_i/η) and of I(0) are all that the cohort's mean a need be known for.
+    a is the cohort's mean, known when the step closes, and I is affine in the move, so that
+    I with ηa is I(x_t, x_t, s) + (I with η − I(x_t, x_t, s))/a.
     """
 
     def traits(self) -> TransformTraits:
@@ -97,14 +98,16 @@ class Inverted(Statistics):
         return Upload("inverse"), Upload("inverse_of_0")
 
     def account(self, up: Uploads) -> Vectors:
-        move = up.vectors["delta"] / up.lr.to(up.vectors["delta"])
-        sent = {name: up.sent[name] for name in self.optimizer.statistics}
-        at_0 = self.optimizer.inverse(torch.zeros_like(up.sent["x"]), sent)
-        return {"inverse": self.optimizer.inverse(move, sent), "inverse_of_0": at_0}
+        move, lr = up.vectors["delta"], up.lr.to(up.vectors["delta"])  # x_t − x_{t+1}, η
+        s = {name: up.sent[name] for name in self.optimizer.statistics}
+        return {
+            "inverse": self.optimizer.inverse(move, s, lr),  # Table 1, I(x_t, x_{t+1}, s)
+            "inverse_of_0": self.optimizer.inverse(torch.zeros_like(up.sent["x"]), s, 1.0),  # I(x_t, x_t, s)
+        }
 
     def update(self, u: Vectors, s: Vectors, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Vectors]:
-        g = (u["inverse"] - u["inverse_of_0"]) / ctx.a + u["inverse_of_0"]  # Table 1, I
-        return u, self.optimizer.track(g, s)  # Table 1, T
+        g = u["inverse_of_0"] + (u["inverse"] - u["inverse_of_0"]) / ctx.a  # g̃_t ← I(x_t, x_{t+1}, s_t, K, η)
+        return u, self.optimizer.track(g, s)  # s_{t+1} ← T(g̃_t, s_t)
 
 
 @dataclass(frozen=True)

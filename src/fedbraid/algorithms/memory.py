@@ -6,7 +6,7 @@ The server keeps it, or each client its own (`held="client"`): then differences 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,63 +14,89 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import SERVER_RATE, builder, searched
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.check import integer, number
+from fedbraid.core.check import integer, number, one_of
+from fedbraid.core.codec import Codec
 from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
-from fedbraid.core.gather import DeltaGather, Gather, Mean, Metrics, add_weighted_, check_weights
+from fedbraid.core.gather import DeltaGather, Mean, Metrics, add_weighted_, check_weights
 from fedbraid.core.layout import Layout
 from fedbraid.core.rule import Rule
-from fedbraid.core.traits import GatherTraits, RuleTraits, TransformTraits, UpdateMemory
+from fedbraid.core.traits import (
+    GatherTraits,
+    MemoryFormula,
+    MemoryStep,
+    RuleTraits,
+    TransformTraits,
+    UpdateMemory,
+)  # fmt: skip
 from fedbraid.core.transform import Scale, Transform, pipeline
 from fedbraid.core.update_table import UpdateTable, UpdateTableStep
 from fedbraid.core.vector_spec import Upload
-from fedbraid.errors import ConfigError, unknown
+from fedbraid.errors import ConfigError
 from fedbraid.schedule import Ints
+
+# The formulas ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LastUpdateGather(DeltaGather):
-    """y_i ← Δ_i for whoever comes. A subclass says what update that makes."""
+class Varp(MemoryFormula):
+    """FedVARP (Algorithm 1), which is SAGA: G = Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j."""
+
+    defined_for_async = True  # CA²FL
+
+    def update(self, m: MemoryStep, lr: float) -> Tensor:
+        return m.change + (m.before / m.population).to(m.change)
+
+
+@dataclass(frozen=True)
+class Mifa(MemoryFormula):
+    """MIFA (Algorithm 1): G = Σ p_j y_j over every client seen so far, y_i ← Δ_i first."""
+
+    averages_stored = True
+    defined_for_async = True  # ACE
+
+    def update(self, m: MemoryStep, lr: float) -> Tensor:
+        return (m.after / max(m.seen, 1.0)).to(m.change)  # with noise, Σ w_j may be less than one client's
+
+
+# Held by the server ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerMemory(DeltaGather):
+    """The server keeps a table: y_i ← v_i through the codec for i ∈ S, v_i being Δ_i or, where the formula says, Δ_i/η."""
+
+    formula: MemoryFormula = field(default_factory=Varp)
+    codec: Codec | None = None
+
+    def traits(self) -> GatherTraits:
+        memory = None if self.formula.averages_stored else UpdateMemory(self.formula, self.codec)
+        fits_async = self.formula.defined_for_async and self.weights == "uniform"
+        return GatherTraits(weights=self.weights, memory=memory, defined_for_async=fits_async)
 
     def init(self, x: Tensor, layout: Layout) -> UpdateTable:
-        return UpdateTable.open(x, None, layout)
+        return UpdateTable.open(x, self.codec, layout)  # every y_i is 0 at first
 
     def zero_delta(self, s: UpdateTable, x: Tensor) -> UpdateTableStep:
         return s.begin_step()
 
     def add_delta(self, mine: UpdateTableStep, up: Uploads, s: UpdateTable, x: Tensor) -> UpdateTableStep:
-        mine.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness))
+        rate = up.lr if self.formula.per_rate else None
+        mine.put(up.clients, up.vectors["delta"], up.p(self.weights), self.staleness(up.staleness), rate)
         return mine
+
+    def close_delta(
+        self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
+    ) -> tuple[Tensor, UpdateTable, Metrics]:
+        after, change, P_N = (
+            mine.close(),
+            mine.received_change / mine.weight,
+            population_weight(self.weights, ctx),
+        )
+        m = MemoryStep(change, mine.weight, mine.sum_before, after.total, after.seen, P_N)
+        return self.formula.update(m, ctx.lr), after, {}
 
     def remove_client(self, s: UpdateTable, client: int) -> UpdateTable:
         return s.without(client)
-
-    def traits(self) -> GatherTraits:  # with uniform weights CA²FL and ACE define them for stale updates
-        return GatherTraits(weights=self.weights, defined_for_async=self.weights == "uniform")
-
-
-@dataclass(frozen=True)
-class Varp(LastUpdateGather):
-    """FedVARP (SAGA): Σ_S p_i (Δ_i − y_i) + Σ_N p_j y_j, then y_i ← Δ_i for i ∈ S."""
-
-    def traits(self) -> GatherTraits:
-        return replace(super().traits(), memory=UpdateMemory())
-
-    def close_delta(
-        self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
-    ) -> tuple[Tensor, UpdateTable, Metrics]:
-        P_N = population_weight(self.weights, ctx)
-        return mine.received_change / mine.weight + mine.sum_before / P_N, mine.close(), {}
-
-
-@dataclass(frozen=True)
-class Mifa(LastUpdateGather):
-    """MIFA: y_i ← Δ_i for i ∈ S, then Σ p_j y_j over every client seen so far."""
-
-    def close_delta(
-        self, mine: UpdateTableStep, s: UpdateTable, ctx: ServerContext
-    ) -> tuple[Tensor, UpdateTable, Metrics]:
-        after = mine.close()
-        return (after.total / after.seen).float(), after, {}
 
 
 def population_weight(weights: str, ctx: ServerContext) -> float:
@@ -149,18 +175,22 @@ class MemorySum:
 
 
 @dataclass(frozen=True)
-class ClientMemorySum(Transform):
-    """The server's sum of what clients hold, from the mean of their changes. A subclass says what update that makes.
+class ClientMemory(Transform):
+    """The server keeps one sum of what clients hold, from the mean of their changes.
 
     Where the mean is noised, the noise of t steps gathers in the sum as N(0, t (zC)²); with `fade` ρ it does not grow
     beyond N(0, (zC)²/(1 − (1 − ρ)²)) before each step.
     """
 
+    formula: MemoryFormula = field(default_factory=Varp)
     weights: str = "samples"
     fade: float = 0.0
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
+
+    def traits(self) -> TransformTraits:
+        return TransformTraits(averages_client_memory=self.formula.averages_stored)
 
     def init(self, x: Tensor, layout: Layout) -> MemorySum:
         return MemorySum(torch.zeros_like(x, dtype=torch.float64))
@@ -172,63 +202,33 @@ class ClientMemorySum(Transform):
         return {"weight": up.p(self.weights)}
 
     def update(self, u: Vectors, s: MemorySum, x: Tensor, ctx: ServerContext) -> tuple[Vectors, MemorySum]:
-        P_S = ctx.cohort * float(u["weight"])
-        seen = ctx.cohort * float(u["first"]) if "first" in u else 0.0
-        new = MemorySum(torch.add(s.total, u["change"].double(), alpha=P_S), s.seen + seen)
-        delta = self.made(u["change"], P_S, s, new, ctx)
+        change, P_S, P_N = u["change"], ctx.cohort * float(u["weight"]), population_weight(self.weights, ctx)
+        first = ctx.cohort * float(u["first"]) if "first" in u else 0.0
+        new = MemorySum(torch.add(s.total, change.double(), alpha=P_S), s.seen + first)
+        delta = self.formula.update(MemoryStep(change, P_S, s.total, new.total, new.seen, P_N), ctx.lr)
         return {**u, "delta": delta, "gathered": delta}, self.skip(new, x)
 
     def skip(self, s: MemorySum, x: Tensor) -> MemorySum:
         return replace(s, total=(1 - self.fade) * s.total) if self.fade else s
 
-    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
-        """The update, of the cohort's mean change and its weight."""
-        raise NotImplementedError
-
     def absorb(self, s: MemorySum, contribution: Vectors) -> MemorySum:
-        seen = float(contribution["first"]) if "first" in contribution else 0.0
-        return MemorySum(s.total + contribution.get("change", 0), s.seen + seen)
-
-
-@dataclass(frozen=True)
-class ClientHeldVarp(ClientMemorySum):
-    """FedVARP: Σ_S p_i δ_i + Σ_N p_j y_j, the memories as they were."""
-
-    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
-        return change + (old.total / population_weight(self.weights, ctx)).float()
-
-
-@dataclass(frozen=True)
-class ClientHeldMifa(ClientMemorySum):
-    """MIFA: Σ p_j y_j over every client seen so far, the memories as they are now."""
-
-    def traits(self) -> TransformTraits:
-        return TransformTraits(averages_client_memory=True)
-
-    def made(self, change: Tensor, P_S: float, old: MemorySum, new: MemorySum, ctx: ServerContext) -> Tensor:
-        return (new.total / max(new.seen, 1.0)).float()  # less than one is noise
+        first = float(contribution["first"]) if "first" in contribution else 0.0
+        return MemorySum(s.total + contribution.get("change", 0), s.seen + first)
 
 
 def with_memory(
-    held: str,
-    weights: str,
-    fade: float,
-    server: Gather,
-    clients: ClientMemorySum,
-    *steps: Transform,
-    **rule: bool,
-) -> Algorithm:
-    """A gather that remembers, or clients that do and a sum of what they hold; then the server's steps."""
-    if held not in ("server", "client"):
-        raise unknown("held", held, ["server", "client"])
+    held: str, weights: str, fade: float, formula: MemoryFormula, *steps: Transform, codec: Codec | None = None
+) -> Algorithm:  # fmt: skip
+    """A server that remembers, or clients that do and a sum of what they hold; then the server's steps."""
+    one_of("held", held, ("server", "client"))
     if held == "server":
         if fade:
             raise ConfigError(
                 f"fade={fade} is of memory that clients hold; give held='client' or leave it out"
             )
-        return Algorithm(gather=server, server=pipeline(*steps))
-    rule_of_all = ClientHeldMemory(weights, fade=fade, **rule)
-    return Algorithm(rule_of_all, Mean(weights), pipeline(replace(clients, fade=fade), *steps))
+        return Algorithm(gather=ServerMemory(weights, formula=formula, codec=codec), server=pipeline(*steps))
+    rule = ClientHeldMemory(weights, formula.per_rate, formula.averages_stored, fade)
+    return Algorithm(rule, Mean(weights), pipeline(ClientMemory(formula, weights, fade), *steps))
 
 
 # One for several clients ----------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def fedvarp(lr: float = 1.0, weights: str = "samples", held: str = "server", fad
 
     Memory that clients hold may `fade`, by that share a step.
     """
-    return with_memory(held, weights, fade, Varp(weights), ClientHeldVarp(weights), Scale(lr))
+    return with_memory(held, weights, fade, Varp(), Scale(lr))
 
 
 @builder
@@ -320,7 +320,7 @@ def mifa(lr: float = 1.0, weights: str = "samples", held: str = "server", fade: 
 
     Memory that clients hold may `fade`, by that share a step.
     """
-    return with_memory(held, weights, fade, Mifa(weights), ClientHeldMifa(weights), Scale(lr), counted=True)
+    return with_memory(held, weights, fade, Mifa(), Scale(lr))
 
 
 @builder

@@ -23,7 +23,7 @@ from fedbraid.core.context import ServerContext, Staleness, Uploads, Vectors
 from fedbraid.core.gather import Gather, Metrics
 from fedbraid.core.layout import Layout
 from fedbraid.core.robust_rules import Decision, Judged, RobustRule, combined, products, total
-from fedbraid.core.traits import GatherTraits, UpdateMemory
+from fedbraid.core.traits import GatherTraits, MemoryStep, UpdateMemory
 from fedbraid.core.transform import Transform
 from fedbraid.core.update_table import UpdateTable
 from fedbraid.core.vector_spec import Upload
@@ -90,7 +90,7 @@ class Robust(Gather):
         """(Δ_i − y_i in the place of Δ_i, how many clients are new), y_i ← Δ_i; `stored` is what that changed in the table."""
         assert self.memory is not None
         g, rows = up.vectors["delta"], table.rows
-        g = g / up.lr.to(g) if self.memory.per_rate else g
+        g = g / up.lr.to(g) if self.memory.formula.per_rate else g
         old = {name: v.to(g.device) for name, v in rows.get(up.clients).items()}
         kept = torch.where(g.isfinite().all(1, keepdim=True), g, old["y"])
         rows.put(up.clients, {"weight": torch.ones_like(old["weight"]), "y": kept})
@@ -145,12 +145,12 @@ class Robust(Gather):
     ) -> tuple[Tensor, UpdateTable]:
         """(G, the table whose sum has followed what the rule let through)."""
         assert self.memory is not None
-        mean, cohort = table.total.float() / ctx.N, ctx.cohort
-        share = 1.0 if self.memory.normalise == "cohort" else cohort / ctx.N
-        G = share * u["delta"] + mean
-        stored = u.pop("stored", u["delta"])
-        total = torch.add(table.total, stored.double(), alpha=cohort)
-        return ctx.lr * G if self.memory.per_rate else G, UpdateTable(table.rows, total, table.seen + new)
+        before, seen = table.total.float(), table.seen + new
+        total = torch.add(
+            table.total, u.pop("stored", u["delta"]).double(), alpha=ctx.cohort
+        )  # ȳ ← ȳ + (|S|/N)·s̃
+        step = MemoryStep(u["delta"], ctx.cohort, before, total, seen, ctx.N)
+        return self.memory.formula.update(step, ctx.lr), UpdateTable(table.rows, total, seen)
 
     def _with_rest(
         self, u: Vectors, rest: Tensor, blocks: list[Uploads], ids: Any, clients: Any, finite: Tensor, base: Vectors

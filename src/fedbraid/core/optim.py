@@ -62,9 +62,9 @@ class Optimizer:
         s = self.track(g, s)
         return self.step(g, s, T), s
 
-    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
-        """I: the mean gradient behind `move` = (x_t − x_{t+1})/(ηa), made with statistics s; affine in `move`."""
-        return move
+    def inverse(self, move: Tensor, s: Vectors, rate: Tensor | float) -> Tensor:
+        """I(x_t, x_{t+1}, s) with `move` = x_t − x_{t+1} and `rate` = ηa: the gradient that U makes this move of; affine."""
+        return move / rate
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class SGDm(Optimizer):
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
         return s["m"]
 
-    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
-        return (move - self.beta * s["m"]) / (1 - self.beta)
+    def inverse(self, move: Tensor, s: Vectors, rate: Tensor | float) -> Tensor:
+        return (move / rate - self.beta * s["m"]) / (1 - self.beta)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class RMSProp(Optimizer):
     def step(self, g: Tensor, s: Vectors, T: int) -> Tensor:
         return self.apply(g, s)
 
-    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
-        return move * (s["v"].sqrt() + self.eps)
+    def inverse(self, move: Tensor, s: Vectors, rate: Tensor | float) -> Tensor:
+        return move / rate * (s["v"].sqrt() + self.eps)
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class Adam(Optimizer):
         root = math.sqrt(1 - self.beta2**T)
         return root, root / (1 - self.beta1**T)
 
-    def inverse(self, move: Tensor, s: Vectors) -> Tensor:
-        return (move * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)
+    def inverse(self, move: Tensor, s: Vectors, rate: Tensor | float) -> Tensor:
+        return (move / rate * (s["v"].sqrt() + self.eps) - self.beta1 * s["m"]) / (1 - self.beta1)
 
 
 @dataclass(frozen=True)

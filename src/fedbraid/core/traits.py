@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -86,12 +86,36 @@ def _any_cohort(clients: int) -> None:
 
 
 @dataclass(frozen=True)
-class UpdateMemory:
-    """G = Σ_S p_i (v_i − y_i) + ȳ, then y_i ← v_i through the codec; v_i is Δ_i or, `per_rate`, Δ_i/η."""
+class MemoryStep:
+    """What one server step did to the memory of every client's last vector y_j, whether the server or clients hold it."""
 
+    change: Tensor  # Σ_S s(τ_i) p_i (v_i − y_i) / Σ_S p_i, of what was received
+    weight: float  # Σ_S p_i
+    before: Tensor  # Σ w_j y_j as the step began
+    after: Tensor  # the same once y_i ← v_i, of what is stored
+    seen: float  # Σ w_j after the step, over the clients seen so far
+    population: float  # Σ_N p_j
+
+
+@dataclass(frozen=True)
+class MemoryFormula:
+    """The update that an algorithm makes of its memory."""
+
+    per_rate: ClassVar[bool] = False  # v_i is Δ_i/η, not Δ_i
+    averages_stored: ClassVar[bool] = False  # it is a mean of the stored vectors
+    defined_for_async: ClassVar[bool] = False  # with uniform weights a paper defines it for stale updates
+
+    def update(self, m: MemoryStep, lr: float) -> Tensor:
+        """G, of a cohort that trained with this rate on average."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """A formula over differences, and the codec through which the server stores what they are taken from."""
+
+    formula: MemoryFormula
     codec: Codec | None = None
-    per_rate: bool = False
-    normalise: str = "cohort"
 
 
 @dataclass(frozen=True)
@@ -107,7 +131,7 @@ class GatherTraits:
     quantized_fraction: float | None = None  # of the planned cohort, where that is not counted
     check_layout: Callable[[Layout], None] = _accept  # refuses models that it cannot gather
     check_cohort: Callable[[int], None] = _any_cohort  # refuses cohorts of too few clients
-    memory: UpdateMemory | None = None  # it corrects the cohort's mean by every client's last update
+    memory: UpdateMemory | None = None  # it averages differences from every client's last update
     counts_clients_once: bool = False  # |S| is the number of clients, however often each uploads
     drops_nonfinite: bool = False  # uploads that are not finite do not reach the model
     defined_for_async: bool = False  # a paper defines it for stale updates

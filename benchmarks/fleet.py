@@ -151,10 +151,10 @@ class Fleet:
         import torch
 
         from fedbraid.core.layout import Layout
-        from fedbraid.core.wire import frame
         from fedbraid.deploy import credentials
         from fedbraid.deploy.broker import Broker
         from fedbraid.deploy.local_fleet import free_port
+        from fedbraid.links.wire import frame
 
         self.folder, self.count, self.rounds = scratch / "fleet", count, rounds
         self.folder.mkdir()

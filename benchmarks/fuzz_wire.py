@@ -19,9 +19,9 @@ import torch
 
 from fedbraid.core.codec import Codec
 from fedbraid.core.layout import Layout
-from fedbraid.core.wire import decode_scalars, encode_scalars, pack_message, unpack_message
 from fedbraid.errors import WireError
 from fedbraid.links import codecs
+from fedbraid.links.wire import decode_scalars, encode_scalars, pack_message, unpack_message
 
 LAYOUT = Layout.from_shapes([("w", (4, 9)), ("b", (4,)), ("v", (2, 3, 3))])
 CODECS: list[Codec] = [

@@ -15,11 +15,11 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
 from fedbraid.deploy.nats_connection import CHUNK_BYTES, model_subject
 from fedbraid.deploy.node_nats import answer_chunks
 from fedbraid.deploy.transport import KINDS, MAGIC, ModelReference, OrderSigner, SignedOrder
+from fedbraid.links.identity import Identity
 
 FILE = Path(__file__).with_name("fleet_vectors.json")
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

@@ -12,12 +12,12 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import fedbraid as fb
-from fedbraid.core.wire import frame
 from fedbraid.deploy import Project
 from fedbraid.deploy.node import NodeRuntime
 from fedbraid.deploy.serve import serve
 from fedbraid.deploy.transport import OrderSigner, pack_answer, unpack_answer
 from fedbraid.deploy.transport_memory import MemoryBroker, MemoryNode, MemoryTransport
+from fedbraid.links.wire import frame
 
 LONG = 60.0  # seconds that a test waits for what must happen, however busy the machine
 WORK = "Work(lr=0.1, steps=3, batch=4)"

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import fedbraid as fb
-from fedbraid.core.link import PlainUplink
-from fedbraid.core.wire import encode_scalars, pack_message
 from fedbraid.errors import EngineError
+from fedbraid.links.plain import PlainUplink
+from fedbraid.links.wire import encode_scalars, pack_message
 
 c = fb.codecs
 ENGINES = ("in_process(backend='loop')", "in_process(backend='vmap')", "pool(workers=2)")

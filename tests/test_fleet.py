@@ -29,7 +29,6 @@ from typer.testing import CliRunner
 import fedbraid as fb
 from fedbraid.algorithms.registry import algorithm_from
 from fedbraid.cli import app
-from fedbraid.core.wire import MAGIC, frame, pack_message, unpack_message
 from fedbraid.deploy import admissions, departures, status_file
 from fedbraid.deploy.node_state import NodeMemory
 from fedbraid.deploy.node_table import EVENTS, Node, NodeState, NodeTable
@@ -38,6 +37,7 @@ from fedbraid.deploy.settings import Settings
 from fedbraid.deploy.transport import NodeIdentity, pack_answer, unpack_answer
 from fedbraid.deploy.troubles import Troubles, Wait
 from fedbraid.errors import ConfigError, RunError, WireError
+from fedbraid.links.wire import MAGIC, frame, pack_message, unpack_message
 from fedbraid.run.atomic_files import make_folder
 from fedbraid.run.checkpoint import Folder
 

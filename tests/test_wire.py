@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbraid.core.layout import Layout
-from fedbraid.core.wire import decode_scalars, encode_scalars, pack_message, unpack_message
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links import codecs
+from fedbraid.links.wire import decode_scalars, encode_scalars, pack_message, unpack_message
 
 LAYOUT = Layout.from_shapes([("w", (2, 5)), ("b", (2,))])
 V = torch.tensor([-1.0, -0.5, 0.0, 0.25, 0.5, 0.75, 1.0, -0.25, 0.125, 0.0, 3.0, -4.0])

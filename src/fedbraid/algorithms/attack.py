@@ -25,12 +25,13 @@ from fedbraid.core.check import number
 from fedbraid.core.context import ServerContext, Tree, Uploads, Vectors
 from fedbraid.core.gather import Gather, Metrics
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
+from fedbraid.core.link import Uplink, UploadContext, UploadResult
 from fedbraid.core.rule import Rule, chain
 from fedbraid.core.traits import GatherTraits, RuleTraits
 from fedbraid.core.transform import Transform
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError, unknown
+from fedbraid.links.plain import PlainUplink
 from fedbraid.links.private import PrivateUplink
 from fedbraid.links.wrapped import WrappedUplink
 

@@ -8,12 +8,12 @@ from fedbraid.algorithms._build import builder, searched
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.gather import Mean
-from fedbraid.core.link import PlainUplink
 from fedbraid.core.search_space import Categorical
 from fedbraid.core.transform import Scale, pipeline
 from fedbraid.errors import ConfigError
 from fedbraid.links.error_feedback import ErrorFeedback
 from fedbraid.links.hidden_state import HiddenState
+from fedbraid.links.plain import PlainUplink
 
 
 @builder

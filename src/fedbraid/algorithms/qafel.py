@@ -19,9 +19,9 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.codec import Codec
 from fedbraid.core.context import Staleness
 from fedbraid.core.gather import Mean
-from fedbraid.core.link import PlainUplink
 from fedbraid.links import codecs
 from fedbraid.links.hidden_state import HiddenState
+from fedbraid.links.plain import PlainUplink
 
 log = logging.getLogger("fedbraid")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from fedbraid.core.codec import Codec
 from fedbraid.core.context import ClientContext, ServerContext, Uploads, Vectors
 from fedbraid.core.gather import Gather, Mean
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import Downlink, PlainDownlink, PlainUplink, Uplink
+from fedbraid.core.link import Downlink, Uplink
 from fedbraid.core.rule import Rule, finished
 from fedbraid.core.traits import PersonalTraining
 from fedbraid.core.transform import Transform
@@ -31,17 +32,18 @@ class Algorithm:
     rule: Rule = field(default_factory=Rule)
     gather: Gather = field(default_factory=Mean)
     server: Transform = field(default_factory=Transform)
-    up: Uplink = field(default_factory=PlainUplink)
-    down: Downlink = field(default_factory=PlainDownlink)
+    up: Uplink = field(default_factory=lambda: plain_links().PlainUplink())
+    down: Downlink = field(default_factory=lambda: plain_links().PlainDownlink())
     name: str = field(default="", compare=False)  # the call that builds it, where a builder did
     work: Mapping[str, float] = field(
         default_factory=dict, compare=False, repr=False
     )  # settings of its paper's clients
 
     def __post_init__(self) -> None:
-        for link, plain in (("up", PlainUplink), ("down", PlainDownlink)):
+        plain = plain_links()
+        for link, over in (("up", plain.PlainUplink), ("down", plain.PlainDownlink)):
             if isinstance(getattr(self, link), Codec):
-                object.__setattr__(self, link, plain(getattr(self, link)))
+                object.__setattr__(self, link, over(getattr(self, link)))
         kinds = {"rule": Rule, "gather": Gather, "server": Transform, "up": Uplink, "down": Downlink}
         for name, kind in kinds.items():
             part = getattr(self, name)
@@ -142,6 +144,13 @@ class Algorithm:
         return bool(
             self.rule.init(torch.zeros(layout.size)) or self.up.init_client_state(self.uploads, layout)
         )
+
+
+def plain_links() -> ModuleType:
+    """The module of the neutral links, imported when an algorithm is built: wire and codecs stand above core."""
+    from fedbraid.links import plain
+
+    return plain
 
 
 def rehearse(a: Algorithm) -> None:

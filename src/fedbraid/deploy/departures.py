@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.core.context import Vectors
-from fedbraid.core.link import from_message
 from fedbraid.deploy.node_table import Node, NodeState
 from fedbraid.deploy.words import OperatorWord
 from fedbraid.errors import WireError
+from fedbraid.links.message import from_message
 
 if TYPE_CHECKING:
     from fedbraid.deploy.fleet import Fleet

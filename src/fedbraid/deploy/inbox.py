@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from fedbraid.core.context import Participation
-from fedbraid.core.link import UploadContext, add_overhead, unbundle
+from fedbraid.core.link import UploadContext
 from fedbraid.core.work import step_counts
 from fedbraid.deploy.norm_limit import LossLimit, NormLimit, Norms
 from fedbraid.deploy.transport import ANSWER_HEAD_LIMIT, ReceivedAnswer, unpack_answer
 from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import Diverged, WireError
+from fedbraid.links.message import add_overhead, unbundle
 from fedbraid.run.source import ServerStep
 from fedbraid.run.state import State
 from fedbraid.run.step import Population, advance

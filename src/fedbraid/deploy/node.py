@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.link import BroadcastContext, as_message, bundle
+from fedbraid.core.link import BroadcastContext
 from fedbraid.core.local_training import Gradient
 from fedbraid.core.work import Work
 from fedbraid.data.label_flip import flipped
@@ -40,6 +40,7 @@ from fedbraid.engines.backends import gradient
 from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Setup, TrainRequest, participate
 from fedbraid.errors import EngineError, InUseError, RunError
+from fedbraid.links.message import as_message, bundle
 from fedbraid.links.private import LocalNoise
 from fedbraid.run.atomic_files import make_folder, write_whole
 from fedbraid.run.budget import PrivacySetup, attach_privacy

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core.wire import U8
+from fedbraid.links.wire import U8
 
 Words = NDArray[np.uint64]
 Codes = NDArray[np.uint8] | NDArray[np.uint16]

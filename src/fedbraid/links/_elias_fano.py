@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbraid.core.wire import U8
 from fedbraid.errors import WireError
 from fedbraid.links import _bitpacking as bits
+from fedbraid.links.wire import U8
 
 I64 = NDArray[np.int64]
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fedbraid.core.check import one_of
-from fedbraid.core.codec import F32, Framed, checked, row_blocks
+from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout, Slot
-from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bitpacking import Codes, code_type, pack, packed_size, spare_bits, unpack
+from fedbraid.links.framed import Framed, checked, row_blocks
+from fedbraid.links.wire import U8, finite
 
 QUANTIZED_BIASES = 1 << 15
 CHUNK = 1 << 16  # numbers quantized at a time

@@ -5,8 +5,8 @@
 mixed(codec=uniform(bits=4), share=0.5)
 """
 
-from fedbraid.core.identity import Identity as identity
 from fedbraid.links.fp16 import Fp16 as fp16
+from fedbraid.links.identity import Identity as identity
 from fedbraid.links.kmeans import Kmeans as kmeans
 from fedbraid.links.qsgd import Qsgd as qsgd
 from fedbraid.links.shared import Shared as shared

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import PlainUplink
 from fedbraid.core.vector_spec import Upload
+from fedbraid.links.plain import PlainUplink
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.context import Vectors
-from fedbraid.core.identity import Identity
-from fedbraid.core.link import (
-    Broadcast,
-    BroadcastContext,
-    Downlink,
-    ModelVersion,
-    Sizes,
-    add_overhead,
-    as_tensor,
-    bundle,
-    encode_down,
-    message_overhead,
-    open_frames,
-    to_wire,
-)
-from fedbraid.core.wire import FRAME_BYTES, pack_message, unpack_message
+from fedbraid.core.link import Broadcast, BroadcastContext, Downlink, ModelVersion, Sizes, to_wire
 from fedbraid.errors import Diverged, WireError
+from fedbraid.links.identity import Identity
+from fedbraid.links.message import add_overhead, as_tensor, bundle, message_overhead
+from fedbraid.links.plain import encode_down, open_frames
+from fedbraid.links.wire import FRAME_BYTES, pack_message, unpack_message
 
 STRETCHED_LIMIT = 10  # steps in a row that a hidden state may stretch its error before the run is stopped
 

@@ -8,15 +8,9 @@ from typing import Any
 
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import (
-    Broadcast,
-    BroadcastContext,
-    PlainDownlink,
-    PlainUplink,
-    UploadContext,
-    UploadResult,
-)
+from fedbraid.core.link import Broadcast, BroadcastContext, UploadContext, UploadResult
 from fedbraid.core.vector_spec import Upload
+from fedbraid.links.plain import PlainDownlink, PlainUplink
 
 
 @dataclass(frozen=True)

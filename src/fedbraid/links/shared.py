@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.check import number
-from fedbraid.core.codec import F32, Framed, checked, row_blocks
+from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout
-from fedbraid.core.wire import U8
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links._bitpacking import code_type, pack, packed_size, spare_bits, unpack
 from fedbraid.links._layerwise import check_bits
+from fedbraid.links.framed import Framed, checked, row_blocks
+from fedbraid.links.wire import U8
 
 Grid = NDArray[np.int64]  # whole numbers of steps
 

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.check import number, one_of
-from fedbraid.core.codec import F32, Framed, checked
+from fedbraid.core.codec import F32
 from fedbraid.core.layout import Layout
-from fedbraid.core.wire import U8, finite
 from fedbraid.errors import ConfigError, WireError
 from fedbraid.links import _elias_fano as positions
+from fedbraid.links.framed import Framed, checked
+from fedbraid.links.wire import U8, finite
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 from fedbraid.core.codec import Codec
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
-from fedbraid.core.link import PlainUplink, Uplink, UploadContext, UploadResult
+from fedbraid.core.link import Uplink, UploadContext, UploadResult
 from fedbraid.core.vector_spec import Upload
+from fedbraid.links.identity import Identity
+from fedbraid.links.plain import PlainUplink
 
 
 @dataclass(frozen=True)
 class WrappedUplink(Uplink):
     """A link around another one."""
 
+    codec: Codec = field(default_factory=Identity)
     link: Uplink = field(default_factory=PlainUplink)
 
     def over(self, codec: Codec, only: tuple[str, ...] | None = None) -> Uplink:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fedbraid.core.check import number
 from fedbraid.core.codec import Codec
-from fedbraid.core.identity import Identity
 from fedbraid.core.layout import Layout
-from fedbraid.core.wire import kind_of
 from fedbraid.errors import ConfigError, WireError
+from fedbraid.links.identity import Identity
+from fedbraid.links.wire import kind_of
 
 
 @dataclass(frozen=True, repr=False)

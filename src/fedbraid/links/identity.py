@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid.core.codec import F32, Codec, Framed, checked
+from fedbraid.core.codec import F32, Codec
 from fedbraid.core.layout import Layout
-from fedbraid.core.wire import U8, finite
+from fedbraid.links.framed import Framed, checked
+from fedbraid.links.wire import U8, finite
 
 
 @dataclass(frozen=True, repr=False)

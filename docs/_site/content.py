@@ -37,7 +37,7 @@ MARK = re.compile(
 COMMENT = re.compile(
     r"^ *<!-- (?:cost|costs|table|picture|hooks|traits|cli)(?:: .*?)? -->\n|^ *<!-- end -->\n?", re.M
 )
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 PICTURES = sorted(ROOT.glob("experiments/*/*.png"))  # once: an experiment may draw while the site is built
 
@@ -55,11 +55,16 @@ def fill(markdown: str, uri: str) -> str:
     return MARK.sub(made, markdown)
 
 
+def where(page: Path) -> str:
+    """A page's place as seen from docs/."""
+    return Path(os.path.relpath(page, ROOT / "docs")).as_posix()
+
+
 def write() -> None:
     """Every page as it should be."""
     for path in PAGES:
         text = path.read_text()
-        filled = fill(text, path.relative_to(ROOT / "docs").as_posix())
+        filled = fill(text, where(path))
         if filled != text:
             path.write_text(filled)
             print(f"{path.relative_to(ROOT)} written")

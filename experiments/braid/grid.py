@@ -7,7 +7,9 @@ the paired ratio excludes 1.
 
 Scenario A: CIFAR-10 over 250 clients of one class each. Scenario B: Fashion-MNIST on 1,500 phones. Nine settings a
 row (three client rates by three of the server), on a seed of their own, judged on clients that do not train; then
-five other seeds. A row's seeds appear among the cells once all of its nine settings are done.
+five other seeds. A row's seeds appear among the cells once all of its settings are done. In scenario A tuning chose
+the least or the largest client rate for most rows, so the braid and all that its claims stand on have one more on
+either side: fifteen settings for each of these rows, which count once all of them have theirs.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from experiments._lib.reproduce import (
 )
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
+from fedbraid.study.energy import PROFILES
 from fedbraid.study.stats import interval
 
 HERE = Path(__file__).parent
@@ -153,12 +156,14 @@ class Scenario:
     load: Callable[[int], fb.Task]
     held: int  # clients held out for tuning, by label
     client_rates: tuple[float, ...]
+    more_rates: tuple[float, ...]  # of clients, for the rows that claims are about
     work: fb.Work
     rounds: fb.schedule.Rounds
     buffered: fb.schedule.Buffered
     tests: int  # over a run
     targets: tuple[float, ...]
     unit: str  # of time
+    per_unit: float = 1.0  # of the simulated clock
 
     def schedule(self, row: Row) -> fb.schedule.Schedule:
         return self.buffered if row.asynchronous else self.rounds
@@ -175,16 +180,16 @@ def minute() -> fb.clock.lognormal:
 SCENARIOS = {
     # The slowest of five half-normal durations takes 1.6 units in the mean, five uploads of five busy devices 0.8.
     "A": Scenario(
-        cifar10, 3, (0.001, 0.00316, 0.01), fb.Work(epochs=1, batch=20, momentum=0.9),
+        cifar10, 3, (0.001, 0.00316, 0.01), (0.000316, 0.0316), fb.Work(epochs=1, batch=20, momentum=0.9),
         fb.rounds(300, clients=5, durations=fb.clock.halfnormal()), fb.buffered(600, buffer=5, concurrency=5), 30, (0.4,), "units",
     ),
     "B": Scenario(
-        phones, 10, (0.01, 0.0316, 0.1), fb.Work(epochs=2, batch=20),
+        phones, 10, (0.01, 0.0316, 0.1), (), fb.Work(epochs=2, batch=20),
         fb.rounds(600, clients=10, durations=minute(), bandwidth=thin(), availability=fb.clock.availability("phones")),
         fb.buffered(
             1200, buffer=10, concurrency=10, arrivals="closed", durations=minute(), bandwidth=thin(),
             availability=fb.clock.availability("phones"),
-        ), 50, (0.75, 0.82), "hours",
+        ), 50, (0.75, 0.82), "hours", 3600.0,
     ),
 }  # fmt: skip
 
@@ -231,9 +236,10 @@ def cell(which: str, row: Row, setting: Setting, seed: int) -> Cell:
     )  # fmt: skip
 
 
-def tuning(which: str, row: Row) -> dict[Setting, Cell]:
-    settings = [(c, s) for c in SCENARIOS[which].client_rates for s in row.rates]
-    return {setting: cell(which, row, setting, TUNING) for setting in settings}
+def tuning(which: str, row: Row, rates: Sequence[float] | None = None) -> dict[Setting, Cell]:
+    """The settings of a row with these client rates, the three of all rows unless others are given."""
+    chosen = SCENARIOS[which].client_rates if rates is None else rates
+    return {(c, s): cell(which, row, (c, s), TUNING) for c in chosen for s in row.rates}
 
 
 def lines_of(part: str) -> dict[str, Line]:
@@ -247,9 +253,22 @@ def final(line: Line) -> float:
     return 10.0 if line["diverged"] else 100 * tail(line, line["steps"] // 5)
 
 
+def has_more(which: str, done: Mapping[str, Line]) -> bool:
+    """Whether every row that a claim is about has been run at the further client rates, too."""
+    more = SCENARIOS[which].more_rates
+    wanted = [c.name for row in (*MAIN, *WITHOUT) for c in tuning(which, row, more).values()]
+    return bool(wanted) and all(name in done for name in wanted)
+
+
+def settings(which: str, row: Row, done: Mapping[str, Line]) -> dict[Setting, Cell]:
+    """All that a row's setting is chosen from."""
+    more = SCENARIOS[which].more_rates if row in (*MAIN, *WITHOUT) and has_more(which, done) else ()
+    return tuning(which, row, (*SCENARIOS[which].client_rates, *more))
+
+
 def best(which: str, row: Row, done: Mapping[str, Line]) -> Setting | None:
-    """The setting that is best on the held-out clients, once all nine are there."""
-    tried = {setting: done.get(c.name) for setting, c in tuning(which, row).items()}
+    """The setting that is best on the held-out clients, once all are there."""
+    tried = {setting: done.get(c.name) for setting, c in settings(which, row, done).items()}
     found = {setting: final(line) for setting, line in tried.items() if line is not None}
     return max(found, key=lambda setting: found[setting]) if len(found) == len(tried) else None
 
@@ -267,6 +286,8 @@ def cells() -> list[Cell]:
             found += [c for row in rows for c in tuning(which, row).values()]
             of_row = [seeds(which, row, done) for row in rows]
             found += [c for same_seed in zip(*[some for some in of_row if some]) for c in same_seed]
+        more = SCENARIOS[which].more_rates
+        found += [c for row in (*MAIN, *WITHOUT) for c in tuning(which, row, more).values()]
     return found
 
 
@@ -293,7 +314,14 @@ def reached(line: Line, target: float) -> int | None:
 def spent(line: Line, key: str, target: float) -> float | None:
     """What was spent by the first test that reached the target, None where none did."""
     at = reached(line, target)
-    return None if at is None else float(line["curve"][key][at])
+    return None if at is None else spent_by(line, key, at)
+
+
+def spent_by(line: Line, key: str, at: int) -> float:
+    """What was spent by a test; joules of computing and of messages, without those of waiting for a network."""
+    if key == "joules":
+        return PHONE.joules(*(line["curve"][k][at] for k in ("flops", "bytes_up", "bytes_down")))
+    return float(line["curve"][key][at])
 
 
 def ended(line: Line, key: str = "accuracy") -> float:
@@ -301,7 +329,11 @@ def ended(line: Line, key: str = "accuracy") -> float:
     return 0.0 if line["diverged"] else 100 * tail(line, line["steps"] // 5, key)
 
 
-COSTS = (("time", 1.0, 0), ("bytes_up", 1e6, 1), ("bytes_down", 1e6, 1), ("bytes_broadcast", 1e6, 1))
+PHONE = PROFILES["phone-wifi"]
+COSTS = (
+    ("time", 1.0, 0), ("bytes_up", 1e6, 1), ("bytes_down", 1e6, 1), ("bytes_broadcast", 1e6, 1), ("joules", 1.0, 0),
+)  # fmt: skip
+PAIRED = ("time", "bytes_up", "bytes_down", "joules")
 
 
 def to_target(lines: Mapping[int, Line], key: str, target: float, scale: float, digits: int) -> str:
@@ -314,44 +346,73 @@ def to_target(lines: Mapping[int, Line], key: str, target: float, scale: float, 
 def table(done: Done, which: str, rows: Sequence[Row], target: float) -> str:
     head = [
         f"scenario {which}", "settings chosen (client, server)", "seeds", f"{SCENARIOS[which].unit} to {100 * target:.0f} %", "MB up to it",
-        "MB down to it, to each client by itself", "MB broadcast once", "accuracy, last fifth", "worst tenth of clients",
+        "MB down to it, to each client by itself", "MB broadcast once", "joules of all clients", "accuracy, last fifth",
+        "worst tenth of clients",
     ]  # fmt: skip
     made = []
     for row in rows:
         lines, chosen = of_row(done, which, row), best(which, row, done)
         if chosen is None:
             continue
-        costs = [to_target(lines, k, target, scale, digits) if lines else "–" for k, scale, digits in COSTS]
+        costs = [
+            to_target(lines, k, target, SCENARIOS[which].per_unit if k == "time" else scale, digits)
+            if lines
+            else "–"
+            for k, scale, digits in COSTS
+        ]
         ends = [spread([ended(x, k) for x in lines.values()]) for k in ("accuracy", "accuracy_worst_tenth")]
         made.append([row.name, f"{chosen[0]:g}, {chosen[1]:g}", str(len(lines)), *costs, *ends])
     return markdown(head, made, text=(0, 1))
 
 
-def ratios(done: Done, which: str, other: Row, key: str, target: float) -> list[float]:
-    """By seed, what the other spends for what the braid spends; infinite where the other does not get there."""
+@dataclass(frozen=True)
+class Ratio:
+    """What another row spends to the target for what the braid spends, of one seed.
+
+    Where only one of the two gets there, the other enters with all that its run spent: the ratio is at least that
+    much where the row does not, and at most where the braid does not. Where neither does there is no ratio.
+    """
+
+    value: float
+    bound: int = 0  # 1: at least the value; -1: at most
+
+
+def ratios(done: Done, which: str, other: Row, key: str, target: float) -> list[Ratio]:
+    """By seed, what the other spends for what the braid spends."""
     mine, theirs = of_row(done, which, BRAIDED), of_row(done, which, other)
     found = []
     for seed in sorted(mine.keys() & theirs.keys()):
-        a, b = spent(mine[seed], key, target), spent(theirs[seed], key, target)
-        if a is not None:
-            found.append(math.inf if b is None else b / a)
+        one, two = mine[seed], theirs[seed]
+        a, b = spent(one, key, target), spent(two, key, target)
+        if a is not None and b is not None:
+            found.append(Ratio(b / a))
+        elif a is not None:
+            found.append(Ratio(spent_by(two, key, -1) / a, 1))
+        elif b is not None:
+            found.append(Ratio(b / spent_by(one, key, -1), -1))
     return found
 
 
-def judged(values: Sequence[float]) -> tuple[str, int]:
-    """(the paired ratio with its 95 % interval, by logarithms; 1 if that is above 1, −1 if below, 0 if it holds 1).
+def judged(found: Sequence[Ratio]) -> tuple[str, int]:
+    """(the paired ratio with its 95 % interval, by logarithms; 1 if that is above 1, -1 if below, 0 if it holds 1).
 
-    >>> judged([2.0, 2.2, 1.9]), judged([math.inf, 1.0]), judged([1.5])
-    (('2.03 (1.69 to 2.44)', 1), ('not reached in 1 of 2', 0), ('1.50 (1 seed)', 0))
+    A ratio that is only known to be at least so much cannot show that the braid spends more, and the other way round.
+
+    >>> judged([Ratio(2.0), Ratio(2.2), Ratio(1.9)]), judged([Ratio(1.5)])
+    (('2.03 (1.69 to 2.44)', 1), ('1.50 (1 seed)', 0))
+    >>> judged([Ratio(2.0), Ratio(2.2, 1), Ratio(1.9)]), judged([Ratio(0.5, 1), Ratio(0.52)])
+    (('≥ 2.03 (1.69 to 2.44), not reached in 1 of 3', 1), ('≥ 0.51 (0.40 to 0.65), not reached in 1 of 2', 0))
     """
-    lost = sum(map(math.isinf, values))
-    if lost:
-        return f"not reached in {lost} of {len(values)}", 1 if lost == len(values) > 1 else 0
-    if len(values) < 2:
-        return (f"{values[0]:.2f} (1 seed)" if values else "–"), 0
-    found = interval([math.log(v) for v in values])
-    low, high = (math.exp(found.mean + sign * (found.half or 0.0)) for sign in (-1, 1))
-    return f"{math.exp(found.mean):.2f} ({low:.2f} to {high:.2f})", 1 if low > 1 else -1 if high < 1 else 0
+    if len(found) < 2:
+        return (f"{found[0].value:.2f} (1 seed)" if found else "–"), 0
+    over = interval([math.log(ratio.value) for ratio in found])
+    low, middle, high = (math.exp(v) for v in (over.low, over.mean, over.high))
+    more, less = (sum(ratio.bound == sign for ratio in found) for sign in (1, -1))
+    mark = "≥ " if more and not less else "≤ " if less and not more else "≈ " if less else ""
+    said = f"{mark}{middle:.2f} ({low:.2f} to {high:.2f})"
+    said += f", not reached in {more} of {len(found)}" if more else ""
+    said += f", by the braid not in {less} of {len(found)}" if less else ""
+    return said, 1 if low > 1 and not less else -1 if high < 1 and not more else 0
 
 
 def gains(done: Done, which: str, other: Row) -> list[float]:
@@ -377,13 +438,11 @@ def versus(done: Done, which: str, target: float) -> str:
     rows = []
     for row in ROWS:
         if row is not BRAIDED and (common := gains(done, which, row)):
-            costs = [
-                judged(ratios(done, which, row, key, target))[0] for key in ("time", "bytes_up", "bytes_down")
-            ]
+            costs = [judged(ratios(done, which, row, key, target))[0] for key in PAIRED]
             rows.append([row.name, str(len(common)), *costs, in_points(common)[0]])
     head = [
         f"scenario {which}: the row's for the braid's", "seeds", f"{SCENARIOS[which].unit} to {100 * target:.0f} %", "MB up", "MB down",
-        "the braid's accuracy less the row's, points",
+        "joules", "the braid's accuracy less the row's, points",
     ]  # fmt: skip
     return markdown(head, rows)
 
@@ -392,11 +451,11 @@ def status_table(done: Done) -> str:
     rows = []
     for which in SCENARIOS:
         for row in ROWS:
-            tried = sum(c.name in done for c in tuning(which, row).values())
+            wanted = settings(which, row, done)
+            tried = sum(c.name in done for c in wanted.values())
             if tried or which == "A":
-                rows.append(
-                    [which, row.name, f"{tried} of 9", f"{len(of_row(done, which, row))} of {len(SEEDS)}"]
-                )
+                runs = f"{len(of_row(done, which, row))} of {len(SEEDS)}"
+                rows.append([which, row.name, f"{tried} of {len(wanted)}", runs])
     rows += [
         [which, "all", "0 of 9", "0 of 5"] for which in SCENARIOS if not any(r[0] == which for r in rows)
     ]
@@ -404,19 +463,26 @@ def status_table(done: Done) -> str:
 
 
 def draw(done: Done, which: str) -> None:
-    """Accuracy over bytes up and over time, mean and range over seeds."""
+    """Accuracy over bytes up and over time, mean and range over seeds: beside the strands, and without one of them."""
     panels = []
-    for key, label, scale in (
-        ("bytes_up", "MB up", 1e6),
-        ("time", SCENARIOS[which].unit, 3600.0 if which == "B" else 1.0),
-    ):
-        curves = []
-        for row in MAIN:
-            lines = [x for x in of_row(done, which, row).values() if not x["diverged"]]
-            if lines:
-                scaled = [{"curve": {**x["curve"], key: [v / scale for v in x["curve"][key]]}} for x in lines]
-                curves.append(over_seeds(row.name, scaled, x=key, grey=row.name == "FedAvg"))
-        panels.append(Panel(f"scenario {which}", curves, x=label, log_x=key == "bytes_up"))
+    for rows, title in ((MAIN, "beside its strands"), ((BRAIDED, *WITHOUT), "without one strand")):
+        for key, label, scale in (
+            ("bytes_up", "MB up", 1e6),
+            ("time", f"{SCENARIOS[which].unit} of simulated time", SCENARIOS[which].per_unit),
+        ):
+            curves = []
+            for row in rows:
+                lines = [x for x in of_row(done, which, row).values() if not x["diverged"]]
+                if lines:
+                    scaled = [
+                        {"curve": {**x["curve"], key: [v / scale for v in x["curve"][key]]}} for x in lines
+                    ]
+                    name = row.name.removeprefix("braid ")
+                    curves.append(over_seeds(name, scaled, x=key, grey=row.name == "FedAvg"))
+            if len(curves) > 1:
+                about = f"the braid {title}, scenario {which}"
+                level = {f"{100 * target:.0f} %": target for target in SCENARIOS[which].targets}
+                panels.append(Panel(about, curves, x=label, log_x=key == "bytes_up", level=level))
     picture(HERE / f"scenario_{which}.png", panels, columns=2)
 
 
@@ -434,7 +500,22 @@ def report(done: Done) -> dict[str, str]:
         )
     shown = [row for row in ROWS if row.name in README_ROWS]
     order = sorted(shown, key=lambda row: README_ROWS.index(row.name))
-    return tables | {"first screen": table(done, "A", order, SCENARIOS["A"].targets[0])}
+    return tables | {"first screen": first_screen(done, order)}
+
+
+def first_screen(done: Done, rows: Sequence[Row]) -> str:
+    """Scenario A in five numbers a row."""
+    target, made = SCENARIOS["A"].targets[0], []
+    for row in rows:
+        if lines := of_row(done, "A", row):
+            costs = [to_target(lines, k, target, scale, digits) for k, scale, digits in COSTS[:3]]
+            ends = [spread([ended(x, k) for x in lines.values()]) for k in KEEP[:2]]
+            made.append([row.name, *costs, *ends])
+    head = [
+        "CIFAR-10, one class a client", f"time to {100 * target:.0f} %", "MB up to it", "MB down to it", "accuracy at the end",
+        "worst tenth of clients",
+    ]  # fmt: skip
+    return markdown(head, made)
 
 
 def better(done: Done, row: Row) -> list[bool | None]:
@@ -446,39 +527,71 @@ def better(done: Done, row: Row) -> list[bool | None]:
     ]
 
 
+def beside(done: Done, row: Row) -> str:
+    """A row's time, bytes and accuracy beside the braid's."""
+    target = SCENARIOS["A"].targets[0]
+    time, up = (judged(ratios(done, "A", row, key, target))[0] for key in ("time", "bytes_up"))
+    common = gains(done, "A", row)
+    return f"{row.name} ({len(common)} seeds) time {time}, MB up {up}, the braid's accuracy {in_points(common)[0]}"
+
+
 def question(done: Done, kind: str, item: str, says: str, all_three: bool) -> Claim:
     told, parts = [], []
     for row in (r for r in ROWS if r.kind == kind):
-        common = gains(done, "A", row)
-        found = better(done, row)
+        common, found = gains(done, "A", row), better(done, row)
         if common:
-            time, up = (
-                judged(ratios(done, "A", row, key, SCENARIOS["A"].targets[0]))[0]
-                for key in ("time", "bytes_up")
-            )
-            told.append(
-                f"{row.name} ({len(common)} seeds) time {time}, MB up {up}, accuracy {in_points(common)[0]}"
-            )
+            told.append(beside(done, row))
         if all_three:
             parts.append(None if None in found else all(found))
         else:
             lower = in_points(common)[1] > 0
             parts.append(None if None in found else found[0] or found[1] or lower)
     return Claim(
-        item,
-        says,
-        verdict(parts),
-        f"scenario A, the row's for the braid's: {'; '.join(told) or 'not run'}",
-        "fedbraid reproduce braid --part tune-A",
-    )
+        item, says, verdict(parts), f"scenario A, the row's for the braid's: {'; '.join(told) or 'not run'}",
+        "fedbraid reproduce braid",
+    )  # fmt: skip
 
 
 def claims(done: Done) -> list[Claim]:
+    phones = lines_of("B")
     return [
         question(done, "single", "beside every strand alone", "less simulated time and fewer bytes to the target, at no lower accuracy", True),
         question(done, "without", "without one strand", "every braid without one strand loses on time, bytes or accuracy", False),
-        Claim("scenario B", "the same on phones", "open" if not lines_of("B") else "partly", "not run" if not lines_of("B") else "see the tables", "fedbraid reproduce braid --part tune-B"),
+        Claim("scenario B", "the same on phones", "open", f"{len(phones)} runs so far" if phones else "not run", "fedbraid reproduce braid --part tune-B"),
     ]  # fmt: skip
+
+
+def at_an_edge(done: Done, rows: Sequence[Row]) -> list[str]:
+    """Rows whose chosen setting is the least or the largest that was tried, with what is."""
+    found = []
+    for row in rows:
+        chosen = best("A", row, done)
+        tried = settings("A", row, done)
+        if chosen is None:
+            continue
+        ends = [
+            f"{name} {chosen[i]:g}"
+            for i, name in enumerate(("client", "server"))
+            if chosen[i] in (min(s[i] for s in tried), max(s[i] for s in tried))
+        ]
+        found += [f"{row.name} ({', '.join(ends)})"] if ends else []
+    return found
+
+
+def without(done: Done) -> str:
+    """What each strand is worth: a sentence on the braids without one."""
+    told = []
+    for row in WITHOUT:
+        common, found = gains(done, "A", row), better(done, row)
+        if len(common) == len(SEEDS):
+            lower = in_points(common)[1] > 0
+            lost = [n for n, f in zip(("time", "bytes", "accuracy"), (found[0], found[1], lower)) if f]
+            told.append(f"{row.name.removeprefix('braid ')} on {' and '.join(lost) or 'nothing'}")
+    return (
+        f"The braid without one strand loses: {'; '.join(told)} (95 % intervals over 5 paired seeds)."
+        if told
+        else ""
+    )
 
 
 def sentences(done: Done) -> list[str]:
@@ -494,27 +607,22 @@ def sentences(done: Done) -> list[str]:
         lines = of_row(done, "A", row)
         if lines and mine:
             time, up = (judged(ratios(done, "A", row, key, target)) for key in ("time", "bytes_up"))
-            common = len(gains(done, "A", row))
-            cost = (
-                f"takes {time[0]} times the time and {up[0]} times the MB up"
-                if "not" not in time[0]
-                else f"does not reach it in {time[0].removeprefix('not reached in ')} seeds"
-            )
+            common, there = gains(done, "A", row), sum(reached(x, target) is not None for x in lines.values())
+            missed = "" if there == len(lines) else f" reaches it in {there} of {len(lines)} seeds;"
+            factor = [v[0].partition(",")[0] for v in (time, up)]
             said.append(
-                f"{row.name} {cost}; the braid ends {in_points(gains(done, 'A', row))[0]} points above it ({common} paired seeds, 95 % intervals)."
+                f"{row.name}{missed} takes {factor[0]} times the time and {factor[1]} times the MB up; the braid ends"
+                f" {in_points(common)[0]} points above it ({len(common)} paired seeds, 95 % intervals)."
             )
-    picked = {row.name: best("A", row, done) for row in MAIN}
-    edge = [
-        name
-        for name, setting in picked.items()
-        if setting and setting[0] in (min(SCENARIOS["A"].client_rates), max(SCENARIOS["A"].client_rates))
-    ]
-    if edge:
+    if worth := without(done):
+        said.append(worth)
+    if edge := at_an_edge(done, (*MAIN, *WITHOUT)):
         said.append(
-            f"The client rate that tuning chose is the least or the largest of the three for {', '.join(edge)}: a wider range may serve them better."
+            f"Tuning chose the least or the largest that it was given for {', '.join(edge)}: a wider range may serve them better."
         )
     runs = {which: sum(len(of_row(done, which, row)) for row in ROWS) for which in SCENARIOS}
+    total = len(ROWS) * len(SEEDS)
     said.append(
-        f"Run so far: {runs['A']} of {len(ROWS) * len(SEEDS)} seeds of scenario A and {runs['B']} of {len(ROWS) * len(SEEDS)} of scenario B; the table of what is done says which."
+        f"Run so far: {runs['A']} of {total} seeds of scenario A and {runs['B']} of {total} of scenario B; the table of what is done says which."
     )
     return said

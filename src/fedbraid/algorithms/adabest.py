@@ -108,10 +108,19 @@ class MeanSamples(Transform):
 @builder
 @searched(mu=log(0.001, 0.2), beta=uniform(0.5, 0.98))
 def adabest(mu: float = 0.02, beta: float = 0.9, weights: str = "samples") -> Algorithm:
-    """AdaBest: adaptive bias estimates on clients (mu) and server (beta).
+    """AdaBest (Varno et al. 2022): bias estimates on clients (mu) and server (beta) that forget.
 
-    weights="progressive" is what its authors run on clients of unequal size: a uniform average, and a pull of
-    μ·n̄/n_i instead of μ on each client.
+    y ← y − η (g − h_i);  h_i ← h_i/(t − t_i') + μ Δ_i;  h ← β (h + x − x̄);  x ← x̄ − h
+
+    t_i' is the last round of client i. weights="progressive" is what its authors run on clients of unequal size: a uniform
+    average, and a pull of μ·n̄/n_i instead of μ on each client.
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.adabest(mu=0.02, beta=0.9)
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> result.last("accuracy") > 0.65
+    True
     """
     if weights == "progressive":
         server = pipeline(MeanSamples(), AdaptiveServer(beta))

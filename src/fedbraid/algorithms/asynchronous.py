@@ -49,7 +49,17 @@ def buffered_steps(lr: float, momentum: float) -> Pipeline:
 def fedbuff(
     lr: float = 1.0, momentum: float = 0.0, staleness: str = "sqrt", weights: str = "uniform"
 ) -> Algorithm:
-    """FedBuff: x ← x − lr · (1/K) Σ s(τ) Δ over a buffer of K uploads."""
+    """FedBuff (Nguyen et al. 2022): a step after every full buffer of K uploads.
+
+    x ← x − lr · (1/K) Σ s(τ_i) Δ_i, s(τ) = 1/√(1+τ) or, with staleness="constant", 1
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.fedbuff(lr=0.5)
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.buffered(20, buffer=4, concurrency=8))
+    >>> result.last("accuracy") > 0.5
+    True
+    """
     return Algorithm(
         gather=Mean(weights, Staleness(staleness)), server=buffered_steps(lr, momentum), work=PLAIN
     )
@@ -64,7 +74,17 @@ def fedasync(
     form: str = "delta",
     weights: str = "uniform",
 ) -> Algorithm:
-    """FedAsync: a step after every upload; form="delta" adds the update, "mixing" averages the models."""
+    """FedAsync (Xie et al. 2019): a step after every upload.
+
+    x ← x − lr · s(τ) Δ_i;  with form="mixing"  x ← (1 − lr · s(τ)) x + lr · s(τ) y_i
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.fedasync(lr=0.3, form="mixing")
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.immediate(40, concurrency=8))
+    >>> result.history[-1]["step"]
+    40
+    """
     one_of("form", form, ("delta", "mixing"))
     gather = (Mean if form == "delta" else Mixing)(weights, Staleness(staleness))
     return Algorithm(gather=gather, server=buffered_steps(lr, momentum), work=PLAIN)
@@ -76,7 +96,17 @@ def fedasync(
 @builder
 @searched(lr=SERVER_RATE, schedule={"buffer": BUFFER})
 def ca2fl(lr: float = 1.0) -> Algorithm:
-    """CA²FL: FedVARP's memory under a buffer: h̄ + mean_B(Δ_i − h_i), then h_i ← Δ_i."""
+    """CA²FL (Wang et al. 2024): FedVARP's memory under a buffer B.
+
+    x ← x − lr · (mean_j h_j + mean_B (Δ_i − h_i));  h_i ← Δ_i
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.ca2fl(lr=0.5)
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.buffered(20, buffer=4, concurrency=8))
+    >>> result.last("accuracy") > 0.65
+    True
+    """
     return Algorithm(gather=ServerMemory("uniform"), server=pipeline(Scale(lr)), work=PLAIN)
 
 
@@ -149,7 +179,18 @@ def _with_dates(table: UpdateTable, dates: dict[int, int]) -> DatedUpdates:
 @builder
 @searched(lr=SERVER_RATE)
 def ace(limit: int | None = None, lr: float = 1.0) -> Algorithm:
-    """ACE: the mean of everybody's last update at every arrival (`fb.immediate`); with a limit ACED, which leaves out old ones."""
+    """ACE (arXiv 2511.19066): the mean of every client's last update, a step at every arrival.
+
+    u_i ← Δ_i;  x ← x − lr · mean_j u_j
+
+    With `limit` it is ACED, which leaves out updates that are more than so many steps old.
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> result = fb.simulate(task, fb.ace(limit=20), fb.Work(lr=0.1, batch=10), fb.immediate(40, concurrency=8))
+    >>> result.history[-1]["step"]
+    40
+    """
     gather = ServerMemory("uniform", formula=Mifa()) if limit is None else RecentMifa("uniform", limit=limit)
     return Algorithm(gather=gather, server=pipeline(Scale(lr)), work=PLAIN)
 
@@ -198,6 +239,18 @@ class CautiousScale(Scale):
 def fadas(
     lr: float = 0.01, limit: int | None = None, beta1: float = 0.9, beta2: float = 0.99, eps: float = 1e-8
 ) -> Algorithm:
-    """FADAS: AMSGrad on a buffer's mean, with smaller steps where an upload is older than `limit`."""
+    """FADAS (Wang et al. 2024): AMSGrad on a buffer's mean, with smaller steps where an upload is old.
+
+    v̂ ← max(v̂, v);  x ← x − lr_t · m/(√v̂ + ε), lr_t = min(lr, 1/τ_max) where τ_max > `limit`, else lr
+
+    m and v are Adam's, not bias-corrected.
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.fadas(lr=0.01, limit=3)
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.buffered(20, buffer=4, concurrency=8))
+    >>> result.last("accuracy") > 0.4
+    True
+    """
     server: Transform = pipeline(Optimize(AMSGrad(beta1, beta2, eps)), CautiousScale(lr, limit))
     return Algorithm(gather=Mean("uniform"), server=server, work=PLAIN)

@@ -212,12 +212,18 @@ def attack(
 ) -> Algorithm:  # fmt: skip
     """Any algorithm some of whose clients are hostile: those of these ids, or a share of all.
 
+    of hostile i:  Δ_i ← −Δ_i, factor·Δ_i or N(0, σ²);  mean − z·deviation (ALIE), −ε·mean (IPM) or a copy of the honest ones
+
     `kind` is "sign_flip", "scale" (factor), "gaussian" (sigma), "label_flip", "alie" (z: the mean of the honest uploads less
     z standard deviations), "ipm" (eps: −ε times that mean) or "mimic" (a copy of one honest upload).
 
     >>> import fedbraid as fb
-    >>> fb.attack(fb.fedavg(), "alie", share=0.2, z=1.0).name
-    "attack(fedavg(), 'alie', share=0.2, z=1.0)"
+    >>> task = fb.tasks.load("digits", clients=20)
+    >>> attacked = fb.attack(fb.fedavg(), "sign_flip", share=0.4)
+    >>> work, schedule = fb.Work(lr=0.1, batch=10), fb.rounds(5, clients=20)
+    >>> found = [fb.simulate(task, a, work, schedule).last("accuracy") for a in (fb.fedavg(), attacked)]
+    >>> found[0] > found[1] + 0.1
+    True
     """
     if kind not in KINDS:
         raise unknown("attack", kind, KINDS)

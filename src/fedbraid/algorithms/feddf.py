@@ -92,5 +92,16 @@ def _leaves(tree: Tree) -> list[Tensor]:
 def feddf(
     steps: int = 50, rate: float = 1e-3, batch: int = 64, lr: float = 1.0, weights: str = "samples"
 ) -> Algorithm:
-    """FedDF: FedAvg, whose server then distils the cohort's models into the average on the task's public share."""
+    """FedDF (Lin et al. 2020): the cohort's models are distilled into their mean on the task's public share.
+
+    x̄ = x − lr · Σ_S p_i Δ_i;  `steps` times  x̄ ← Adam(x̄, ∇ KL(softmax(mean_S f(y_i)) ‖ softmax(f(x̄))))
+
+    >>> from dataclasses import replace
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> task = replace(task, public=task.test)  # what the server distils on; labels are not used
+    >>> result = fb.simulate(task, fb.feddf(steps=20), fb.Work(lr=0.1, batch=10), fb.rounds(5, clients=5))
+    >>> result.last("accuracy") > 0.4
+    True
+    """
     return Algorithm(gather=Ensemble(weights), server=pipeline(Scale(lr), Distil(steps, rate, batch)))

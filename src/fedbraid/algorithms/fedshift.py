@@ -32,5 +32,15 @@ class Shift(Transform):
 
 @builder
 def fedshift(a: Algorithm) -> Algorithm:
-    """Any algorithm, its averaged model shifted by the share of quantised clients."""
+    """Any algorithm, its averaged model x̄ shifted by the share of quantized clients in the cohort.
+
+    x̄_ℓ ← x̄_ℓ − (I/|S|) · mean(x̄_ℓ) per matrix or kernel ℓ, I of the cohort's |S| clients being quantized
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.fedshift(fb.fedpaq(fb.codecs.mixed(fb.codecs.kmeans(4), share=0.5)))
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> result.last("accuracy") > 0.45
+    True
+    """
     return replace(a, server=pipeline(a.server, Shift()), name="")

@@ -77,5 +77,16 @@ class Trail(Transform):
 @builder
 @searched(tau=IntRange(2, 20), beta=uniform(0.5, 0.95))
 def ghbm(tau: int = 10, beta: float = 0.9, lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """GHBM: momentum over as many rounds as it takes to hear of everybody, tau = N over a cohort; beta=0 is FedAvg."""
+    """GHBM (Zaccone et al. 2025): momentum over the last tau rounds, as many as it takes to hear of all clients.
+
+    M = (x_{t−τ} − x_t)/τ, zero while t < τ;  y ← y − η (g + (β/(a η)) M)
+
+    tau = N over a cohort is the paper's; beta=0 is FedAvg.
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> result = fb.simulate(task, fb.ghbm(tau=4, beta=0.9), fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> result.last("accuracy") > 0.6
+    True
+    """
     return Algorithm(HeavyBall(beta), Mean(weights), pipeline(Scale(lr), Trail(tau)), work=PLAIN)

@@ -170,10 +170,16 @@ def _trained(layout: Layout) -> tuple[Layout, Tensor]:
 
 @builder
 def exact_lora(a: Algorithm) -> Algorithm:
-    """Any algorithm that averages, its adapters' products averaged exactly (FedEx-LoRA).
+    """Any algorithm that averages, its adapters' products averaged exactly (FedEx-LoRA, Singhal et al. 2025).
+
+    A ← Ā, B ← B̄;  W ← W + s (Σ_S p_i (B_i A_i − BA) − (B̄Ā − BA)), so that W + sBA moves by the mean
 
     The model is prepared with `fb.lora.move_base`. Uploads are as large as ever; what is sent down is larger by the
     weights below the adapters, which a client that was away could not rebuild from any one change.
+
+    >>> import fedbraid as fb
+    >>> fb.exact_lora(fb.fedprox(mu=0.1)).gather
+    Products(mean=Mean(weights='samples', staleness=Staleness(kind='constant', a=0.5, b=4.0)))
     """
     who = a.name.split("(")[0] or "this algorithm"
     if not isinstance(a.gather, Mean) or not a.gather.traits().is_weighted_mean:

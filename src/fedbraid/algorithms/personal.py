@@ -34,7 +34,16 @@ class PersonalLayers(Rule):
 
 @builder
 def fedper(lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """FedPer: FedAvg over the shared layers; the task's personal ones, such as the head, are trained and stay."""
+    """FedPer (Arivazhagan et al. 2019): FedAvg over the shared layers; the task's personal ones stay with their client.
+
+    (y, z_i) ← (y, z_i) − η ∇f_i(y, z_i);  x ← x − lr · Σ_S p_i Δ_i over the shared y alone
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)", personal=("3.*",), test_shares=True)
+    >>> result = fb.simulate(task, fb.fedper(), fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> sum(client["accuracy"] for client in result.per_client()) / 20 > 0.6
+    True
+    """
     return Algorithm(PersonalLayers(), Mean(weights), pipeline(Scale(lr)))
 
 
@@ -63,7 +72,16 @@ class HeadFirst(Rule):
 
 @builder
 def fedrep(head: float = 0.5, lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """FedRep: in each visit the task's personal parts are trained first, then the shared ones alone."""
+    """FedRep (Collins et al. 2021): the task's personal parameters are trained first, then the shared ones.
+
+    z_i ← z_i − η ∇_z f_i(y, z_i) for a share `head` of the steps, then  y ← y − η ∇_y f_i(y, z_i);  x ← x − lr · Σ_S p_i Δ_i
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)", personal=("3.*",), test_shares=True)
+    >>> result = fb.simulate(task, fb.fedrep(head=0.5), fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> sum(client["accuracy"] for client in result.per_client()) / 20 > 0.6
+    True
+    """
     return Algorithm(HeadFirst(head), Mean(weights), pipeline(Scale(lr)))
 
 
@@ -95,7 +113,16 @@ class DittoModel(Rule):
 
 @builder
 def ditto(lam: float = 0.1, lr: float = 1.0, weights: str = "samples") -> Algorithm:
-    """Ditto: FedAvg, and a model of each client's own that is held near the common one with strength `lam`."""
+    """Ditto (Li et al. 2021): FedAvg, and beside it a model v_i of each client's that is held near the common one.
+
+    v_i ← v_i − η (∇f_i(v_i) + λ (v_i − x));  x ← x − lr · Σ_S p_i Δ_i
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> result = fb.simulate(task, fb.ditto(lam=0.1), fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> result.last("accuracy") > 0.5
+    True
+    """
     return Algorithm(DittoModel(lam), Mean(weights), pipeline(Scale(lr)))
 
 
@@ -135,7 +162,19 @@ class MoreauEnvelope(Rule):
 def pfedme(
     lam: float = 15.0, steps: int = 5, rate: float = 0.01, lr: float = 1.0, weights: str = "samples"
 ) -> Algorithm:
-    """pFedMe: clients' own models are `steps` steps of length `rate` from the common one, which follows them (`lr` is β)."""
+    """pFedMe (Dinh et al. 2020): each client's model θ_i is near the common one, which follows it.
+
+    `steps` times  θ_i ← θ_i − rate · (∇f_i(θ_i) + λ (θ_i − y));  y ← y − η λ (y − θ_i);  x ← x − lr · Σ_S p_i Δ_i
+
+    `lr` is the paper's β.
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> algorithm = fb.pfedme(lam=15.0, steps=5, rate=0.01)
+    >>> result = fb.simulate(task, algorithm, fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> result.last("loss") < 2.4
+    True
+    """
     return Algorithm(MoreauEnvelope(lam, steps, rate), Mean(weights), pipeline(Scale(lr)))
 
 
@@ -169,5 +208,14 @@ class FixedModel(Transform):
 
 @builder
 def local_only() -> Algorithm:
-    """No federation: each client trains by itself, and nothing travels; what others gain, they gain over this."""
+    """No federation: each client trains by itself, and nothing travels; what others gain, they gain over this.
+
+    y_i ← y_i − η ∇f_i(y_i);  x stays
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=20, partition="label_chunks(2)")
+    >>> result = fb.simulate(task, fb.local_only(), fb.Work(lr=0.1, batch=10), fb.rounds(10, clients=5))
+    >>> sum(record["bytes_up"] for record in result.history)
+    0
+    """
     return Algorithm(LocalOnly(), server=pipeline(FixedModel()), up=NullUplink(), down=NullDownlink())

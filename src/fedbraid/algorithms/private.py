@@ -232,6 +232,8 @@ def private(
 ) -> Algorithm:
     """Any algorithm with (ε, δ)-differential privacy of whole clients, or of single examples inside them.
 
+    Σ_S v_i·min(1, C/‖v_i‖) + N(0, (zC)² I), divided by the planned cohort, C being `clip` and z `noise`
+
     Every client's uploads are clipped to norm `clip`, or to one that follows the median norm ("adaptive"). Gaussian
     noise of deviation noise·clip goes on their sum, or with where="client" on each upload before it leaves; with
     where="distributed", over secure, each client adds a share of it in whole numbers (Skellam). Given
@@ -240,6 +242,13 @@ def private(
 
     With unit="example" every client clips the gradient of each of its examples and noises their sum, in every local
     step, whose batch takes each example with probability batch/n; all that leaves it is made of such gradients.
+
+    >>> import fedbraid as fb
+    >>> task = fb.tasks.load("digits", clients=100)
+    >>> private = fb.private(fb.fedavg(), clip=1.0, epsilon=8.0)
+    >>> result = fb.simulate(task, private, fb.Work(lr=0.1, batch=10), fb.rounds(2, clients=10))
+    >>> 0 < result.last("epsilon") <= 8
+    True
     """
     who, own = a.name.split("(")[0] or "this algorithm", _scales(a, scales)
     bound = _check(clip, noise, epsilon, delta, where)

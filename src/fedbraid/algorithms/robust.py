@@ -238,13 +238,19 @@ def robust(
 ) -> Algorithm:  # fmt: skip
     """Any algorithm that averages, with a rule that bears hostile clients in the place of the mean.
 
+    x ← x − rule(Δ_1, …, Δ_m);  with memory  s̃ = rule(Δ_i − y_i), G = s̃ + ȳ, ȳ ← ȳ + (|S|/N) s̃
+
     `rule` is "median", "trimmed_mean" (f), "krum" (f), "multi_krum" (f, q), "geometric_median", "centred_clip" (tau) or
     "norm_bound" (norm or quantile); `before` is "mixing" (f) or "bucketing" (s), which average neighbors or random groups
     first. f is how many clients of a cohort may be hostile. All clients count alike.
 
     >>> import fedbraid as fb
-    >>> fb.robust(fb.fedavg(), "trimmed_mean", f=2).name
-    "robust(fedavg(), 'trimmed_mean', f=2)"
+    >>> task = fb.tasks.load("digits", clients=20)
+    >>> hostile = fb.attack(fb.fedavg(), "scale", clients=[3, 4], factor=-10.0)
+    >>> robust = fb.robust(hostile, "multi_krum", f=2)
+    >>> result = fb.simulate(task, robust, fb.Work(lr=0.1, batch=10), fb.rounds(3, clients=20))
+    >>> result.history[0]["rejected"]
+    [3, 4]
     """
     who = a.name.split("(")[0] or "this algorithm"
     how = RobustRule(rule, f, q, tau, norm, quantile, before, s)

@@ -38,7 +38,7 @@ class ClientTable:
     `default` gives the row of a client that was never written, one `[width]` vector per name, which says
     what kind of numbers that name holds. With a codec, fractions as wide as the layout are kept quantised.
 
-    >>> rows = Rows({"h": torch.zeros(2)})
+    >>> rows = ClientTable({"h": torch.zeros(2)})
     >>> rows.put([7], {"h": torch.ones(1, 2)})
     >>> rows.get([7, 8])["h"].tolist()
     [[1.0, 1.0], [0.0, 0.0]]

@@ -219,7 +219,7 @@ def choose_neighbours(
     >>> choose_neighbours(20, None, None)
     (19, 10)
     >>> choose_neighbours(10_000, None, None)
-    (196, 98)
+    (136, 71)
     """
     if neighbours is None and threshold is None:
         for k in range(40, parties - 1, 4):

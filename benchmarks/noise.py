@@ -14,7 +14,7 @@ import math
 
 import fedbraid as fb
 from fedbraid.errors import Diverged
-from fedbraid.run import budget
+from fedbraid.privacy import accountant
 
 MULTIPLES = (0.25, 1.0, 2.0, 3.0, 10.0, 30.0)
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--clips", type=float, nargs="+", default=[0.3, 1.0])
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
-    budget.epsilon_of = lambda *_: math.nan  # the accountants would take most of the time
+    accountant.epsilon_of = lambda *_: math.nan  # the accountants would take most of the time
     task = fb.tasks.load("digits", clients=100)
     print("clip  cohort  rounds  noise  multiple  accuracy")
     for clip in asked.clips:

@@ -151,10 +151,10 @@ def test_a_fading_sum_is_of_what_clients_hold_faded(blobs, build, schedule):
 @pytest.mark.parametrize("rho", [0.0, 0.1])
 def test_noise_gathers_in_the_sum_and_fades(rho):
     """Of clients that change nothing, noise is all there is: N(0, t (zC)²), or no more than a geometric series of it."""
-    from fedbraid.algorithms.private import Noised
     from fedbraid.core.context import ServerContext
     from fedbraid.core.gather import Sums
     from fedbraid.core.layout import Layout
+    from fedbraid.privacy.parts import Noised
 
     d, z, C, N = 20_000, 1.5, 0.3, 50
     a = fb.private(fb.fedvarp(held="client", fade=rho), clip=C, noise=z)

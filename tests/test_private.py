@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import fedbraid as fb
-from fedbraid.algorithms.private import Noised
 from fedbraid.core.context import ServerContext, Uploads
-from fedbraid.links.private import clipped as cut
+from fedbraid.privacy.clipping import clipped as cut
+from fedbraid.privacy.parts import Noised
 
 dp = pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
 from dp_accounting import pld, rdp  # noqa: E402
@@ -94,7 +94,7 @@ def test_noise_is_solved_for_the_whole_schedule(blobs):
 
 @pytest.mark.parametrize("schedule", [poisson(100), fb.rounds(100, clients=2), fb.buffered(100, buffer=2)])
 def test_a_huge_budget_is_kept_with_a_little_noise(schedule):
-    from fedbraid.run.budget import HOLLOW, Mechanism, solved
+    from fedbraid.privacy.mechanisms import HOLLOW, Mechanism, solved
 
     how, _ = Mechanism.of(schedule, 6)
     assert 0.99 * HOLLOW < how.epsilon(solved(how, 1e9, DELTA, 100), DELTA, 100) <= HOLLOW
@@ -638,7 +638,7 @@ def test_epsilon_is_what_pfl_says(kind, rate, z, steps):
     theirs = getattr(accountants, f"{kind}PrivacyAccountant")(
         num_compositions=steps, sampling_probability=rate, mechanism="gaussian", epsilon=None, delta=DELTA, noise_parameter=z
     )  # fmt: skip
-    from fedbraid.run.budget import Mechanism
+    from fedbraid.privacy.mechanisms import Mechanism
 
     assert Mechanism("poisson", rate).epsilon(z, DELTA, steps) == pytest.approx(theirs.epsilon, rel=1e-3)
 
@@ -656,7 +656,7 @@ def test_the_bar_says_what_was_spent():
 
 @pytest.mark.parametrize("where", ["server", "client"])
 def test_noise_is_set_beside_updates_before_training(where, caplog):
-    from fedbraid.run.budget import PrivacySetup, attach_privacy
+    from fedbraid.privacy.attach import PrivacySetup, attach_privacy
     from fedbraid.run.noise_outlook import outlook
 
     task, work = fb.tasks.load("digits", clients=20), fb.Work(lr=0.05, steps=1, batch=5)

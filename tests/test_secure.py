@@ -355,7 +355,7 @@ def test_the_divergence_of_a_share_is_bounded_as_the_paper_says(order, z):
     """Skellam against itself moved by the whole clip, summed over its probabilities: below the corollary, and near it."""
     from scipy.special import ive
 
-    from fedbraid.run.budget import Mechanism
+    from fedbraid.privacy.mechanisms import Mechanism
 
     grain = 30
     variance = (z * grain) ** 2

@@ -32,8 +32,8 @@ from fedbraid.core.transform import Transform
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.links.plain import PlainUplink
-from fedbraid.links.private import PrivateUplink
 from fedbraid.links.wrapped import WrappedUplink
+from fedbraid.privacy.clipping import PrivateUplink
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedbraid.algorithms._build import builder
 from fedbraid.algorithms.attack import Colluding
-from fedbraid.algorithms.private import uniform
 from fedbraid.core import rng
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.context import ServerContext, Staleness, Uploads, Vectors
@@ -28,6 +27,7 @@ from fedbraid.core.transform import Transform
 from fedbraid.core.update_table import UpdateTable
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError, Diverged
+from fedbraid.privacy.parts import uniform
 
 FAR = 2.0  # times the median client's distance from the result, beyond which a client is suspected
 

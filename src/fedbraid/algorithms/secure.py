@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.algorithms._build import builder
-from fedbraid.algorithms.private import Noised, accounted, of_mean
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
 from fedbraid.core.codec import Codec
@@ -27,6 +26,7 @@ from fedbraid.errors import ConfigError, EngineError, unknown
 from fedbraid.links.secure import FRACTION, NUMBER_BITS, Scales, SecureUplink, fixed
 from fedbraid.links.shared import Shared
 from fedbraid.links.wrapped import WrappedUplink
+from fedbraid.privacy.parts import Noised, accounted, of_mean
 from fedbraid.privacy.secure_sum import (
     Session,
     check_neighbours,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from fedbraid.core.layout import Layout
     from fedbraid.data.call import Forward
     from fedbraid.data.tree import Tree
+    from fedbraid.privacy.planning import Privacy
     from fedbraid.study.cost import Cost, Federation
-    from fedbraid.study.privacy import Privacy
 
 WINDOW = 80  # characters that a text model reads, as in LEAF
 
@@ -124,7 +124,7 @@ def cost(
     if epsilon is None and noise is None:
         epsilon, noise, delta = _of_algorithm(made, delta)
     if epsilon is not None or noise is not None:
-        from fedbraid.study.privacy import foresee
+        from fedbraid.privacy.planning import foresee
 
         private = foresee(
             crowd.clients, crowd.per_round, 100 if rounds is None else rounds, epsilon, noise, delta, sampling
@@ -195,7 +195,7 @@ def _subject(
 
 def _of_algorithm(made: Algorithm, delta: float) -> tuple[float | None, float | None, float]:
     """(epsilon, noise, delta) of `private(…)` with noise on sums, where the algorithm is one."""
-    from fedbraid.algorithms.private import Noised
+    from fedbraid.privacy.parts import Noised
 
     gather = made.gather
     return (gather.epsilon, gather.noise, gather.delta) if isinstance(gather, Noised) else (None, None, delta)

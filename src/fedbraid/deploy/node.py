@@ -41,9 +41,9 @@ from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Setup, TrainRequest, participate
 from fedbraid.errors import EngineError, InUseError, RunError
 from fedbraid.links.message import as_message, bundle
-from fedbraid.links.private import LocalNoise
+from fedbraid.privacy.attach import PrivacySetup, attach_privacy
+from fedbraid.privacy.clipping import LocalNoise
 from fedbraid.run.atomic_files import make_folder, write_whole
-from fedbraid.run.budget import PrivacySetup, attach_privacy
 
 
 @dataclass

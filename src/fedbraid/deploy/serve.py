@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from fedbraid.algorithms.secure import check_run
 from fedbraid.deploy import Project
 from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.broker import Broker
@@ -21,7 +22,7 @@ from fedbraid.deploy.troubles import say
 from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.engine import Setup
 from fedbraid.errors import ConfigError, EngineError, InUseError
-from fedbraid.run.budget import PrivacySetup, attach_privacy
+from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.config import describe, same
 from fedbraid.run.result import Result
@@ -48,7 +49,9 @@ def serve(
             "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
         )
     body = {"task": task_digest(settings, task.layout), "settings": settings.to_nodes()}
-    algorithm, budgets = attach_privacy(algorithm, PrivacySetup(schedule, settings.nodes, work))
+    setting = PrivacySetup(schedule, settings.nodes, work)
+    check_run(algorithm, schedule, settings.nodes, setting.even(), real=True)
+    algorithm, budgets = attach_privacy(algorithm, setting)
     setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
     watching = [*project.callbacks, *settings.callbacks(), *callbacks, Lines()]
     options = Options(evaluate_every=settings.evaluate_every or None, callbacks=watching)

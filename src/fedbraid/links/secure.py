@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedbraid.core import rng
 from fedbraid.core.codec import Codec
 from fedbraid.core.context import Vectors
 from fedbraid.core.layout import Layout
 from fedbraid.core.link import Uplink, UploadContext, UploadResult
 from fedbraid.core.vector_spec import Upload
 from fedbraid.errors import ConfigError
-from fedbraid.links.private import Clipped, clipped, scaled
 from fedbraid.links.wrapped import WrappedUplink
 
 Scales = tuple[tuple[str, float], ...]  # by name, of what is divided before it is put on the grid
@@ -73,56 +71,6 @@ class SecureUplink(WrappedUplink):
             else _times(v, by[name] ** power)
             for name, v in vectors.items()
         }
-
-
-@dataclass(frozen=True)
-class ClippedBefore(Clipped):
-    """Every upload is clipped before it is rounded, by so much more that what is sent is no longer than the clip."""
-
-    link: SecureUplink = field(default_factory=SecureUplink)
-
-    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
-        declared = scaled(who.declared, self.scales)
-        moved = self.link.rounding(declared, who.layout)
-        if moved >= self.clip:
-            raise ConfigError(
-                f"clip={self.clip} is no longer than rounding moves an upload of {who.layout.size} numbers, {moved:.3g}; use"
-                " more bits or a smaller range under secure"
-            )
-        return self.link.send(clipped(vectors, self.clip - moved, declared), memory, who)
-
-    def receive(self, frames: Mapping[str, bytes], who: UploadContext) -> Vectors:
-        return self.link.receive(frames, who)
-
-
-@dataclass(frozen=True)
-class SkellamNoise(ClippedBefore):
-    """Each client adds a share of the noise, in whole steps of the grid: the sum's has deviation zC (Agarwal et al. 2021).
-
-    Unbound, z is not a number, so that nothing leaves without noise.
-    """
-
-    z: float = field(default=math.nan, repr=False, compare=False)
-    planned: float = field(default=1.0, repr=False, compare=False)
-
-    @property
-    def grain(self) -> float:
-        """The clip in steps of the grid."""
-        (grid,), ((_, scale),) = self.link.codec.grids(), self.link.scales
-        return float(self.clip / (grid.step * scale))
-
-    def send(self, vectors: Vectors, memory: Vectors, who: UploadContext) -> UploadResult:
-        sent = super().send(vectors, memory, who)
-        (grid,), ((name, scale),) = self.link.codec.grids(), self.link.scales
-        half = (
-            (self.z * self.grain) ** 2 / self.planned / 2
-        )  # Sk = Poisson − Poisson, of half the variance each
-        q = grid.recover((sent.received[name] / scale).cpu().numpy())
-        for row, client in zip(q, who.clients.tolist()):
-            draw = rng.generator(who.seed, "skellam", who.version, client)
-            row += draw.poisson(half, len(row)) - draw.poisson(half, len(row))
-        noised = torch.from_numpy(grid.from_grid(q)).to(who.x) * scale
-        return replace(sent, received={name: noised})
 
 
 def fixed(v: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fedbraid.algorithms.private import Noised, hiding
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.errors import Diverged
-from fedbraid.links.private import LocalNoise
+from fedbraid.privacy.clipping import LocalNoise
+from fedbraid.privacy.parts import Noised, hiding
 from fedbraid.run.checkpoint import Record
 from fedbraid.run.formatting import format_count
 

@@ -21,8 +21,8 @@ from fedbraid.core.rule import Rule
 from fedbraid.core.traits import PersonalTraining
 from fedbraid.engines.engine import Setup
 from fedbraid.errors import ConfigError
+from fedbraid.privacy.accountant import PrivacyAccountant
 from fedbraid.run import fingerprint as bits
-from fedbraid.run.budget import PrivacyAccountant
 from fedbraid.run.checkpoint import Checkpoint, Folder, Record, row_limit, rows_of, save_model
 from fedbraid.run.database import Database
 from fedbraid.run.evaluate import Evaluates, Models, evaluate_model, per_client

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedbraid.algorithms.secure import check_run
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import WORK, Work
 from fedbraid.data.label_flip import flipped
@@ -19,8 +20,8 @@ from fedbraid.engines import select
 from fedbraid.engines.engine import Engine, Setup
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
+from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run import fingerprint as bits
-from fedbraid.run.budget import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder
 from fedbraid.run.config import SCHEDULES, describe, remember_task, resumed_algorithm, same, task_of
 from fedbraid.run.noise_outlook import naming_noise, outlook
@@ -87,9 +88,9 @@ def simulate(
     )
     if (caution := schedule.caution(task.clients)) is not None:
         log.warning(caution)
-    algorithm, budgets = attach_privacy(
-        algorithm, PrivacySetup(schedule, task.clients, work, task.sizes, seed)
-    )
+    setting = PrivacySetup(schedule, task.clients, work, task.sizes, seed)
+    check_run(algorithm, schedule, task.clients, setting.even(), real=False)
+    algorithm, budgets = attach_privacy(algorithm, setting)
     folder = None if out is None else Folder(out)
     remember_task(task)
     known = folder.config() if folder is not None and folder.exists else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedbraid.core.check import integer, number
 from fedbraid.errors import ConfigError, unknown
-from fedbraid.run.budget import Mechanism, accounted_at, affordable, epsilon_of, solved
+from fedbraid.privacy.mechanisms import Mechanism, accounted_at, affordable, epsilon_of, solved
 from fedbraid.schedule import Schedule, buffered
 from fedbraid.schedule import rounds as rounds_of
 

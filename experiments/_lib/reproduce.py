@@ -676,11 +676,8 @@ def picture(path: Path, panels: Sequence[Panel], columns: int = 3) -> None:
 
 
 def _draw(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
-    axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-    if panel.log:
-        axis.set_yscale("log")
-    if panel.log_x:
-        axis.set_xscale("log")
+    axis.set_title(panel.title, fontsize=10, wrap=True)
+    axis.set(xlabel=panel.x, ylabel=panel.y)
     if panel.limits is not None:
         axis.set_ylim(*panel.limits)
     axis.grid(alpha=0.25, axis="y" if panel.bars else "both")
@@ -692,13 +689,34 @@ def _draw(axis: Any, panel: Panel, colours: Mapping[str, str]) -> None:
         axis.plot(c.x, c.y, style, color=colour, linewidth=1.0 if c.grey else 1.5)
         if c.low and not c.grey:
             axis.fill_between(c.x, c.low, c.high, color=colour, alpha=0.18, linewidth=0)
+    if panel.log:
+        _logarithmic(axis, "y", [v for c in curves for v in (*c.y, *c.low, *c.high)])
+    if panel.log_x:
+        _logarithmic(axis, "x", [v for c in curves for v in c.x])
     for name, value in panel.level.items():
         axis.axhline(value, color="#555555", linewidth=0.8, linestyle=":")
         axis.annotate(
-            name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, color="#555555", va="bottom"
-        )
+            name, (0.99, value), xycoords=("axes fraction", "data"), fontsize=7, color="#555555", va="bottom", ha="right"
+        )  # fmt: skip
+    axis.margins(y=0.08)
     if not panel.bars:
         _name_ends(axis, curves, colours)
+
+
+def _logarithmic(axes: Any, which: str, values: Sequence[float]) -> None:
+    """A logarithmic axis, in plain numbers where it spans less than two decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, f"{which}axis")
+    positive = [v for v in values if v > 0]
+    if positive and max(positive) < 100 * min(positive):
+        steps = (1, 2, 3, 5) if max(positive) < 10 * min(positive) else (1, 3)
+        if max(positive) < 2 * min(positive):
+            steps = tuple(range(1, 10))
+        axis.set_major_locator(LogLocator(subs=steps))
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_bars(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -> None:
@@ -711,7 +729,25 @@ def _draw_bars(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -
         )
         if c.low:
             axis.vlines(at, c.low, c.high, color="#333333", linewidth=0.8)
-    axis.legend(fontsize=7)
+    axis.set_xticks(sorted({x for c in curves for x in c.x}))
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """The heights in the same order, moved until neighbours are a gap apart, up to 1 and down from there.
+
+    >>> [round(y, 2) for y in apart([0.5, 0.5, 0.0], 0.1)], [round(y, 2) for y in apart([1.0, 1.0, 0.2], 0.1)]
+    ([0.5, 0.6, 0.0], [0.9, 1.0, 0.2])
+    """
+    order = sorted(range(len(heights)), key=lambda i: (heights[i], i))
+    found, at = [0.0] * len(heights), -math.inf
+    for i in order:
+        at = found[i] = max(heights[i], at + gap)
+    limit = 1.0
+    for i in reversed(order):
+        found[i] = min(found[i], limit)
+        limit = found[i] - gap
+    return found
 
 
 def _name_ends(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -> None:
@@ -719,15 +755,8 @@ def _name_ends(axis: Any, curves: Sequence[Drawn], colours: Mapping[str, str]) -
     axis.figure.canvas.draw()
     to_axes = axis.transData + axis.transAxes.inverted()
     named = [(c, float(to_axes.transform((c.x[-1], c.y[-1]))[1])) for c in curves if c.label]
-    ends = sorted((y, i) for i, (_, y) in enumerate(named))
-    at, gap = -math.inf, 0.052
-    places = []
-    for y, i in ends:
-        at = max(min(max(y, 0.0), 1.0), at + gap)
-        places.append((at, i))
-    over = max(0.0, places[-1][0] - 1.0) if places else 0.0
-    for y, i in places:
-        c = named[i][0]
+    places = apart([min(max(y, 0.0), 1.0) for _, y in named], 0.052)
+    for y, (c, _) in zip(places, named):
         axis.annotate(
-            c.label, (1.01, y - over), xycoords="axes fraction", fontsize=7, va="center", color=GREY if c.grey else colours[c.label]
+            c.label, (1.01, y), xycoords="axes fraction", fontsize=7, va="center", color=GREY if c.grey else colours[c.label]
         )  # fmt: skip

@@ -437,7 +437,14 @@ def draw(done: Done) -> None:
                     )
                 )
             panels.append(
-                Panel(label, parts, x="label", y="share of test images", bars=True, level={"right": 0.1})
+                Panel(
+                    f"clients of {label} bits",
+                    parts,
+                    x="label",
+                    y="share of test images",
+                    bars=True,
+                    level={"": 0.1},
+                )
             )
     picture(HERE / "bias.png", panels)
 

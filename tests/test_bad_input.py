@@ -71,7 +71,7 @@ DATA = {
         "client 0 has the label -1, .* run from 0 to 2",
     ),
     "test label": (lambda: task(test=(pair()[0], np.array([0, 1, 7, 2]))), "the test set has the label 7"),
-    "float labels": (lambda: task(clients=[(pair()[0], pair()[0][:, 0])]), "cross_entropy needs whole class numbers"),
+    "float labels": (lambda: task(clients=[(pair()[0], pair()[0][:, 0])]), "cross_entropy needs integer class numbers"),
     "nan": (lambda: task(clients=[pair(), spoiled(NAN)]), "client 1 has NaN or infinity in its inputs; clean"),
     "infinity": (lambda: task(clients=[spoiled(INF)]), "client 0 has NaN or infinity"),
     "nan in test": (lambda: task(test=spoiled(NAN)), "the test set has NaN"),

@@ -124,7 +124,7 @@ def line():
 X, Y = np.zeros((6, 2), np.float32), np.arange(6) % 3
 BAD = {
     "nobody": (lambda: fb.Task.from_table(line, X, Y), "needs a partition"),
-    "among how many": (lambda: fb.Task.from_table(line, X, Y, partition="iid"), "Give clients="),
+    "among how many": (lambda: fb.Task.from_table(line, X, Y, partition="iid"), "give clients="),
     "no such column": (
         lambda: fb.Task.from_table(line, table(), "kind", by="person"),
         "no column 'person'; it has 'height'",
@@ -137,7 +137,7 @@ BAD = {
     "too few ids": (lambda: fb.Task.from_table(line, X, Y, by=["a", "b"]), "one id for each"),
     "classes that are none": (
         lambda: fb.Task.from_table(line, X, Y / 2, partition="dirichlet(1.0)", clients=2, loss="mse"),
-        "shares rows out by class",
+        "partitions rows by class",
     ),
     "an option": (lambda: fb.Task.from_table(line, X, Y, [[0]], test=table()), "test set"),
 }
@@ -152,5 +152,5 @@ def test_what_is_wrong_is_named(case):
 
 def test_text_in_a_frame():
     pandas = pytest.importorskip("pandas", reason="the extra frames is not installed")
-    with pytest.raises(DataError, match="column 'user' holds no numbers"):
+    with pytest.raises(DataError, match="column 'user' does not hold numbers"):
         fb.Task.from_table(line, pandas.DataFrame(table()), "kind", partition="iid", clients=2)

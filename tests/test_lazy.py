@@ -92,24 +92,24 @@ def test_reading_ahead_is_what_reading_is():
     store = task(noisy, lazy=True).inputs.store
     who = np.array([3, 1, 6, 0])
     plain = [store.table(np.array([c]), 4, 9) for c in who]
-    store.ahead(who, 4, 9)
-    assert len(store._readers.coming) == 4
+    store.prefetch(who, 4, 9)
+    assert len(store._readers.pending) == 4
     for client, (x, y) in zip(who, plain):
         ahead = store.table(np.array([client]), 4, 9)
         assert torch.equal(ahead[0], x)
         assert torch.equal(ahead[1], y)
-    assert not store._readers.coming
+    assert not store._readers.pending
     store.stop()
 
 
 def test_the_next_round_is_read_while_this_one_trains_and_who_left_is_let_go():
     store = task(noisy, lazy=True).inputs.store
     plain = store.table(np.array([5]), 5, 9)
-    store.ahead(np.array([3]), 4, 9, np.array([5, 6]))
+    store.prefetch(np.array([3]), 4, 9, np.array([5, 6]))
     store.table(np.array([3]), 4, 9)
-    assert set(store._readers.coming) == {(5, 5, 9), (6, 5, 9)}
-    store.ahead(np.array([5, 2]), 5, 9)  # 6 has left
-    assert set(store._readers.coming) == {(5, 5, 9), (2, 5, 9)}
+    assert set(store._readers.pending) == {(5, 5, 9), (6, 5, 9)}
+    store.prefetch(np.array([5, 2]), 5, 9)  # 6 has left
+    assert set(store._readers.pending) == {(5, 5, 9), (2, 5, 9)}
     assert torch.equal(store.table(np.array([5]), 5, 9)[0], plain[0])
     store.stop()
 
@@ -302,7 +302,7 @@ def test_a_test_share_per_client():
     assert [row["client"] for row in runs[0].per_client()] == [0, 2, 3]
     held = [Held(0), Held(1)]
     for late in (True, False):
-        with pytest.raises(DataError, match="1 test shares for 2 clients; give one each"):
+        with pytest.raises(DataError, match="1 local test sets for 2 clients; give one each"):
             fb.Task.from_datasets(model, held, client_tests=[Held(2)], lazy=late)
         with pytest.raises(DataError, match="both test= and client_tests= were given"):
             fb.Task.from_datasets(model, held, Held(3), client_tests=held, lazy=late)
@@ -347,8 +347,8 @@ def test_what_is_larger_than_the_room_goes_through_the_pipe(monkeypatch):
     store = task(noisy, lazy=True).inputs.store
     who = np.arange(7)
     plain = [store.table(np.array([c]), 4, 9) for c in who]
-    monkeypatch.setattr(lazy, "ROOM", 90)
-    store.ahead(who, 4, 9)
+    monkeypatch.setattr(lazy, "SHARED_BYTES", 90)
+    store.prefetch(who, 4, 9)
     for client in (1, 0, 2, 6, 5, 4, 3):  # in any order
         for ahead, here in zip(store.table(np.array([client]), 4, 9), plain[client]):
             assert torch.equal(ahead, here)
@@ -363,7 +363,7 @@ def test_readers_of_two_stores_end_when_they_are_told(monkeypatch):
     )
     stores = [task(noisy, lazy=True).inputs.store for _ in range(2)]
     for store in stores:
-        store.ahead(np.arange(4), 0, 0)
+        store.prefetch(np.arange(4), 0, 0)
     for store in stores:
         store.stop()
     assert not killed

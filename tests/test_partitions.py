@@ -168,7 +168,7 @@ def test_a_shard_may_serve_two_clients():
         assert sum(np.array_equal(parts[client], p) for p in parts) == 2
     assert (t.labels[parts[0]] % 2 == 0).all()
     assert (t.labels[parts[10]] % 2 == 1).all()
-    with pytest.raises(ConfigError, match="22 is no multiple of 4"):
+    with pytest.raises(ConfigError, match="22 is not a multiple of 4"):
         fp.parity_shards(copies=2)(t, 22, 0)
 
 
@@ -210,7 +210,7 @@ BAD = [
     (lambda t: fp.iid_mix(1.5), r"share must be in \[0, 1\), got 1.5"),
     (lambda t: fp.label_chunks(0), "leaves clients without data"),
     (lambda t: fp.label_chunks(3)(t, 50, 0), "50 clients × 3 chunks need 150 samples, not 100"),
-    (lambda t: fp.label_chunks(1)(t, 5, 0), "5 chunks cannot hold 10 labels apart"),
+    (lambda t: fp.label_chunks(1)(t, 5, 0), "5 chunks cannot separate 10 labels"),
     (lambda t: fp.natural()(t, 5, 0), "natural.. needs an id for every sample"),
     (lambda t: fp.natural()(Table(t.labels, groups=t.labels), 11, 0), "finds 10 ids in this data, not 11"),
     (lambda t: fp.pachinko()(t, 5, 0), "pachinko.. needs coarse labels"),

@@ -282,7 +282,7 @@ def test_fedbn_keeps_norms_and_their_statistics():
 
     plan = DrawnBatches(task, fb.Work(lr=0.1, batch=3), np.array([2]), 0, 1)
     for k in range(int(plan.K[0])):
-        x, y = plan.batch(k).alone()
+        x, y = plan.batch(k).first_client()
         alone.zero_grad()
         nn.functional.cross_entropy(alone(x), y).backward()
         with torch.no_grad():

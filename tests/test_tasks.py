@@ -280,7 +280,7 @@ def test_refusals_say_what_to_do():
     data = pairs()
     with pytest.raises(DataError, match="both test= and client_tests="):
         fb.Task.from_arrays(nn.Linear(5, 3), data, data[0], client_tests=data)
-    with pytest.raises(DataError, match="2 test shares for 3 clients"):
+    with pytest.raises(DataError, match="2 local test sets for 3 clients"):
         fb.Task.from_arrays(nn.Linear(5, 3), data, client_tests=data[:2])
 
 

@@ -270,7 +270,9 @@ def test_padding_once_and_batches_cut_to_their_longest():
     batch = fb.data.batches.Batch(task.inputs, task.targets, torch.tensor([[0, 1]]))
     lengths = [len(s) for s in data[0][0]["input_ids"][:2]]
     assert (
-        batch.alone()[0]["input_ids"].shape == (2, max(lengths)) == batch.alone()[0]["attention_mask"].shape
+        batch.first_client()[0]["input_ids"].shape
+        == (2, max(lengths))
+        == batch.first_client()[0]["attention_mask"].shape
     )
     assert batch.x()["input_ids"].shape[-1] == max(len(s) for x, _ in data for s in x["input_ids"])
     vmap = fb.simulate(task, fb.fedavg(), fb.Work(lr=0.5, batch=2), fb.rounds(5), engine=VMAP)

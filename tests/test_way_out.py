@@ -214,7 +214,7 @@ def test_moon_sees_the_servers_model_and_the_clients_last():
             layout.load(module, x), layout.load(common, x), layout.load(before, last[i])
             plan = DrawnBatches(task, work, np.array([i]), t, 2)
             for k in range(int(plan.K[0])):
-                a, y = plan.batch(k).client(0).alone()
+                a, y = plan.batch(k).client(0).first_client()
                 module.zero_grad()
                 with torch.no_grad():
                     others = common(a), before(a)

@@ -1,4 +1,4 @@
-"""What people bring, as trees of tensors: arrays, lists, frames, Hugging Face columns, torch datasets."""
+"""User data as trees of tensors: arrays, lists, frames, Hugging Face columns, torch datasets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedbraid.data import tree
 from fedbraid.data.tree import Chunks, Padded, Tree
 from fedbraid.errors import DataError
 
-Collate = Callable[[list[Any]], Any]  # samples as they come -> all of them as one batch, as in a DataLoader
+Collate = Callable[[list[Any]], Any]  # a list of samples -> one batch, as in a DataLoader
 
 
 def pair(given: Any, what: str, loss: Any) -> tuple[Tree, Tree]:
-    """(inputs, targets) as tensors of the right kind, or a sentence about what is wrong with them."""
+    """(inputs, targets) as tensors of the right kind; DataError says what is wrong with others."""
     try:
         x, y = given
     except (TypeError, ValueError) as error:
@@ -65,7 +65,7 @@ def _input(x: Any, what: str, key: Any) -> Any:
     if isinstance(x, Padded):
         return Padded(_input(x.values, what, key), x.lengths)
     if isinstance(x, Chunks):
-        return x  # each was looked at before
+        return x  # each was checked before
     x = x.to(torch.float32)
     if not _finite(x):
         where = "its inputs" if key is None else f"its input {key!r}"
@@ -80,7 +80,7 @@ def _targets(y: Tree, what: str, loss: Any) -> Tree:
     if loss in ("cross_entropy", "logistic"):
         if y.is_floating_point():
             raise DataError(
-                f"{what} has {y.dtype} targets; {loss} needs whole class numbers (or use loss='mse')"
+                f"{what} has {y.dtype} targets; {loss} needs integer class numbers (or use loss='mse')"
             )
         return y if isinstance(y, Chunks) else y.long()
     return _with_keys(y, lambda key, v: _target(v, what, loss))
@@ -99,7 +99,7 @@ def _target(y: Any, what: str, loss: Any) -> Any:
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether every number is finite, looked at piece by piece so that large tables need no copy."""
+    """Whether every number is finite, checked in slices so that large tables need no copy."""
     return all(bool(torch.isfinite(x[lo : lo + 4096]).all()) for lo in range(0, len(x), 4096))
 
 
@@ -107,7 +107,7 @@ def _finite(x: Tensor) -> bool:
 
 
 def tensors(given: Any, what: str, kind: str) -> Tree:
-    """A tree as it was given, every leaf a tensor."""
+    """The same tree with every leaf as a tensor."""
     if isinstance(given, Mapping):
         given = dict(given)
     return _with_keys(
@@ -116,7 +116,7 @@ def tensors(given: Any, what: str, kind: str) -> Tree:
 
 
 def tensor(value: Any, what: str) -> Any:
-    """An array, a list, a column of a frame or of a Hugging Face dataset as a tensor, without a copy where it can be."""
+    """An array, a list, a column of a frame or of a Hugging Face dataset as a tensor, without a copy where possible."""
     if isinstance(value, Tensor | Padded | Chunks):
         return value.detach() if isinstance(value, Tensor) else value
     if hasattr(value, "to_numpy"):
@@ -129,7 +129,7 @@ def tensor(value: Any, what: str) -> Any:
         if isinstance(value, np.ndarray) and value.dtype == object:
             value = np.stack([np.asarray(v) for v in value])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a read-only map of a file, which nobody writes to
+            warnings.simplefilter("ignore", UserWarning)  # a read-only map of a file, which is never written
             return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{what} does not turn into tensors: {_why(value, error)}") from error
@@ -151,39 +151,39 @@ def _why(value: Any, error: Exception) -> str:
     return f"{error}; give arrays of numbers"
 
 
-def stack(pairs: list[tuple[Tree, Tree]], apart: bool = False) -> tuple[Tree, Tree]:
-    """All clients' samples as one table; `apart`, none of them is copied for it."""
-    return tuple(_stack([p[k] for p in pairs], kind, apart) for k, kind in enumerate(("input", "target")))
+def stack(pairs: list[tuple[Tree, Tree]], in_chunks: bool = False) -> tuple[Tree, Tree]:
+    """All clients' samples as one table; with `in_chunks` none of them is copied."""
+    return tuple(_stack([p[k] for p in pairs], kind, in_chunks) for k, kind in enumerate(("input", "target")))
 
 
-def beside(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
-    """Clients' tables below each other as they are, lengths of their own among them."""
-    return tuple(_parts([p[k] for p in pairs]) for k in (0, 1))
+def chunked(pairs: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
+    """Clients' tables concatenated without a copy, even if their sample lengths differ."""
+    return tuple(_chunks([p[k] for p in pairs]) for k in (0, 1))
 
 
-def _parts(trees: list[Tree]) -> Tree:
+def _chunks(trees: list[Tree]) -> Tree:
     return _with_keys(trees[0], lambda key, _: Chunks.of([t if key is None else t[key] for t in trees]))
 
 
-def _stack(trees: list[Tree], kind: str, apart: bool) -> Tree:
+def _stack(trees: list[Tree], kind: str, in_chunks: bool) -> Tree:
     for i, some in enumerate(trees):
         alike(some, trees[0], f"client {i}", "client 0", kind)
-    return _parts(trees) if apart else tree.cat(trees)
+    return _chunks(trees) if in_chunks else tree.cat(trees)
 
 
 def alike(some: Tree, head: Tree, who: str, other: str, kind: str, lengths: bool = False) -> None:
-    """Refuse samples of other keys, shapes or numbers than somebody else's; `lengths` may differ."""
-    mine, theirs = dict(tree.named(some)), dict(tree.named(head))
-    if type(some) is not type(head) or mine.keys() != theirs.keys():
-        odd = next(iter(mine.keys() ^ theirs.keys()), None)
+    """Refuse samples whose keys, shapes or types differ from another client's; `lengths` may differ."""
+    these, others = dict(tree.named(some)), dict(tree.named(head))
+    if type(some) is not type(head) or these.keys() != others.keys():
+        odd = next(iter(these.keys() ^ others.keys()), None)
         has = (
-            f"{'has' if odd in mine else 'lacks'} the {kind} {odd!r}"
+            f"{'has' if odd in these else 'lacks'} the {kind} {odd!r}"
             if odd is not None
             else f"has {kind}s of another kind"
         )
         raise DataError(f"{who} {has}, unlike {other}; give all clients the same {kind}s")
-    for key, leaf in mine.items():
-        first = theirs[key]
+    for key, leaf in these.items():
+        first = others[key]
         skip = 2 if lengths else 1
         if leaf.shape[skip:] != first.shape[skip:] or leaf.dtype != first.dtype:
             raise DataError(
@@ -192,28 +192,28 @@ def alike(some: Tree, head: Tree, who: str, other: str, kind: str, lengths: bool
             )
 
 
-def mapped(given: Sequence[Any]) -> bool:
-    """Whether some of the pairs are maps of files."""
-    leaves = [leaf for some in given for part in some for _, leaf in tree.named(part)]
+def mapped(pairs: Sequence[Any]) -> bool:
+    """Whether any array of the pairs is memory-mapped."""
+    leaves = [leaf for some in pairs for side in some for _, leaf in tree.named(side)]
     return any(isinstance(leaf, np.memmap) for leaf in leaves)
 
 
 def table(
     given: Sequence[Any], names: list[str], loss: Any, collate: Collate | None
 ) -> tuple[tuple[Tree, Tree], NDArray[np.int64]]:
-    """Pairs of (inputs, targets) as one table, and where each of them begins in it."""
+    """Pairs of (inputs, targets) as one table, and the row at which each pair begins."""
     if collate is None:
-        pairs = [pair(g, name, loss) for g, name in zip(given, names)]
-        return stack(pairs, apart=mapped(given)), np.cumsum([0] + [tree.length(x) for x, _ in pairs])
-    found = [samples(g, name) for g, name in zip(given, names)]
-    for some, name in zip(found, names):
-        _one_kind(some[0], found[0][0], name, names[0])
-    whole = collated([s for some in found for s in some], collate, "the table")
-    return whole, np.cumsum([0] + [len(some) for some in found])
+        tables = [pair(g, name, loss) for g, name in zip(given, names)]
+        return stack(tables, in_chunks=mapped(given)), np.cumsum([0] + [tree.length(x) for x, _ in tables])
+    clients_samples = [samples(g, name) for g, name in zip(given, names)]
+    for some, name in zip(clients_samples, names):
+        _one_kind(some[0], clients_samples[0][0], name, names[0])
+    collated_table = collated([s for some in clients_samples for s in some], collate, "the table")
+    return collated_table, np.cumsum([0] + [len(some) for some in clients_samples])
 
 
 def _one_kind(sample: Any, other: Any, who: str, whose: str) -> None:
-    """Refuse samples of other keys than somebody else's, before they are collated."""
+    """Refuse samples whose keys differ from another client's, before they are collated."""
     one, two = (s[0] if isinstance(s, tuple) else s for s in (sample, other))
     if isinstance(one, Mapping) and isinstance(two, Mapping) and (odd := set(one) ^ set(two)):
         has = "has" if min(odd) in one else "lacks"
@@ -223,7 +223,7 @@ def _one_kind(sample: Any, other: Any, who: str, whose: str) -> None:
 
 
 def count(given: Any) -> int:
-    """How many samples there are in inputs as they were given."""
+    """The number of samples in a user's inputs."""
     if isinstance(given, Mapping):
         given = next(iter(given.values()), ())
     return len(given[0]) if isinstance(given, tuple) and given else len(given)
@@ -246,11 +246,11 @@ def samples(given: Any, what: str) -> list[Any]:
 
 
 def items(inputs: Any, targets: Any, what: str) -> list[Any]:
-    """The rows of a table as a dataset gives them: dicts with their labels, where the inputs have names."""
-    found = samples((inputs, targets), what)
+    """The rows of a table as items of a dataset: dicts with their labels where the inputs have names."""
+    rows = samples((inputs, targets), what)
     if not isinstance(inputs, Mapping):
-        return found
-    return [x if y is None else {**x, LABELS[0]: y} for x, y in found]
+        return rows
+    return [x if y is None else {**x, LABELS[0]: y} for x, y in rows]
 
 
 def _one(given: Any, i: int) -> Any:
@@ -264,7 +264,7 @@ def _one(given: Any, i: int) -> Any:
 def read(
     dataset: Any, what: str, inputs: Sequence[str] | None, targets: str | None, collate: Collate | None
 ) -> Any:
-    """A map-style dataset: (inputs, targets) as tables, or its items where they are still to be collated."""
+    """A map-style dataset: (inputs, targets) as tables, or its items if they are yet to be collated."""
     if not size(dataset, what):
         raise DataError(f"{what} has no samples; leave it out or give it at least one")
     items = _unrandom(dataset, what)
@@ -274,7 +274,7 @@ def read(
 
 
 def size(dataset: Any, what: str) -> int:
-    """How many samples a map-style dataset has."""
+    """The number of samples of a map-style dataset."""
     try:
         return len(dataset)
     except TypeError as error:
@@ -284,11 +284,11 @@ def size(dataset: Any, what: str) -> int:
 
 
 def joined(datasets: Sequence[Any]) -> tuple[Any, NDArray[np.int64]]:
-    """Clients' datasets below each other, those without left out, and where each begins."""
+    """Clients' datasets concatenated, empty ones left out, and the row at which each begins."""
     sizes = [0 if d is None else size(d, f"client {i}'s test share") for i, d in enumerate(datasets)]
-    held = [d for d, n in zip(datasets, sizes) if n]
-    whole: Any = torch.utils.data.ConcatDataset(held) if held else None
-    return whole, np.cumsum([0, *sizes])
+    nonempty = [d for d, n in zip(datasets, sizes) if n]
+    pooled: Any = torch.utils.data.ConcatDataset(nonempty) if nonempty else None
+    return pooled, np.cumsum([0, *sizes])
 
 
 def in_range(labels: Tensor, classes: int, what: str) -> None:
@@ -301,35 +301,35 @@ def in_range(labels: Tensor, classes: int, what: str) -> None:
 def tables(
     items: list[Any], what: str, inputs: Sequence[str] | None = None, targets: str | None = None
 ) -> tuple[Tree, Tree]:
-    """Samples as (inputs, targets), below each other."""
-    parts = [_chosen(split(item, what, targets), inputs, what) for item in items]
-    return _column([x for x, _ in parts], what), _column([y for _, y in parts], what)
+    """Samples stacked into (inputs, targets)."""
+    pairs = [_chosen(split(item, what, targets), inputs, what) for item in items]
+    return _column([x for x, _ in pairs], what), _column([y for _, y in pairs], what)
 
 
 def _unrandom(dataset: Any, what: str) -> list[Any]:
-    """All items, of a dataset whose items stay the same."""
+    """All items of a dataset; one whose items differ between reads is refused."""
     before = _states()
     items = [dataset[i] for i in range(len(dataset))]
     if _states() != before or repr(items[0]) != repr(dataset[0]):
         raise DataError(
-            f"{what} draws random numbers when an item is read, which would be frozen for all rounds; use"
+            f"{what} draws random numbers when an item is read, which would then be the same in all rounds; use"
             " from_datasets(..., lazy=True), which draws anew in each epoch, or a transform without chance"
         )
     return items
 
 
 def _states() -> tuple[Any, ...]:
-    """Where the generators stand that transforms draw from."""
+    """The states of the generators that transforms draw from."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, np.asarray(keys).tobytes(), *rest
 
 
 def chosen(items: list[Any], what: str, inputs: Sequence[str] | None, targets: str | None) -> list[Any]:
-    """Items that are still to be collated, all of the same keys."""
-    found = [_renamed(item, what, inputs, targets) for item in items]
-    if isinstance(found[0], Mapping):
-        _same_keys(found, what)
-    return found
+    """Items that are yet to be collated, all with the same keys."""
+    renamed = [_renamed(item, what, inputs, targets) for item in items]
+    if isinstance(renamed[0], Mapping):
+        _same_keys(renamed, what)
+    return renamed
 
 
 def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | None) -> Any:
@@ -340,17 +340,17 @@ def _renamed(item: Any, what: str, inputs: Sequence[str] | None, targets: str | 
     return x if y is None else {**x, LABELS[0]: y}
 
 
-def _chosen(parts: tuple[Any, Any], inputs: Sequence[str] | None, what: str) -> tuple[Any, Any]:
-    """With the inputs that were asked for only."""
+def _chosen(sample: tuple[Any, Any], inputs: Sequence[str] | None, what: str) -> tuple[Any, Any]:
+    """The sample with the selected inputs only."""
     if inputs is None:
-        return parts
-    if missing := [key for key in inputs if key not in parts[0]]:
-        raise DataError(f"{what} has no {missing[0]!r}, only {', '.join(map(repr, parts[0]))}; see inputs=")
-    return {key: parts[0][key] for key in inputs}, parts[1]
+        return sample
+    if missing := [key for key in inputs if key not in sample[0]]:
+        raise DataError(f"{what} has no {missing[0]!r}, only {', '.join(map(repr, sample[0]))}; see inputs=")
+    return {key: sample[0][key] for key in inputs}, sample[1]
 
 
 def _column(values: list[Any], what: str) -> Tree:
-    """Samples' values below each other."""
+    """Samples' values stacked."""
     head = values[0]
     if head is None:
         return None
@@ -379,7 +379,7 @@ def _same_keys(values: list[Any], what: str) -> None:
 
 @dataclass(frozen=True)
 class pad:
-    """Makes samples of different lengths one table: padded with `value`, and a mask that is 1 where there was something.
+    """Makes samples of different lengths one table: padded with `value`, and a mask that is 1 at real entries.
 
     A dict gets the mask as a key of this name, unless it has one; a lone sequence x becomes (x, mask), which
     calls the model by position. Targets that are sequences are padded with `target`.
@@ -398,8 +398,8 @@ class pad:
         inputs, targets = [x for x, _ in pairs], [y for _, y in pairs]
         y = None if targets[0] is None else _padded([torch.as_tensor(t) for t in targets], self.target)
         if not isinstance(inputs[0], Mapping):
-            seen = [torch.as_tensor(x) for x in inputs]
-            return (_padded(seen, self.value), _mask(seen)), y
+            sequences = [torch.as_tensor(x) for x in inputs]
+            return (_padded(sequences, self.value), _mask(sequences)), y
         columns = {k: [torch.as_tensor(x[k]) for x in inputs] for k in inputs[0]}
         x = {k: _padded(v, 0 if k == self.mask else self.value) for k, v in columns.items()}
         longest = max(
@@ -408,40 +408,40 @@ class pad:
         return x if longest is None or self.mask in x else {**x, self.mask: _mask(longest)}, y
 
 
-def _padded(parts: list[Tensor], value: float) -> Tensor:
-    if parts[0].ndim == 0 or len({p.shape for p in parts}) == 1:
-        return torch.stack(parts)
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
+def _padded(sequences: list[Tensor], value: float) -> Tensor:
+    if sequences[0].ndim == 0 or len({p.shape for p in sequences}) == 1:
+        return torch.stack(sequences)
+    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
 
 
-def _mask(parts: list[Tensor]) -> Tensor:
+def _mask(sequences: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(
-        [torch.ones(len(p), dtype=torch.int64) for p in parts], batch_first=True
+        [torch.ones(len(p), dtype=torch.int64) for p in sequences], batch_first=True
     )
 
 
 def collated(items: list[Any], collate: Collate, what: str) -> tuple[Tree, Tree]:
-    """All samples as one table, made once; leaves that were padded know their rows' own lengths."""
+    """All samples as one table, made once; padded leaves store the length of each row."""
     try:
-        whole, each = collate(items), [collate([item]) for item in items]
+        batch, each = collate(items), [collate([item]) for item in items]
     except Exception as error:
         raise DataError(
             f"collate fails on the samples: {error}; fix it, or leave out what it cannot join"
         ) from error
-    whole, each = split(whole, what), [split(e, what) for e in each]
-    return tuple(_lengths(whole[k], [e[k] for e in each], what) for k in (0, 1))
+    batch, each = split(batch, what), [split(e, what) for e in each]
+    return tuple(_lengths(batch[k], [e[k] for e in each], what) for k in (0, 1))
 
 
-def _lengths(whole: Tree, each: list[Tree], what: str) -> Tree:
-    whole = tensors(whole, what, "input")
+def _lengths(table: Tree, each: list[Tree], what: str) -> Tree:
+    table = tensors(table, what, "input")
 
     def one(key: Any, leaf: Tensor) -> Any:
-        alone = [e if key is None else e[key] for e in each]
-        lengths = torch.tensor([v.shape[1] if v.ndim > 1 else 0 for v in alone])
+        singles = [e if key is None else e[key] for e in each]
+        lengths = torch.tensor([v.shape[1] if v.ndim > 1 else 0 for v in singles])
         uneven = leaf.ndim > 1 and bool((lengths < leaf.shape[1]).any())
         return Padded(leaf, lengths) if uneven else leaf
 
-    return _with_keys(whole, one)
+    return _with_keys(table, one)
 
 
 def split(item: Any, what: str, targets: str | None = None) -> tuple[Any, Any]:
@@ -459,4 +459,4 @@ def split(item: Any, what: str, targets: str | None = None) -> tuple[Any, Any]:
     raise DataError(f"{what} has items of type {type(item).__name__}; give pairs (input, target) or dicts")
 
 
-LABELS = ("labels", "label")  # where a dict has its targets when nobody says
+LABELS = ("labels", "label")  # keys under which a dict has its targets by default

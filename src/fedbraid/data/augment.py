@@ -63,7 +63,7 @@ class FlipCrop:
 class CropJitter:
     """AdaBest's: a random crop of `size` pixels, mirrored half of the time, its colours stretched by up to ±`strength`.
 
-    For images in [0, 1]. The test set stays whole, so the model must begin with a centre crop.
+    For images in [0, 1]. The test set is not cropped, so the model must begin with a center crop.
     """
 
     size: int = 24
@@ -87,10 +87,10 @@ class CropJitter:
 
 
 def crop(x: Tensor, draws: Tensor, height: int, width: int) -> Tensor:
-    """Of each image a part of this size, wherever two numbers of [0, 1) put it."""
+    """A crop of this size of each image, at the offset that two numbers of [0, 1) give."""
     n, channels = x.shape[:2]
-    room = torch.tensor([x.shape[2] - height + 1, x.shape[3] - width + 1], device=x.device)
-    at = (draws * room).long()
+    offsets = torch.tensor([x.shape[2] - height + 1, x.shape[3] - width + 1], device=x.device)
+    at = (draws * offsets).long()
     rows = (at[:, :1] + torch.arange(height, device=x.device)).view(n, 1, height, 1)
     columns = (at[:, 1:] + torch.arange(width, device=x.device)).view(n, 1, 1, width)
     take = torch.arange(n, device=x.device).view(n, 1, 1, 1)
@@ -101,8 +101,8 @@ def _gray(x: Tensor) -> Tensor:
     return (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
 
 
-def _blend(x: Tensor, other: Tensor, share: Tensor) -> Tensor:
-    return (share * x + (1 - share) * other).clamp(0, 1)
+def _blend(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    return (weight * x + (1 - weight) * other).clamp(0, 1)
 
 
 def _check_per(per: str) -> None:

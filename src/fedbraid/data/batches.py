@@ -1,4 +1,4 @@
-"""Which samples a client's next step sees: batches of a block of clients, as rows of one shared table."""
+"""The samples of a client's next step: batches of a block of clients, as rows of one shared table."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class PrivateDraws:
-    """What hides a step's single examples: how many were planned, and where the noise on their sum comes from."""
+    """The noise of example-level DP on a step: the planned batch size, and the keys of the noise on the sum."""
 
     planned: Tensor  # float32 [m, 1]
     keys: rng.U64 | None  # [m]; None: the operating system's generator
 
-    def noise(self, own: ExamplePrivacy, like: Tensor) -> Tensor:
-        """What is added to a mean, `[m, d]`."""
+    def noise(self, privacy: ExamplePrivacy, like: Tensor) -> Tensor:
+        """The noise that is added to a mean, `[m, d]`."""
         m, d = like.shape
-        made = rng.unpredictable(m * d).reshape(m, d) if self.keys is None else rng.gaussian(self.keys, d)
-        return placed(made, like.device).to(like) * (own.deviation / self.planned)
+        normals = rng.unpredictable(m * d).reshape(m, d) if self.keys is None else rng.gaussian(self.keys, d)
+        return placed(normals, like.device).to(like) * (privacy.deviation / self.planned)
 
 
 @dataclass
 class Batch:
-    """One step's samples for m clients: rows `[m, B]` of the shared table, and what each weighs in its mean.
+    """One step's samples for m clients: rows `[m, B]` of the shared table, and the weight of each in its mean.
 
     `weight` is None where every row counts; a padded row weighs 0.
     """
@@ -50,14 +50,14 @@ class Batch:
     weight: Tensor | None = None  # float32 [m, B]
     augment: Augment | None = None
     draws: Tensor | None = None  # [m, B, ·], for the augmentation
-    noise: NDArray[np.uint64] | None = None  # [m], seeds for a model that draws numbers itself
-    hidden: PrivateDraws | None = None  # where single examples are private
+    noise: NDArray[np.uint64] | None = None  # [m], seeds for a stochastic model
+    hidden: PrivateDraws | None = None  # set with example-level DP
 
     def secret(self) -> PrivateDraws:
-        """What hides its examples."""
+        """The noise on its examples."""
         if self.hidden is None:
             raise ConfigError(
-                "a gradient is asked for besides the noised ones of local steps, which would tell of single examples; use"
+                "a gradient besides the noised ones of local steps would reveal single examples; use"
                 " a rule that takes one gradient a step"
             )
         return self.hidden
@@ -67,7 +67,7 @@ class Batch:
         return self.rows.shape[0]
 
     def client(self, i: int) -> Batch:
-        """Client i's part, with the padding cut away."""
+        """Client i's batch, with the padding cut away."""
         rows, draws = self.rows[i : i + 1], self.draws
         if self.weight is not None:
             used = int((self.weight[i] > 0).sum())
@@ -77,18 +77,18 @@ class Batch:
         return Batch(self.inputs, self.targets, rows, None, self.augment, picked, noise)
 
     def x(self) -> Tree:
-        """The inputs, `[m, B, ...]` each; token ids come as int64."""
+        """The inputs, `[m, B, ...]` each; token ids are int64."""
         x = tree.take(self.inputs, self.rows)
         if self.augment is not None and self.draws is not None:
-            made = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1))
-            x = made.view(*self.rows.shape, *made.shape[1:])
+            augmented = self.augment(x.flatten(0, 1), self.draws.flatten(0, 1))
+            x = augmented.view(*self.rows.shape, *augmented.shape[1:])
         return tree.numbers(x)
 
     def y(self) -> Tree:
         """The targets, `[m, B, ...]` each."""
         return tree.take(self.targets, self.rows)
 
-    def alone(self) -> tuple[Tree, Tree]:
+    def first_client(self) -> tuple[Tree, Tree]:
         """The first client's (inputs, targets), `[B, ...]` each, cut to their longest where lengths differ."""
         x = tree.take(self.inputs, self.rows[0])
         if self.augment is not None and self.draws is not None:
@@ -97,12 +97,12 @@ class Batch:
 
 
 class DrawnBatches:
-    """All the batches that a block of clients will see in one visit, drawn by (seed, version, client).
+    """All batches of a block of clients in one participation, drawn by (seed, version, client).
 
-    To `hide` single examples, each batch is drawn anew, of "simulated" clients or of "real" ones.
+    To `hide` single examples, each batch is drawn by Poisson sampling, for "simulated" or "real" clients.
     Client i of n_i samples takes `steps(i)` steps; a short last batch is used as it is (`keep`), left
-    out (`drop`), or filled with the client's own samples (`fill`). Clients smaller than a batch train
-    on all they have.
+    out (`drop`), or filled with more samples of the client (`fill`). Clients smaller than a batch train
+    on all their samples.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DrawnBatches:
         self._order = np.empty((0, 0), np.int64)
         self._even = bool((self.n == self.n[0]).all())
         self.sizes, self.per_epoch = batch_sizes(self.n, work), batches_per_epoch(self.n, work)
-        self._rows: tuple[int, Tensor] | None = None  # of an epoch, in the order that they come in
+        self._rows: tuple[int, Tensor] | None = None  # of an epoch, in its order
 
     def batch(self, k: int) -> Batch:
         """The block's k-th batch."""
@@ -142,9 +142,11 @@ class DrawnBatches:
         inside = (column < size[:, None]) & (pos < self.n[:, None])
         picked = np.zeros(pos.shape, np.int64)
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
+            in_epoch = epochs == epoch
             order = self._epoch_order(int(epoch))
-            picked[mine] = np.take_along_axis(order[mine], np.minimum(pos[mine], self.n[mine, None] - 1), 1)
+            picked[in_epoch] = np.take_along_axis(
+                order[in_epoch], np.minimum(pos[in_epoch], self.n[in_epoch, None] - 1), 1
+            )
         if self.work.last == "fill":
             short = (column < size[:, None]) & ~inside
             draw = rng.uniform(self.seed, "fill", self.version, self.clients[:, None], k, column)
@@ -154,19 +156,19 @@ class DrawnBatches:
         return self._make(picked, inside, k)
 
     def _hidden(self, k: int) -> Batch:
-        """Every sample with probability batch/n, by the seed or, of "real" clients, by the operating system."""
+        """Every sample with probability batch/n, by the seed or, for "real" clients, by the operating system's generator."""
         m, most, real = len(self.n), int(self.n.max()), self.hide == "real"
         planned, column = batch_sizes(self.n, self.work), np.arange(most)
         draw = (
             rng.unpredicted(m * most).reshape(m, most) if real
             else rng.uniform(self.seed, "examples", self.version, self.clients[:, None], k, column)
         )  # fmt: skip
-        taken = (
+        sampled = (
             (draw * self.n[:, None] < planned[:, None]) & (column < self.n[:, None]) & (k < self.K)[:, None]
         )
-        count = taken.sum(1)
+        count = sampled.sum(1)
         width = max(1, int(count.max()))
-        picked = np.argsort(~taken, axis=1, kind="stable")[:, :width]
+        picked = np.argsort(~sampled, axis=1, kind="stable")[:, :width]
         batch = self._make(np.minimum(picked, self.n[:, None] - 1), np.arange(width) < count[:, None], k)
         keys = None if real else rng.bits(self.seed, "hidden", self.version, self.clients, k)
         batch.hidden = PrivateDraws(placed(planned.astype(np.float32), self.task.device)[:, None], keys)
@@ -180,7 +182,7 @@ class DrawnBatches:
         return self._make((draw * self.n[:, None]).astype(np.int64), inside, k)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """A fresh order of each client's samples, `[m, max n]`; a full batch, and what is not shuffled, keep their own."""
+        """A fresh order of each client's samples, `[m, max n]`; full batches and unshuffled data keep the data's order."""
         if epoch != self._epoch:
             self._epoch = epoch
             column = np.arange(self.n.max())
@@ -204,7 +206,7 @@ class DrawnBatches:
         return self._of(self.task.row_ids(self.clients, picked), inside, k)
 
     def _of(self, rows: Tensor, inside: NDArray[np.bool_] | None, k: int) -> Batch:
-        """A batch of these rows of the table."""
+        """The batch of these rows of the table."""
         task, weight = self.task, None
         if inside is not None and not inside.all():
             weight = placed(inside.astype(np.float32), task.device)

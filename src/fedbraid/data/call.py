@@ -1,4 +1,4 @@
-"""How a model is called on a sample, and how a loss is asked for one number per example."""
+"""Calls of a model on a sample, and of a loss for one number per example."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def call(module: nn.Module, inputs: Tree) -> Any:
 
 
 def logits(out: Any) -> Any:
-    """The outputs that losses see: the logits, of a model that gives a dict or an object which has them."""
+    """The outputs that losses get: the logits, if the model returns a dict or an object which has them."""
     if isinstance(out, Tensor):
         return out
-    found = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
-    return out if found is None else found
+    scores = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
+    return out if scores is None else scores
 
 
 class ForwardModule(nn.Module):
-    """A module and how it is called, as one module of one argument: the inputs."""
+    """A module and its forward function, as one module of one argument: the inputs."""
 
     def __init__(self, module: nn.Module, run: Forward) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ NAMES = ("outputs", "targets", "inputs")
 OTHERS = (
     "reference",
     "previous",
-)  # what the server's model gives for the same inputs, and the client's last one
+)  # outputs of the server's model, and of the client's last one, for the same inputs
 
 
 @dataclass(frozen=True)
 class SignatureCall:
-    """A loss that sees these of outputs, targets and inputs, in this order, and what other models give."""
+    """A loss, the arguments it takes in this order, and whether it takes other models' outputs."""
 
     given: Callable[..., Any]
     order: tuple[str, ...] = NAMES[:2]
 
     @property
     def compares(self) -> bool:
-        """Whether it looks at what other models give."""
+        """Whether it takes other models' outputs."""
         return not set(OTHERS).isdisjoint(self.order)
 
     def __call__(
@@ -76,7 +76,7 @@ class SignatureCall:
 
 
 def by_signature(given: Callable[..., Any]) -> SignatureCall:
-    """`given` as a function of (outputs, targets, inputs), which sees the inputs where an argument is called so.
+    """`given` as a function of (outputs, targets, inputs), which gets the inputs if it has a parameter of that name.
 
     >>> by_signature(lambda outputs, inputs: outputs - inputs)(3, None, 1)
     2

@@ -23,14 +23,14 @@ HOME = Home(
 
 def read(root: Root = None, size: int = 32) -> DataSet:
     """Faces cut to squares of `size` pixels, black being −1 and white 1, as QAFeL has them."""
-    (x, y, who), (xt, yt, who_test) = (_part(root, part, size) for part in ("train", "test"))
+    (x, y, who), (xt, yt, who_test) = (_split(root, split, size) for split in ("train", "test"))
     groups, test_groups = group_numbers(who, who_test)
     test = (_centred(xt), class_numbers(yt))
     return DataSet(_centred(x), class_numbers(y), test, classes=2, groups=groups, test_groups=test_groups)
 
 
-def _part(root: Root, part: str, size: int) -> tuple[Bytes, list[int], list[str]]:
-    files = HOME.find(root, f"{part}/*.json")
+def _split(root: Root, split: str, size: int) -> tuple[Bytes, list[int], list[str]]:
+    files = HOME.find(root, f"{split}/*.json")
     if not files:
         raise HOME.missing(root)
     users = leaf(files)
@@ -47,12 +47,12 @@ def _faces(root: Root, names: Sequence[str], size: int) -> Bytes:
 def _image(root: Root, name: str) -> Path:
     if Path(name).name != name:
         raise DataError(f"image name {name!r} points out of its folder; get LEAF's json files again")
-    found = HOME.find(root, f"raw/img_align_celeba/{name}", f"img_align_celeba/{name}")
-    if not found:
+    paths = HOME.find(root, f"raw/img_align_celeba/{name}", f"img_align_celeba/{name}")
+    if not paths:
         raise DataError(
             f"image {name} of celeba was not found; put it into img_align_celeba/ (from {HOME.origin})"
         )
-    return found[0]
+    return paths[0]
 
 
 def _centred(x: Bytes) -> torch.Tensor:

@@ -30,14 +30,14 @@ CIFAR100 = Home(
     _ORIGIN + _NOT,
 )
 
-Part = tuple[Bytes, Bytes]  # images, and a column or two of labels, the fine one last
+Split = tuple[Bytes, Bytes]  # images, and one or two columns of labels, the fine one last
 
 
 def cifar10(root: Root = None, augment: bool | str = False, statistics: str = "own") -> DataSet:
     """50,000 and 10,000 photographs of ten classes; `augment=True` flips and shifts those trained on.
 
     `augment="batch"` draws once for each batch.
-    Images are normalised by their `statistics`: their "own", those of "cifar10", or "none" at all.
+    Images are normalized by `statistics`: "own" (of the training images), those of "cifar10", or "none".
     """
     train = _binary(CIFAR10, root, "data_batch_?.bin", 1) or _parquet(CIFAR10, root, "train*", ("label",))
     test = _binary(CIFAR10, root, "test_batch.bin", 1) or _parquet(CIFAR10, root, "test*", ("label",))
@@ -49,7 +49,7 @@ def cifar10(root: Root = None, augment: bool | str = False, statistics: str = "o
 def cifar100(root: Root = None, augment: bool | str = False, statistics: str = "own") -> DataSet:
     """Photographs of 100 fine classes in 20 coarse ones; `augment=True` flips and shifts those trained on.
 
-    FedGBO's authors normalise them by the `statistics` of "cifar10"; "own" and "none" as there.
+    FedGBO's authors normalize them by the `statistics` of "cifar10"; "own" and "none" mean the same as in `cifar10`.
     """
     labels = ("coarse_label", "fine_label")
     train = _binary(CIFAR100, root, "train.bin", 2) or _parquet(CIFAR100, root, "train*", labels)
@@ -59,12 +59,12 @@ def cifar100(root: Root = None, augment: bool | str = False, statistics: str = "
     return _dataset(train, test, 100, augment, statistics)
 
 
-def _binary(home: Home, root: Root, pattern: str, labels: int) -> Part | None:
+def _binary(home: Home, root: Root, pattern: str, labels: int) -> Split | None:
     files = home.find(root, pattern)
     return cifar_binary(files, labels) if files else None
 
 
-def _parquet(home: Home, root: Root, pattern: str, labels: tuple[str, ...]) -> Part | None:
+def _parquet(home: Home, root: Root, pattern: str, labels: tuple[str, ...]) -> Split | None:
     """From parquet files with an `img` column; decoding all takes about 10 s, so it is done once."""
     files = home.find(root, f"{pattern}.parquet")
     if not files:
@@ -79,15 +79,15 @@ def _pixels(file: Path) -> Bytes:
     return images(blobs, file)
 
 
-def _fetched(home: Home, root: Root, repository: str, labels: tuple[str, ...]) -> tuple[Part, Part]:
-    found = hub(repository, ("img", *labels))
-    if found is None:
+def _fetched(home: Home, root: Root, repository: str, labels: tuple[str, ...]) -> tuple[Split, Split]:
+    splits = hub(repository, ("img", *labels))
+    if splits is None:
         raise home.missing(root)
-    train, test = ((part[0], np.stack(part[1:], 1)) for part in (found["train"], found["test"]))
+    train, test = ((split[0], np.stack(split[1:], 1)) for split in (splits["train"], splits["test"]))
     return train, test
 
 
-def _dataset(train: Part, test: Part, classes: int, augment: bool | str, statistics: str) -> DataSet:
+def _dataset(train: Split, test: Split, classes: int, augment: bool | str, statistics: str) -> DataSet:
     for pixels, labels in (train, test):
         if pixels.shape != (len(labels), 32, 32, 3):
             raise DataError(f"CIFAR images must be 32×32 in color, one per label; found {pixels.shape}")

@@ -1,4 +1,4 @@
-"""Who holds how many samples of which label."""
+"""The number of samples of each label that each client holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Counts = NDArray[np.int64]
 
 
 def label_counts(task: Task) -> Counts:
-    """How many samples of each label every client holds, `[clients, labels]`."""
+    """The number of samples of each label that each client holds, `[clients, labels]`."""
     if not task.classifies:
         raise DataError(f"task {task.name} has no class labels to count; only classification can be drawn")
     if not isinstance(task.targets, Tensor):

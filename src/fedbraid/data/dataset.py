@@ -63,7 +63,7 @@ STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 def normalized(train: Bytes, test: Bytes, statistics: str = "own") -> tuple[Tensor, Tensor]:
     """Bytes `[n, h, w]` or `[n, h, w, c]` as float32 `[n, c, h, w]`, of training mean 0 and deviation 1.
 
-    `statistics` may be others' than the training images' "own"; with "none" images are levels from 0 to 1.
+    `statistics` names whose mean and deviation are used: "own" is the training images'; with "none" images are levels from 0 to 1.
     """
     train, test = (x[..., None] if x.ndim == 3 else x for x in (train, test))
     shapes = train.shape[1:], test.shape[1:]
@@ -79,14 +79,14 @@ def normalized(train: Bytes, test: Bytes, statistics: str = "own") -> tuple[Tens
         mean, std = (np.array(v) for v in STATISTICS[statistics])
         return _scaled(train, mean, std), _scaled(test, mean, std)
     counts = np.stack([_histogram(train[..., c]) for c in range(train.shape[-1])])
-    share, level = counts / counts.sum(1, keepdims=True), np.arange(256)
-    mean = share @ level
-    std = np.sqrt(share @ level**2 - mean**2)
+    fraction, level = counts / counts.sum(1, keepdims=True), np.arange(256)
+    mean = fraction @ level
+    std = np.sqrt(fraction @ level**2 - mean**2)
     return _scaled(train, mean, std), _scaled(test, mean, std)
 
 
 def _histogram(x: Bytes) -> Ints:
-    """How often each of 256 levels occurs; piecewise, for bincount makes eight bytes of each."""
+    """How often each of 256 levels occurs; in slices, because bincount copies each number to eight bytes."""
     counts = np.zeros(256, np.int64)
     for piece in np.array_split(x, len(x) // 1024 + 1):
         counts += np.bincount(piece.ravel(), minlength=256)
@@ -110,10 +110,10 @@ def class_numbers(labels: Any) -> Tensor:
         raise DataError(f"the labels are not integers ({error}); get the files again") from error
 
 
-def held_out(n: int, share: float, name: str) -> tuple[Ints, Ints]:
+def held_out(n: int, fraction: float, name: str) -> tuple[Ints, Ints]:
     """A fixed random split into training and test rows, the same whatever the run's seed."""
     order = rng.generator(0, f"held out of {name}").permutation(n)
-    cut = n - round(share * n)
+    cut = n - round(fraction * n)
     return np.sort(order[:cut]), np.sort(order[cut:])
 
 

@@ -21,15 +21,15 @@ HOME = Home(
 
 def read(root: Root = None) -> DataSet:
     """Handwritten letters and digits by writer, 62 classes; white on black, as FedGBO turns LEAF's black on white."""
-    (x, y, who), (xt, yt, who_test) = (_part(root, part) for part in ("train", "test"))
+    (x, y, who), (xt, yt, who_test) = (_split(root, split) for split in ("train", "test"))
     inputs, test_inputs = normalized(255 - x, 255 - xt)
     groups, test_groups = group_numbers(who, who_test)
     test = (test_inputs, class_numbers(yt))
     return DataSet(inputs, class_numbers(y), test, classes=62, groups=groups, test_groups=test_groups)
 
 
-def _part(root: Root, part: str) -> tuple[Bytes, list[int], list[str]]:
-    files = HOME.find(root, f"{part}/*.json", f"{part}.parquet")
+def _split(root: Root, split: str) -> tuple[Bytes, list[int], list[str]]:
+    files = HOME.find(root, f"{split}/*.json", f"{split}.parquet")
     if not files:
         raise HOME.missing(root)
     if files[0].suffix == ".parquet":

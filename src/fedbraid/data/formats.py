@@ -49,18 +49,18 @@ def idx(path: Path) -> Bytes:
 
 def cifar_binary(paths: Sequence[Path], labels: int) -> tuple[Bytes, Bytes]:
     """Images `[n, 32, 32, 3]` and labels `[n, labels]` of the binary version of CIFAR."""
-    parts = []
+    records = []
     for path in paths:
         raw = content(path)
         if not raw or len(raw) % (labels + 3072):
-            raise broken(path, f"its {len(raw)} bytes are no whole number of {labels + 3072}-byte records")
-        parts.append(np.frombuffer(raw, np.uint8).reshape(-1, labels + 3072))
-    rows = np.concatenate(parts)
+            raise broken(path, f"its {len(raw)} bytes are not a multiple of {labels + 3072}-byte records")
+        records.append(np.frombuffer(raw, np.uint8).reshape(-1, labels + 3072))
+    rows = np.concatenate(records)
     return rows[:, labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), rows[:, :labels]
 
 
 def libsvm(path: Path, features: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Dense features and whole-number labels of a LIBSVM file."""
+    """Dense features and integer labels of a LIBSVM file."""
     lines = content(path).decode("ascii", "replace").splitlines()
     x, y = np.zeros((len(lines), features), np.float32), np.zeros(len(lines), np.int64)
     for i, line in enumerate(lines):

@@ -31,10 +31,10 @@ def hold_out(
     kinds = _labels(targets)
     train, test = [], []
     for client, (lo, hi) in enumerate(pairwise(offsets)):
-        held = rows[lo:hi].numpy()
-        tested = _drawn(None if kinds is None else kinds[held], len(held), fraction, seed, client)
-        train.append(held[~tested])
-        test.append(held[tested])
+        local = rows[lo:hi].numpy()
+        tested = _drawn(None if kinds is None else kinds[local], len(local), fraction, seed, client)
+        train.append(local[~tested])
+        test.append(local[tested])
     if not any(map(len, test)):
         raise DataError(
             f"test_fraction={fraction} of clients with at most {int(np.diff(offsets).max())} samples holds out"
@@ -50,27 +50,27 @@ def _labels(targets: Tree) -> NDArray[Any] | None:
 
 
 def _drawn(labels: NDArray[Any] | None, n: int, fraction: float, seed: int, client: int) -> NDArray[np.bool_]:
-    """Which of a client's samples are test samples: of each label as near to the fraction as whole numbers are."""
+    """Which of a client's samples are test samples: of each label the integer count nearest to the fraction."""
     gen = rng.generator(seed, "test fraction", client)
     order = gen.permutation(n)
     kinds = np.zeros(n, np.int64) if labels is None else np.unique(labels, return_inverse=True)[1].reshape(-1)
-    wanted = np.bincount(kinds) * fraction
-    count = np.floor(wanted + 1e-9).astype(np.int64)
+    expected = np.bincount(kinds) * fraction
+    count = np.floor(expected + 1e-9).astype(np.int64)
     more = min(round(fraction * n), n - 1) - int(count.sum())
     if more > 0:  # the largest remainders, ties in a drawn order
-        tie = gen.permutation(len(wanted))
-        count[tie[np.argsort((count - wanted)[tie], kind="stable")][:more]] += 1
-    found = np.zeros(n, np.bool_)
+        tie = gen.permutation(len(expected))
+        count[tie[np.argsort((count - expected)[tie], kind="stable")][:more]] += 1
+    is_test = np.zeros(n, np.bool_)
     for kind, k in enumerate(count):
-        found[order[kinds[order] == kind][:k]] = True
-    return found
+        is_test[order[kinds[order] == kind][:k]] = True
+    return is_test
 
 
-def _joined(parts: list[Ints]) -> tuple[Tensor, Ints]:
-    return torch.from_numpy(np.concatenate(parts)), np.cumsum([0, *map(len, parts)])
+def _joined(rows: list[Ints]) -> tuple[Tensor, Ints]:
+    return torch.from_numpy(np.concatenate(rows)), np.cumsum([0, *map(len, rows)])
 
 
-def taken(table: Tree, rows: Tensor) -> Tree:
+def take_rows(table: Tree, rows: Tensor) -> Tree:
     """Rows of a table, padded leaves with their lengths."""
     return tree.map(
         lambda leaf: (

@@ -20,10 +20,10 @@ def flipped(task: Task, hostile: Callable[[Any], Any] | None) -> Task:
     """The task with label C − 1 − y for y in all samples of these clients; test sets stay as they are."""
     chosen = [] if hostile is None else np.flatnonzero(hostile(np.arange(task.clients))).tolist()
     spans = [slice(int(task.offsets[i]), int(task.offsets[i + 1])) for i in chosen]
-    theirs = torch.zeros(len(task.rows), dtype=torch.bool)
+    is_flipped = torch.zeros(len(task.rows), dtype=torch.bool)
     for span in spans:
-        theirs[span] = True
-    if not theirs.any():
+        is_flipped[span] = True
+    if not is_flipped.any():
         return task
     targets = task.targets
     if not isinstance(targets, Tensor) or not task.classifies:
@@ -31,7 +31,7 @@ def flipped(task: Task, hostile: Callable[[Any], Any] | None) -> Task:
             "label_flip changes class numbers in memory, and this task has other targets (or lazy=True); use another attack,"
             " such as 'sign_flip'"
         )
-    rows, others = task.rows[theirs.to(task.rows.device)], task.rows[~theirs.to(task.rows.device)]
+    rows, others = task.rows[is_flipped.to(task.rows.device)], task.rows[~is_flipped.to(task.rows.device)]
     if bool(torch.isin(rows, others).any()):
         raise ConfigError(
             "label_flip changes samples that honest clients hold as well, because clients share samples in this partition; use"
@@ -39,8 +39,8 @@ def flipped(task: Task, hostile: Callable[[Any], Any] | None) -> Task:
         )
     new = targets.clone()
     new[rows] = torch.where(targets[rows] >= 0, task.classes - 1 - targets[rows], targets[rows])
-    made = replace(task, targets=new)
-    made.__dict__["fingerprint"] = (
+    result = replace(task, targets=new)
+    result.__dict__["fingerprint"] = (
         task.fingerprint
     )  # the data are the task's; who flips them is the algorithm's
-    return made
+    return result

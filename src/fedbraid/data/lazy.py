@@ -1,4 +1,4 @@
-"""Data that stays on disk: a client's samples are read when it is visited, by processes that read ahead."""
+"""Data that stays on disk: a client's samples are read when it trains, by processes that prefetch them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from fedbraid.workers import Ask, WorkerPool
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
 
-READERS = 2  # processes that read ahead
-WINDOW = 4  # clients that each of them may be ahead of the training
-CHUNKS = 2  # and chunks of a test set, which are larger
+READERS = 2  # processes that prefetch
+WINDOW = 4  # clients that each of them may prefetch
+CHUNKS = 2  # chunks of a test set that each may prefetch; they are larger
 PROBES = 64  # samples whose contents are hashed
 PIECE = 4096  # bytes of a file's beginning and end that are hashed
-ROOM = (
+SHARED_BYTES = (
     2**25
 )  # bytes of memory that reader and trainer share for one of them; what is larger goes through a pipe
 
@@ -50,7 +50,7 @@ Key = (
 
 
 class LazyDataset:
-    """One dataset per client, none of it kept."""
+    """One dataset per client, none of which is held in memory."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class LazyDataset:
     ) -> None:
         self.datasets, self.loss, self.inputs, self.targets = datasets, loss, inputs, targets
         self.collate, self.what = collate, what
-        self.only: int | None = None  # whose samples are read, whoever is asked for
+        self.only: int | None = None  # the only client whose samples are read, whatever number is passed
         if not len(datasets):
             raise DataError("no clients were given; pass at least one dataset")
         self.classes: int | None = None  # labels are below this, where they are classes
@@ -81,9 +81,9 @@ class LazyDataset:
         self._labels: dict[int, Tree] = {}  # targets of chunks that were read, by where they begin
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in vars(self).items() if k != "_lock"}
+        state = {k: v for k, v in vars(self).items() if k != "_lock"}
         return {
-            **kept,
+            **state,
             "_readers": None,
             "_next": deque(),
             "_labels": {},
@@ -97,7 +97,7 @@ class LazyDataset:
         return self.what or f"client {client}"
 
     def of(self, client: int) -> LazyDataset:
-        """This client's alone, under whatever number it is asked for."""
+        """The dataset of this client only, whatever number is passed to read it."""
         one = copy.copy(self)
         one.__setstate__({**self.__getstate__(), "only": client})
         one.sizes = self.sizes[[client]]
@@ -105,7 +105,7 @@ class LazyDataset:
         return one
 
     def some(self, clients: NDArray[np.int64]) -> LazyDataset:
-        """These clients alone, numbered anew."""
+        """These clients only, renumbered from 0."""
         few = copy.copy(self)
         few.__setstate__({**self.__getstate__(), "datasets": _Some(self.datasets, clients)})
         few.sizes = self.sizes[clients]
@@ -114,13 +114,13 @@ class LazyDataset:
 
     def together(self, clients: NDArray[np.int64], what: str) -> LazyDataset:
         """These clients' samples as one test set."""
-        whole: Any = torch.utils.data.ConcatDataset([self.datasets[int(c)] for c in clients])
-        store = LazyDataset([whole], self.loss, self.inputs, self.targets, self.collate, what)
+        pooled: Any = torch.utils.data.ConcatDataset([self.datasets[int(c)] for c in clients])
+        store = LazyDataset([pooled], self.loss, self.inputs, self.targets, self.collate, what)
         store.classes = self.classes
         return store
 
     def content_stamp(self) -> bytes:
-        """What tells the contents apart, where the data sets say so themselves."""
+        """A hash that changes with the contents, from data sets that offer one."""
         h, shared = hashlib.blake2b(digest_size=16), dict[int, tuple[Any, bytes]]()
         for i in range(len(self.datasets)):
             h.update(content_stamp(self.datasets[i], shared))
@@ -131,22 +131,22 @@ class LazyDataset:
     def read(
         self, client: int, version: int, seed: int, lo: int = 0, hi: int | None = None
     ) -> tuple[Tree, Tree]:
-        """A client's samples as tables; what its transforms draw is counted by version, client and row."""
+        """A client's samples as tables; its transforms' draws are seeded by version, client and row."""
         at = client if self.only is None else self.only
         n = int(self.sizes[client if self.only is None else 0])
-        found = self._tables(
+        tables = self._tables(
             self._items(client, version, seed, range(lo, n if hi is None else hi)), self._name(at)
         )
-        for kind, mine, first in zip(("input", "target"), found, self.like):
-            arrays.alike(mine, first, self._name(at), "the first client", kind, self.collate is not None)
+        for kind, leaf, first in zip(("input", "target"), tables, self.like):
+            arrays.alike(leaf, first, self._name(at), "the first client", kind, self.collate is not None)
         if self.classes is not None:
-            arrays.in_range(found[1], self.classes, self._name(at))
-        return found
+            arrays.in_range(tables[1], self.classes, self._name(at))
+        return tables
 
     @cached_property
     def like(self) -> tuple[Tree, Tree]:
-        """One sample, as all should be."""
-        with _own_randomness():
+        """One sample, whose kind all others must have."""
+        with _isolated_randomness():
             return self._tables(self._items(0, 0, 0, [0]), self._name(0))
 
     def _items(self, client: int, version: int, seed: int, rows: Sequence[int]) -> list[Any]:
@@ -158,7 +158,7 @@ class LazyDataset:
         )
         if len(dataset) != n:
             raise DataError(
-                f"{what} has {len(dataset)} samples now and had {n} when the task was made; bring them back and"
+                f"{what} has {len(dataset)} samples now and had {n} when the task was made; restore them and"
                 " resume, or make the task again"
             )
         items = []
@@ -183,27 +183,27 @@ class LazyDataset:
         return arrays.pair(arrays.collated(chosen, self.collate, what), what, self.loss)
 
     def table(self, clients: NDArray[np.int64], version: int, seed: int) -> tuple[Tree, Tree]:
-        """The samples of these clients below each other."""
-        parts = [self._get((int(c), version, seed)) for c in clients]
-        if len(parts) == 1:
-            return parts[0]
-        return arrays.stack(parts) if self.collate is None else arrays.beside(parts)
+        """The samples of these clients, concatenated."""
+        tables = [self._get((int(c), version, seed)) for c in clients]
+        if len(tables) == 1:
+            return tables[0]
+        return arrays.stack(tables) if self.collate is None else arrays.chunked(tables)
 
     def pick(self, rows: Any) -> tuple[Tree, Tree]:
-        """Single samples by their number among all, as they are at version 0."""
-        wanted = np.atleast_1d(np.asarray(rows)).ravel()
-        owners, items = np.searchsorted(self.offsets, wanted, "right") - 1, list[Any]()
-        with _own_randomness():
-            for some in np.split(np.arange(len(wanted)), np.flatnonzero(np.diff(owners)) + 1):
+        """Samples by their row among all clients' samples, as they are at version 0."""
+        samples = np.atleast_1d(np.asarray(rows)).ravel()
+        owners, items = np.searchsorted(self.offsets, samples, "right") - 1, list[Any]()
+        with _isolated_randomness():
+            for some in np.split(np.arange(len(samples)), np.flatnonzero(np.diff(owners)) + 1):
                 client = int(owners[some[0]])
-                items += self._items(client, 0, 0, (wanted[some] - self.offsets[client]).tolist())
+                items += self._items(client, 0, 0, (samples[some] - self.offsets[client]).tolist())
         return self._tables(items, self._name(int(owners[0])) if len(set(owners)) == 1 else "the table")
 
     def chunk(self, lo: int, hi: int) -> tuple[Tree, Tree]:
-        """So many samples of a test set, those after them being read ahead; its targets are kept."""
+        """Rows lo to hi of a test set; the next chunks are prefetched, and the targets are stored."""
         if self._last[0] != (lo, hi):
             key = (0, 0, 0, lo, hi)
-            if hi < len(self) and (readers := self._start()) and key not in readers.coming:
+            if hi < len(self) and (readers := self._start()) and key not in readers.pending:
                 size, end = hi - lo, len(self)
                 self._next = deque((0, 0, 0, at, min(at + size, end)) for at in range(hi, end, size))
                 readers.ask(key)
@@ -217,38 +217,38 @@ class LazyDataset:
 
     # Reading ahead --------------------------------------------------------------------------------
 
-    def ahead(
+    def prefetch(
         self, clients: NDArray[np.int64], version: int, seed: int, after: NDArray[np.int64] | None = None
     ) -> None:
-        """Begin to read what will be asked for, in this order, and after it what will be at the next version."""
+        """Begin to read these clients' samples in this order, then those that train at the next version."""
         if readers := self._start():
             now = [(c, version, seed) for c in clients.tolist()]
-            for key in readers.coming.keys() - set(now):  # of who was foreseen, and then left
+            for key in readers.pending.keys() - set(now):  # of clients that were expected and then left
                 with suppress(FedbraidError):
                     readers.take(key)
             later = [] if after is None else [(c, version + 1, seed) for c in after.tolist()]
-            self._next = deque(key for key in now + later if key not in readers.coming)
+            self._next = deque(key for key in now + later if key not in readers.pending)
             self._top_up(readers, WINDOW)
 
     def _start(self) -> _Readers | None:
-        """Processes that read, where there may be some."""
+        """The reader processes; None where this process may not fork."""
         if "fork" not in mp.get_all_start_methods() or mp.current_process().daemon:
             return None
         self._readers = self._readers or _Readers(self)
         return self._readers
 
     def _top_up(self, readers: _Readers, window: int) -> None:
-        while self._next and len(readers.coming) < READERS * window:
+        while self._next and len(readers.pending) < READERS * window:
             readers.ask(self._next.popleft())
 
     def _get(self, key: Key, window: int = WINDOW) -> tuple[Tree, Tree]:
-        with self._lock:  # threads may train side by side
-            if (readers := self._readers) is None or key not in readers.coming:
-                with _own_randomness():
+        with self._lock:  # threads may train at the same time
+            if (readers := self._readers) is None or key not in readers.pending:
+                with _isolated_randomness():
                     return self.read(*key)
-            found = readers.take(key)
+            arrays = readers.take(key)
             self._top_up(readers, window)
-        inputs, targets = (tree.map(_tensor, t) for t in found)
+        inputs, targets = (tree.map(_tensor, t) for t in arrays)
         return inputs, targets
 
     def stop(self) -> None:
@@ -259,53 +259,57 @@ class LazyDataset:
 
 
 class _Readers:
-    """Processes that read a store; numbers come back through memory that all of them see."""
+    """Processes that read a store; arrays return through shared memory."""
 
     def __init__(self, store: LazyDataset) -> None:
         self.store, self.pool = store, WorkerPool(self._read, READERS)
-        rooms = READERS * max(WINDOW, CHUNKS) + 1
-        self.seen = memoryview(mmap.mmap(-1, rooms * ROOM))  # none of it is there before it is written
-        self.free = [k * ROOM for k in range(rooms)]
-        self.coming: dict[Key, tuple[Connection, int]] = {}  # who reads it, and where to
-        self.found: dict[Key, tuple[Tree, Tree]] = {}
+        slots = READERS * max(WINDOW, CHUNKS) + 1
+        self.shared_memory = memoryview(
+            mmap.mmap(-1, slots * SHARED_BYTES)
+        )  # pages are allocated when they are written
+        self.free = [k * SHARED_BYTES for k in range(slots)]
+        self.pending: dict[
+            Key, tuple[Connection, int]
+        ] = {}  # the reader's pipe, and the offset of the slot it writes
+        self.ready: dict[Key, tuple[Tree, Tree]] = {}
 
     def ask(self, key: Key) -> None:
-        room = self.free.pop() if self.free else -1
-        self.coming[key] = self.pool.post((key, room)), room
+        slot = self.free.pop() if self.free else -1
+        self.pending[key] = self.pool.post((key, slot)), slot
 
     def take(self, key: Key) -> tuple[Tree, Tree]:
-        """What was read; a reader answers in the order it was asked."""
-        while key not in self.found:
-            pipe, _ = self.coming[key]
-            first = next(k for k, (who, _) in self.coming.items() if who is pipe and k not in self.found)
-            room = self.coming[first][1]
+        """The tables that were read; a reader answers in the order of its requests."""
+        while key not in self.ready:
+            pipe, _ = self.pending[key]
+            first = next(k for k, (who, _) in self.pending.items() if who is pipe and k not in self.ready)
+            slot = self.pending[first][1]
             try:
                 head, ends = self.pool.answer(pipe)
             except FedbraidError:
-                del self.coming[first]
+                del self.pending[first]
                 raise
-            parts = [bytearray(self.seen[room + lo : room + hi]) for lo, hi in pairwise(ends)]
-            self.found[first] = pickle.loads(head, buffers=parts)
-            self.free += [room] if room >= 0 else []
-        del self.coming[key]
-        return self.found.pop(key)
+            buffers = [bytearray(self.shared_memory[slot + lo : slot + hi]) for lo, hi in pairwise(ends)]
+            self.ready[first] = pickle.loads(head, buffers=buffers)
+            self.free += [slot] if slot >= 0 else []
+        del self.pending[key]
+        return self.ready.pop(key)
 
-    def _read(self, thing: tuple[Key, int], ask: Ask) -> tuple[bytes, list[int]]:
-        """A client's samples, pickled, their numbers in the room if they fit; and where each of them ends there."""
-        key, room = thing
-        found = tuple(tree.map(_array, t) for t in self.store.read(*key))
+    def _read(self, request: tuple[Key, int], ask: Ask) -> tuple[bytes, list[int]]:
+        """A client's samples, pickled, with their arrays in the slot if they fit, and the end of each array in it."""
+        key, slot = request
+        tables = tuple(tree.map(_array, t) for t in self.store.read(*key))
         numbers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(found, protocol=5, buffer_callback=numbers.append)
+        head = pickle.dumps(tables, protocol=5, buffer_callback=numbers.append)
         ends = np.cumsum([0, *(n.raw().nbytes for n in numbers)]).tolist()
-        if room < 0 or ends[-1] > ROOM:
-            return pickle.dumps(found, protocol=5), []
+        if slot < 0 or ends[-1] > SHARED_BYTES:
+            return pickle.dumps(tables, protocol=5), []
         for (lo, hi), one in zip(pairwise(ends), numbers):
-            self.seen[room + lo : room + hi] = one.raw()
+            self.shared_memory[slot + lo : slot + hi] = one.raw()
         return head, ends
 
 
 class _Some(Sequence[Any]):
-    """Some of a sequence of datasets, none of them made before it is asked for."""
+    """A selection of a sequence of datasets, each of which is made on access."""
 
     def __init__(self, datasets: Sequence[Any], which: NDArray[np.int64]) -> None:
         self.datasets, self.which = datasets, which
@@ -318,10 +322,10 @@ class _Some(Sequence[Any]):
 
 
 def _array(leaf: Any) -> Any:
-    """A leaf as it goes from one process to another."""
+    """A leaf as NumPy arrays, for another process."""
     if isinstance(leaf, Padded):
-        held: list[Any] = [leaf.values.numpy(), leaf.lengths.numpy()]
-        return Padded(*held)
+        arrays: list[Any] = [leaf.values.numpy(), leaf.lengths.numpy()]
+        return Padded(*arrays)
     return leaf.numpy()
 
 
@@ -332,7 +336,7 @@ def _tensor(leaf: Any) -> Any:
 
 
 def _seed(key: int) -> None:
-    """Begin every generator that a transform may draw from."""
+    """Seed every generator that a transform may draw from."""
     torch.default_generator.manual_seed(
         key
     )  # torch.manual_seed asks every kind of device, which takes longer than reading
@@ -341,8 +345,8 @@ def _seed(key: int) -> None:
 
 
 @contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Leave everybody else's random state as it was."""
+def _isolated_randomness() -> Iterator[None]:
+    """Restore the global generators afterwards."""
     plain, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         try:
@@ -352,15 +356,15 @@ def _own_randomness() -> Iterator[None]:
             np.random.set_state(numbers)  # noqa: NPY002
 
 
-# What a task holds --------------------------------------------------------------------------------
+# Columns and views of a task ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class LazyColumn:
-    """The inputs (0) or targets (1) of all samples, read when they are asked for."""
+    """The inputs (index 0) or targets (1) of all samples, read on access."""
 
     store: LazyDataset
-    part: int
+    index: int
 
     @classmethod
     def both(cls, store: LazyDataset) -> tuple[LazyColumn, LazyColumn]:
@@ -396,10 +400,10 @@ class LazyColumn:
     def __len__(self) -> int:
         return len(self.store)
 
-    def whole(self) -> Tree:
-        """All of the targets, which are kept while the samples are judged; all of the inputs are read for it."""
+    def read_all(self) -> Tree:
+        """All targets, which are stored during an evaluation; to get all inputs, all samples are read."""
         store, each = self.store, 512
-        if self.part == 0:
+        if self.index == 0:
             return tree.cat([self[lo : lo + each] for lo in range(0, len(self), each)])
         if sum(tree.length(t) for t in store._labels.values()) != len(self):
             store._labels = {}
@@ -413,11 +417,15 @@ class LazyColumn:
             if hi <= lo:
                 return tree.take(self.example, slice(0))
             if self.store.what:
-                return tree.take(self.store.chunk(lo, hi)[self.part], slice(None))
+                return tree.take(self.store.chunk(lo, hi)[self.index], slice(None))
             rows = range(lo, hi)
-        found = tree.take(self.store.pick(rows)[self.part], slice(None))
+        rows_read = tree.take(self.store.pick(rows)[self.index], slice(None))
         block = tuple(rows.shape) if isinstance(rows, Tensor) and rows.ndim > 1 else None
-        return found if block is None else tree.map(lambda leaf: leaf.view(*block, *leaf.shape[1:]), found)
+        return (
+            rows_read
+            if block is None
+            else tree.map(lambda leaf: leaf.view(*block, *leaf.shape[1:]), rows_read)
+        )
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
@@ -429,7 +437,7 @@ class LazyColumn:
 
 
 class BlockView:
-    """A task as a block of visited clients sees it: with their own samples as the table."""
+    """A task for one block of clients: its table holds their samples only."""
 
     def __init__(self, task: Task, clients: NDArray[np.int64], table: tuple[Tree, Tree]) -> None:
         self.task, (self.inputs, self.targets) = task, table
@@ -448,8 +456,8 @@ class BlockView:
 class folders(Sequence[Any]):
     """One client per folder below `root`, one sample per file in it: `load(path)` gives (input, target) or a dict.
 
-    Nothing is kept but the folders' names, which name the clients. A slice, or a list of indices, is the same of
-    fewer clients; `split` holds clients out of training, and `pooled` makes their samples one test set:
+    Only the folders' names are stored, which name the clients. A slice, or a list of indices, selects
+    clients; `split` holds clients out of training, and `pooled` makes their samples one test set:
 
     >>> train, held_out = fb.folders("images", load).split(0.1)  # doctest: +SKIP
     >>> fb.Task.from_datasets(model, train, held_out.pooled(), lazy=True)  # doctest: +SKIP
@@ -486,9 +494,9 @@ class folders(Sequence[Any]):
             raise DataError(
                 f"a fraction of {fraction} of {len(self)} folders is {count}; use one that leaves some on both sides"
             )
-        held = np.zeros(len(self), np.bool_)
-        held[rng.generator(seed, "held-out folders").permutation(len(self))[:count]] = True
-        return self[~held], self[held]
+        is_held_out = np.zeros(len(self), np.bool_)
+        is_held_out[rng.generator(seed, "held-out folders").permutation(len(self))[:count]] = True
+        return self[~is_held_out], self[is_held_out]
 
     def pooled(self) -> Any:
         """All samples of these folders as one dataset, such as a test set of held-out clients."""
@@ -503,9 +511,7 @@ class Files:
         try:
             self.names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
         except OSError as error:
-            raise DataError(
-                f"{folder} cannot be listed: {error.strerror}; bring it back and resume"
-            ) from error
+            raise DataError(f"{folder} cannot be listed: {error.strerror}; restore it and resume") from error
 
     def __len__(self) -> int:
         return len(self.names)
@@ -514,12 +520,12 @@ class Files:
         return self.load(self.folder / self.names[i])
 
     def content_stamp(self) -> bytes:
-        """What tells changed files apart without reading all of them: names, sizes, beginnings and ends."""
+        """A hash that changes with the files without reading them fully: names, sizes, beginnings and ends."""
         return _stamp_of_files(self.folder / name for name in self.names)
 
 
 def _stamp_of_files(paths: Iterable[Path]) -> bytes:
-    """Times are left out: a file that was brought back from a copy has another."""
+    """Times are left out, because a file that is restored from a backup has another one."""
     h = hashlib.blake2b(digest_size=16)
     for path in paths:
         with open(path, "rb", buffering=0) as file:
@@ -532,9 +538,9 @@ def _stamp_of_files(paths: Iterable[Path]) -> bytes:
 
 
 def content_stamp(dataset: Any, shared: dict[int, tuple[Any, bytes]]) -> bytes:
-    """What tells a data set's contents apart where it says so itself; `shared` remembers those that subsets share.
+    """A hash that changes with a data set's contents, if it offers one; `shared` caches those that subsets share.
 
-    A data set says so by `content_stamp()`, by Hugging Face's `_fingerprint`, or as torchvision's list of files.
+    A data set offers it by `content_stamp()`, by Hugging Face's `_fingerprint`, or as torchvision's list of files.
     """
     if callable(stamp := getattr(dataset, "content_stamp", None)):
         return bytes(stamp())
@@ -545,8 +551,8 @@ def content_stamp(dataset: Any, shared: dict[int, tuple[Any, bytes]]) -> bytes:
         if id(inner) not in shared:
             shared[id(inner)] = inner, content_stamp(inner, shared)
         return shared[id(inner)][1] + np.asarray(dataset.indices, np.int64).tobytes()
-    if isinstance(own := getattr(dataset, "_fingerprint", None), str):
-        return own.encode()
+    if isinstance(fingerprint := getattr(dataset, "_fingerprint", None), str):
+        return fingerprint.encode()
     files = getattr(dataset, "samples", None)
     return (
         _stamp_of_files(Path(path) for path, _ in files)

@@ -20,7 +20,7 @@ from fedbraid.errors import ConfigError
 class perplexity:
     """exp of the mean cross-entropy over all tokens, for outputs `[B, V, ...]` and targets `[B, ...]`.
 
-    Targets below zero, such as the -100 of padding, do not count. In a history it is called as the task calls it;
+    Targets below zero, such as the -100 of padding, do not count. A history has it under the task's name for it;
     a name with the word `perplexity` in it says that less is better.
 
     >>> round(perplexity()(torch.zeros(2, 8, 5), torch.zeros(2, 5, dtype=torch.int64)), 4)
@@ -64,7 +64,7 @@ class top_k:
 
 
 def _chunks(outputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in pieces, so that a large test set needs no second copy."""
+    """Both in slices, so that a large test set needs no second copy."""
     return ((outputs[lo : lo + 512], targets[lo : lo + 512]) for lo in range(0, len(targets), 512))
 
 

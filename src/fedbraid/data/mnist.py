@@ -30,18 +30,18 @@ Pair = tuple[Bytes, Bytes]
 
 
 def mnist(root: Root = None, statistics: str = "own") -> DataSet:
-    """60,000 and 10,000 handwritten digits, normalised by their "own" `statistics` or by "none"."""
+    """60,000 and 10,000 handwritten digits, normalized by their "own" `statistics` or by "none"."""
     return _ten_classes(MNIST, "ylecun/mnist", root, statistics)
 
 
 def fmnist(root: Root = None, statistics: str = "own") -> DataSet:
-    """60,000 and 10,000 pieces of clothing, normalised by their "own" `statistics` or by "none"."""
+    """60,000 and 10,000 pieces of clothing, normalized by their "own" `statistics` or by "none"."""
     return _ten_classes(FMNIST, "zalando-datasets/fashion_mnist", root, statistics)
 
 
 def emnist(root: Root = None) -> DataSet:
     """EMNIST Letters: 26 classes, A and a being 0. Official files, which lie on their side, are turned."""
-    official = [_idx_pair(EMNIST, root, f"emnist-letters-{part}") for part in ("train", "test")]
+    official = [_idx_pair(EMNIST, root, f"emnist-letters-{split}") for split in ("train", "test")]
     if official[0] and official[1]:
         (x, y), (xt, yt) = official[0], official[1]
         return _dataset((x.swapaxes(1, 2), y - 1), (xt.swapaxes(1, 2), yt - 1), 26)
@@ -66,10 +66,10 @@ def _ten_classes(home: Home, repository: str, root: Root, statistics: str) -> Da
     raise home.missing(root)
 
 
-def _idx_pair(home: Home, root: Root, part: str) -> Pair | None:
-    """Images and labels of a part, packed or not, with a dash or a dot before `idx`."""
-    x = home.find(root, f"{part}-images[-.]idx3-ubyte.gz", f"{part}-images[-.]idx3-ubyte")
-    y = home.find(root, f"{part}-labels[-.]idx1-ubyte.gz", f"{part}-labels[-.]idx1-ubyte")
+def _idx_pair(home: Home, root: Root, split: str) -> Pair | None:
+    """Images and labels of a split, packed or not, with a dash or a dot before `idx`."""
+    x = home.find(root, f"{split}-images[-.]idx3-ubyte.gz", f"{split}-images[-.]idx3-ubyte")
+    y = home.find(root, f"{split}-labels[-.]idx1-ubyte.gz", f"{split}-labels[-.]idx1-ubyte")
     if not x or not y:
         return None
     pixels, labels = idx(x[0]), idx(y[0])
@@ -81,8 +81,8 @@ def _idx_pair(home: Home, root: Root, part: str) -> Pair | None:
     return pixels, labels
 
 
-def _parquet_pair(home: Home, root: Root, part: str) -> Pair | None:
-    files: list[Path] = home.find(root, f"{part}*.parquet")
+def _parquet_pair(home: Home, root: Root, split: str) -> Pair | None:
+    files: list[Path] = home.find(root, f"{split}*.parquet")
     if not files:
         return None
     blobs, labels = parquet(files, ("image", "label"))

@@ -1,8 +1,8 @@
-"""Who holds which rows: a partition is a frozen recipe, called as `partition(table, clients, seed)`.
+"""How rows are split across clients: a partition is a frozen recipe, called as `partition(table, clients, seed)`.
 
 It gives one sorted int64 array of row numbers per client, none empty. Every row goes to exactly one
 client, with `parity_shards(copies=2)` to two; only `natural` asked for fewer clients than there are ids, and `pachinko` and balanced
-`dirichlet` whose equal shares leave a remainder, leave rows out. `repr` is the call that makes it.
+`dirichlet` whose equal sizes leave a remainder, leave rows out. `repr` is the call that makes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What a partition may look at: a label per row and, where the data has them, ids and coarse labels."""
+    """The columns that a partition may use: a label per row and, if the data has them, ids and coarse labels."""
 
     labels: NDArray[Any]
     groups: NDArray[Any] | None = None
@@ -36,7 +36,7 @@ class Table:
 
 @dataclass(frozen=True, repr=False)
 class Partition:
-    """A recipe for handing rows to clients."""
+    """A recipe that assigns rows to clients."""
 
     def __call__(self, table: Table | Any, clients: int, seed: int = 0) -> list[Ints]:
         """One sorted array of row numbers per client, of a table or of plain labels, one for each row.
@@ -57,24 +57,24 @@ class Partition:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        shown = [repr(getattr(self, f.name)) for f in fields(self) if not f.kw_only]
+        arguments = [repr(getattr(self, f.name)) for f in fields(self) if not f.kw_only]
         for f in fields(self):
             if f.kw_only and getattr(self, f.name) != f.default:
-                shown.append(f"{f.name}={getattr(self, f.name)!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+                arguments.append(f"{f.name}={getattr(self, f.name)!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True, repr=False)
 class iid(Partition):
-    """Rows in random order, cut into equal shares."""
+    """Rows in random order, cut into equally large local sets."""
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
-        return _shares(np.arange(len(table)), np.arange(len(table)) % clients, clients, gen)
+        return _shuffled(np.arange(len(table)), np.arange(len(table)) % clients, clients, gen)
 
 
 @dataclass(frozen=True, repr=False)
 class iid_mix(Partition):
-    """FedAdaVR's IID-NonIID: this share of the rows is spread at random, the rest as `label_chunks(1)`."""
+    """FedAdaVR's IID-NonIID: this fraction of the rows is spread at random, the rest as `label_chunks(1)`."""
 
     share: float = 0.5
 
@@ -95,8 +95,8 @@ class iid_mix(Partition):
 class dirichlet(Partition):
     """Label skew: the smaller alpha, the fewer labels a client holds.
 
-    Each label is split over the clients by a Dirichlet draw, so sizes differ too; a client left with
-    nothing gets a row of the largest. `balanced=True` instead draws label shares per client and gives
+    Each label is split over the clients by a Dirichlet draw, so sizes differ too; a client left without
+    rows gets one of the largest client's. `balanced=True` instead draws label fractions per client and gives
     all the same number of rows (Hsu et al. 2019, FedDyn, AdaBest).
     """
 
@@ -109,8 +109,8 @@ class dirichlet(Partition):
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         labels, fine = np.unique(table.labels, return_inverse=True)
         if self.balanced:
-            shares = _dirichlet(gen, self.alpha, len(labels), clients)
-            return _equal_shares(fine, shares, np.zeros(len(labels), np.int64), clients, gen)
+            fractions = _dirichlet(gen, self.alpha, len(labels), clients)
+            return _equal_sizes(fine, fractions, np.zeros(len(labels), np.int64), clients, gen)
         owner = np.empty(len(table), np.int64)
         for label in range(len(labels)):
             rows = gen.permutation(np.flatnonzero(fine == label))
@@ -124,7 +124,7 @@ class label_chunks(Partition):
     """Sorted by label and cut into chunks of one label, `chunks` for each client: FedAdaVR's LQ-n.
 
     A client's chunks have different labels wherever the labels allow; chunks of a label are equally
-    large, and all chunks as nearly so as whole chunks per label allow.
+    large, and all chunks as nearly so as an integer number of chunks per label allows.
     """
 
     chunks: int
@@ -138,7 +138,7 @@ class label_chunks(Partition):
 
 @dataclass(frozen=True, repr=False)
 class natural(Partition):
-    """One client per id that the data comes with; fewer clients are a random choice of them."""
+    """One client per id in the data; fewer clients are a random choice of them."""
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         if table.groups is None:
@@ -148,17 +148,17 @@ class natural(Partition):
         ids, owner = np.unique(table.groups, return_inverse=True)
         if clients > len(ids):
             raise ConfigError(
-                f"natural() finds {len(ids)} ids in this data, not {clients}; ask for at most {len(ids)}"
+                f"natural() finds {len(ids)} ids in this data, not {clients}; use clients <= {len(ids)}"
             )
-        parts = _by_owner(owner, len(ids))
-        return [parts[i] for i in np.sort(gen.choice(len(ids), clients, replace=False))]
+        by_id = _by_owner(owner, len(ids))
+        return [by_id[i] for i in np.sort(gen.choice(len(ids), clients, replace=False))]
 
 
 @dataclass(frozen=True, repr=False)
 class pachinko(Partition):
     """Pachinko allocation (Reddi et al. 2021): Dirichlet(alpha) over coarse, (beta) over fine labels.
 
-    All clients get the same number of rows; what that leaves over is not used.
+    All clients get the same number of rows; the remainder is not used.
     """
 
     alpha: float = 0.1
@@ -178,11 +178,11 @@ class pachinko(Partition):
             raise ConfigError(
                 "pachinko() needs each fine label under one coarse label; some label here has two"
             )
-        shares = _dirichlet(gen, self.alpha, coarse.max() + 1, clients)[:, parent]
+        fractions = _dirichlet(gen, self.alpha, coarse.max() + 1, clients)[:, parent]
         for family in range(coarse.max() + 1):
-            mine = np.flatnonzero(parent == family)
-            shares[:, mine] *= _dirichlet(gen, self.beta, len(mine), clients)
-        return _equal_shares(fine, shares, parent, clients, gen)
+            children = np.flatnonzero(parent == family)
+            fractions[:, children] *= _dirichlet(gen, self.beta, len(children), clients)
+        return _equal_sizes(fine, fractions, parent, clients, gen)
 
 
 @dataclass(frozen=True, repr=False)
@@ -202,7 +202,7 @@ class parity_shards(Partition):
         if self.copies == 2:
             if clients % 4:
                 raise ConfigError(
-                    f"parity_shards(copies=2) pairs the clients of a side; {clients} is no multiple of 4"
+                    f"parity_shards(copies=2) pairs the clients of a side; {clients} is not a multiple of 4"
                 )
             half = replace(self, copies=1).deal(table, clients // 2, gen)
             return [rows.copy() for side in (half[: clients // 4], half[clients // 4 :]) for rows in 2 * side]
@@ -210,21 +210,21 @@ class parity_shards(Partition):
         sides = ((0, superior), (superior, clients - superior))
         owner = np.asarray(table.labels % 2, np.int64)
         rows = [np.flatnonzero(owner == parity) for parity in (0, 1)]
-        for kind, (_, some), held in zip(("even", "odd"), sides, rows):
-            if some == 0 or len(held) < some:
-                found = f"{some} clients for {len(held)} samples with {kind} labels"
+        for kind, (_, some), side_rows in zip(("even", "odd"), sides, rows):
+            if some == 0 or len(side_rows) < some:
+                counts = f"{some} clients for {len(side_rows)} samples with {kind} labels"
                 raise ConfigError(
-                    f"parity_shards() has {found}; both sides need clients, and a sample for each"
+                    f"parity_shards() has {counts}; both sides need clients, and a sample for each"
                 )
-        for (first, some), held in zip(sides, rows):
-            chunks = min(2, len(np.unique(table.labels[held])))
-            owner[held] = first + _chunk_owners(table.labels[held], some, chunks, gen)
+        for (first, some), side_rows in zip(sides, rows):
+            chunks = min(2, len(np.unique(table.labels[side_rows])))
+            owner[side_rows] = first + _chunk_owners(table.labels[side_rows], some, chunks, gen)
         return _by_owner(owner, clients)
 
 
 @dataclass(frozen=True, repr=False)
 class quantity_skew(Partition):
-    """Random rows, but sizes from a Dirichlet(alpha) over the clients: the smaller alpha, the more uneven."""
+    """Random rows, but sizes from a Dirichlet(alpha) over the clients: the smaller alpha, the more skewed."""
 
     alpha: float
 
@@ -233,7 +233,7 @@ class quantity_skew(Partition):
 
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         sizes = 1 + gen.multinomial(len(table) - clients, _dirichlet(gen, self.alpha, clients, 1)[0])
-        return _shares(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
+        return _shuffled(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
 
 
 @dataclass(frozen=True, repr=False)
@@ -251,7 +251,7 @@ class power_law(Partition):
     def deal(self, table: Table, clients: int, gen: np.random.Generator) -> list[Ints]:
         weights = gen.random(clients) ** (1 / self.alpha) + 1e-300
         sizes = 1 + gen.multinomial(len(table) - clients, weights / weights.sum())
-        return _shares(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
+        return _shuffled(np.arange(len(table)), np.repeat(np.arange(clients), sizes), clients, gen)
 
 
 KINDS: dict[str, type[Partition]] = {
@@ -276,10 +276,10 @@ def parse(text: str) -> Partition:
     >>> parse("dirichlet(0.5, balanced=True)")
     dirichlet(0.5, balanced=True)
     """
-    made = evaluate(text, KINDS, "partition")
-    if not isinstance(made, Partition):
+    partition = evaluate(text, KINDS, "partition")
+    if not isinstance(partition, Partition):
         raise ConfigError(f"partition {text!r} is not valid; write one such as label_chunks(1) or iid")
-    return made
+    return partition
 
 
 # Dealing ------------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def _by_owner(owner: Ints, clients: int) -> list[Ints]:
     return np.split(rows, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
-def _shares(rows: Ints, owner: Ints, clients: int, gen: np.random.Generator) -> list[Ints]:
-    """Rows in random order, handed to these owners."""
+def _shuffled(rows: Ints, owner: Ints, clients: int, gen: np.random.Generator) -> list[Ints]:
+    """Rows in random order, assigned to these owners."""
     mixed = np.empty(len(rows), np.int64)
     mixed[gen.permutation(len(rows))] = owner
     return _by_owner(mixed, clients)
@@ -315,10 +315,10 @@ def _fill_empty(owner: Ints, clients: int) -> Ints:
 
 
 def _dirichlet(gen: np.random.Generator, alpha: float, kinds: int, draws: int) -> Floats:
-    """Dirichlet shares `[draws, kinds]`, no share exactly zero."""
-    shares: Floats = gen.dirichlet(np.full(kinds, alpha), draws) + 1e-12
-    shares /= shares.sum(1, keepdims=True)
-    return shares
+    """Dirichlet fractions `[draws, kinds]`, none exactly zero."""
+    fractions: Floats = gen.dirichlet(np.full(kinds, alpha), draws) + 1e-12
+    fractions /= fractions.sum(1, keepdims=True)
+    return fractions
 
 
 def _chunk_owners(labels: NDArray[Any], clients: int, chunks: int, gen: np.random.Generator) -> Ints:
@@ -331,7 +331,7 @@ def _chunk_owners(labels: NDArray[Any], clients: int, chunks: int, gen: np.rando
         )
     if total < len(kinds):
         raise ConfigError(
-            f"{total} chunks cannot hold {len(kinds)} labels apart; use more clients or more chunks"
+            f"{total} chunks cannot separate {len(kinds)} labels; use more clients or more chunks"
         )
     sizes = np.bincount(fine)
     per_label = _apportion(sizes, total)
@@ -357,58 +357,58 @@ def _apportion(sizes: Ints, total: int) -> Ints:
 
 
 def _deal(kinds: Ints, clients: int, chunks: int, gen: np.random.Generator) -> Ints:
-    """Who gets each chunk: every client `chunks` of different kinds where that is possible, mixed at random.
+    """The client of each chunk: every client gets `chunks` of different kinds where possible, mixed at random.
 
     A client takes every `clients`-th of the sorted chunks; then random pairs of clients swap chunks
     wherever neither ends with a kind twice.
     """
-    hands = np.arange(clients * chunks).reshape(chunks, clients).T[gen.permutation(clients)]
+    chunks_of = np.arange(clients * chunks).reshape(chunks, clients).T[gen.permutation(clients)]
     if chunks > 1:
         for _ in range(10 * chunks):
             pairs = gen.permutation(clients)[: clients // 2 * 2].reshape(2, -1)
             slots = gen.integers(chunks, size=pairs.shape)
-            _swap(hands, kinds, pairs, slots)
+            _swap(chunks_of, kinds, pairs, slots)
     holder = np.empty(clients * chunks, np.int64)
-    holder[hands] = np.arange(clients)[:, None]
+    holder[chunks_of] = np.arange(clients)[:, None]
     return holder
 
 
-def _swap(hands: Ints, kinds: Ints, pairs: Ints, slots: Ints) -> None:
+def _swap(chunks_of: Ints, kinds: Ints, pairs: Ints, slots: Ints) -> None:
     """Swap one chunk between the clients of each pair, unless it gives either a kind it has."""
     (a, b), (r, s) = pairs, slots
-    offered, others = kinds[hands[pairs, slots]], kinds[hands[pairs]]
+    offered, others = kinds[chunks_of[pairs, slots]], kinds[chunks_of[pairs]]
     others[0, np.arange(len(a)), r] = others[1, np.arange(len(b)), s] = -1
     clash = (others[0] == offered[1][:, None]).any(1) | (others[1] == offered[0][:, None]).any(1)
     a, b, r, s = a[~clash], b[~clash], r[~clash], s[~clash]
-    hands[a, r], hands[b, s] = hands[b, s], hands[a, r]
+    chunks_of[a, r], chunks_of[b, s] = chunks_of[b, s], chunks_of[a, r]
 
 
-def _equal_shares(
-    fine: Ints, shares: Floats, parent: Ints, clients: int, gen: np.random.Generator
+def _equal_sizes(
+    fine: Ints, fractions: Floats, parent: Ints, clients: int, gen: np.random.Generator
 ) -> list[Ints]:
-    """Each client in turn draws equally many rows by its label shares; a label used up leaves the draw.
+    """Each client in turn draws equally many rows by its label fractions; a label used up leaves the draw.
 
-    What a used-up label had goes to its siblings under the same parent, and when those are gone, to all.
+    The fraction of a used-up label goes to its siblings under the same parent, and when those are used up, to all.
     """
-    left = np.bincount(fine, minlength=shares.shape[1])
+    left = np.bincount(fine, minlength=fractions.shape[1])
     order = np.argsort(fine[mixed := gen.permutation(len(fine))], kind="stable")
     rows = mixed[order]
     start = np.cumsum(left) - left
-    parts = []
-    for share in shares:
-        counts = _draw(share, parent, left, len(fine) // clients, gen)
-        taken = [rows[start[k] : start[k] + counts[k]] for k in np.flatnonzero(counts)]
-        parts.append(np.sort(np.concatenate(taken)))
+    rows_of = []
+    for fraction in fractions:
+        counts = _draw(fraction, parent, left, len(fine) // clients, gen)
+        drawn = [rows[start[k] : start[k] + counts[k]] for k in np.flatnonzero(counts)]
+        rows_of.append(np.sort(np.concatenate(drawn)))
         start, left = start + counts, left - counts
-    return parts
+    return rows_of
 
 
-def _draw(share: Floats, parent: Ints, left: Ints, size: int, gen: np.random.Generator) -> Ints:
+def _draw(fraction: Floats, parent: Ints, left: Ints, size: int, gen: np.random.Generator) -> Ints:
     """How many rows of each label a client draws, none more than are left."""
-    family = np.bincount(parent, share)
-    counts = np.zeros(len(share), np.int64)
+    family = np.bincount(parent, fraction)
+    counts = np.zeros(len(fraction), np.int64)
     while (missing := size - int(counts.sum())) > 0:
-        alive = np.where(counts < left, share, 0.0)
+        alive = np.where(counts < left, fraction, 0.0)
         siblings = np.bincount(parent, alive, minlength=len(family))
         weight = alive * (family / np.where(siblings > 0, siblings, 1.0))[parent]
         counts = np.minimum(counts + gen.multinomial(missing, weight / weight.sum()), left)

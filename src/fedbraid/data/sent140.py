@@ -32,7 +32,7 @@ def read(root: Root = None, vocab: int = 5000) -> DataSet:
     FedGBO's normalised bag of words is what `models.bag_of_words` makes of them.
     """
     integer("vocab", vocab, why="leaves no words")
-    (tweets, y, who), (tweets_test, yt, who_test) = (_part(root, part) for part in ("train", "test"))
+    (tweets, y, who), (tweets_test, yt, who_test) = (_split(root, split) for split in ("train", "test"))
     counts = Counter(word for words in tweets for word in words)
     common = sorted(counts, key=lambda word: (-counts[word], word))[:vocab]
     number = {word: i + 1 for i, word in enumerate(common)}
@@ -50,8 +50,8 @@ def read(root: Root = None, vocab: int = 5000) -> DataSet:
     )
 
 
-def _part(root: Root, part: str) -> tuple[Words, np.ndarray, np.ndarray]:
-    files = HOME.find(root, f"{part}/*.json")
+def _split(root: Root, split: str) -> tuple[Words, np.ndarray, np.ndarray]:
+    files = HOME.find(root, f"{split}/*.json")
     if not files:
         raise HOME.missing(root)
     users = leaf(files)
@@ -66,9 +66,9 @@ def _part(root: Root, part: str) -> tuple[Words, np.ndarray, np.ndarray]:
 
 
 def _numbers(tweets: Sequence[list[str]], number: dict[str, int]) -> np.ndarray:
-    """Known words as numbers `[n, _LONGEST]`, from the left."""
+    """Words of the vocabulary as numbers `[n, _LONGEST]`, from the left."""
     out = np.zeros((len(tweets), _LONGEST), np.int32)
     for row, words in zip(out, tweets):
-        known = [number[w] for w in words if w in number][:_LONGEST]
-        row[: len(known)] = known
+        in_vocabulary = [number[w] for w in words if w in number][:_LONGEST]
+        row[: len(in_vocabulary)] = in_vocabulary
     return out

@@ -83,17 +83,17 @@ def shakespeare(
     tests on so many windows, evenly spread over all.
     """
     cut = Cut(min_samples, max_samples_per_client, test_clients, context, max_test_samples)
-    if found := HOME.find(root, "leaf-clients.parquet"):
-        text, roles = _split_roles(parquet(found, ("text",))[0], LEAF_ALPHABET, fraction, test_clients)
+    if files := HOME.find(root, "leaf-clients.parquet"):
+        text, roles = _split_roles(parquet(files, ("text",))[0], LEAF_ALPHABET, fraction, test_clients)
     else:
-        parts = [HOME.find(root, f"{part}/*.json") for part in ("train", "test")]
-        if not all(parts):
+        splits = [HOME.find(root, f"{split}/*.json") for split in ("train", "test")]
+        if not all(splits):
             raise HOME.missing(root)
         if test_clients:
             raise ConfigError(
                 f"test_clients={test_clients} needs leaf-clients.parquet; LEAF's files are split already"
             )
-        text, roles = _from_leaf(leaf(parts[0]), leaf(parts[1]))
+        text, roles = _from_leaf(leaf(splits[0]), leaf(splits[1]))
     return _dataset(text, roles, LEAF_ALPHABET, cut)
 
 
@@ -108,10 +108,10 @@ def tinyshakespeare(
 ) -> DataSet:
     """Forty thousand lines of Shakespeare by speaker, in the public domain; split like `shakespeare`."""
     cut = Cut(min_samples, max_samples_per_client, test_clients, context, max_test_samples)
-    found = TINY.find(root, "speakers.parquet")
-    if not found:
+    files = TINY.find(root, "speakers.parquet")
+    if not files:
         raise TINY.missing(root)
-    text, roles = _split_roles(parquet(found, ("text",))[0], TINY_ALPHABET, fraction, test_clients)
+    text, roles = _split_roles(parquet(files, ("text",))[0], TINY_ALPHABET, fraction, test_clients)
     return _dataset(text, roles, TINY_ALPHABET, cut)
 
 
@@ -131,14 +131,16 @@ def encode(text: str, alphabet: str) -> Bytes:
 def _split_roles(
     texts: Sequence[str], alphabet: str, fraction: float, test_clients: int
 ) -> tuple[Bytes, list[Role]]:
-    """One text of all roles, each split in time, or, for test clients, whole roles held out."""
+    """One text of all roles, each split in time, or, for test clients, with complete roles held out."""
     number("fraction", fraction, "(0, 1)")
     ends = np.cumsum([len(t) for t in texts])
     roles = []
     for text, end in zip(texts, ends):
         windows = np.arange(end - len(text), end - WINDOW)
         train = int(fraction * len(windows))
-        cuts = [len(windows)] * 2 if test_clients else [train, train + WINDOW - 1]  # no test letter was seen
+        cuts = (
+            [len(windows)] * 2 if test_clients else [train, train + WINDOW - 1]
+        )  # no training window has a test letter
         roles.append(Role(windows[: cuts[0]], windows[cuts[1] :]))
     if test_clients:
         roles = _held_out(roles, test_clients)
@@ -146,7 +148,7 @@ def _split_roles(
 
 
 def _held_out(roles: list[Role], some: int) -> list[Role]:
-    """Whole roles, picked at random, that only test."""
+    """Complete roles, drawn at random, that only test."""
     if not 0 < some < len(roles):
         raise ConfigError(f"test_clients={some} must leave roles to train on; use 1 to {len(roles) - 1}")
     for i in rng.generator(0, "held out of shakespeare").choice(len(roles), some, replace=False):
@@ -179,18 +181,22 @@ def _from_leaf(
 
 
 def _dataset(text: Bytes, roles: list[Role], alphabet: str, cut: Cut) -> DataSet:
-    held = cut.test_clients
-    trains = [len(r.train) >= max(1, cut.min_samples) and (held or len(r.test)) for r in roles]
-    kept = [r for r, stays in zip(roles, trains) if stays or (held and not len(r.train))]
-    kept = [replace(r, train=r.train[: cut.max_samples], test=r.test[: cut.max_samples]) for r in kept]
-    if not any(len(r.train) for r in kept) or not any(len(r.test) for r in kept):
+    by_role = cut.test_clients
+    trains = [len(r.train) >= max(1, cut.min_samples) and (by_role or len(r.test)) for r in roles]
+    training = [r for r, stays in zip(roles, trains) if stays or (by_role and not len(r.train))]
+    training = [
+        replace(r, train=r.train[: cut.max_samples], test=r.test[: cut.max_samples]) for r in training
+    ]
+    if not any(len(r.train) for r in training) or not any(len(r.test) for r in training):
         raise ConfigError(f"min_samples={cut.min_samples} leaves no client; use a smaller one")
     letters = torch.from_numpy(text)
     inputs, targets = letters[:-1].unfold(0, WINDOW, 1)[:, WINDOW - cut.context :], letters[WINDOW:].long()
-    rows, test = (np.concatenate(starts) for starts in ([r.train for r in kept], [r.test for r in kept]))
+    rows, test = (
+        np.concatenate(starts) for starts in ([r.train for r in training], [r.test for r in training])
+    )
     groups, test_groups = (
-        np.repeat(np.arange(len(kept)), [len(s) for s in starts])
-        for starts in ([r.train for r in kept], [r.test for r in kept])
+        np.repeat(np.arange(len(training)), [len(s) for s in starts])
+        for starts in ([r.train for r in training], [r.test for r in training])
     )
     if cut.max_test is not None and cut.max_test < len(test):
         some = np.linspace(0, len(test) - 1, cut.max_test).astype(np.int64)
@@ -203,6 +209,6 @@ def _dataset(text: Bytes, roles: list[Role], alphabet: str, cut: Cut) -> DataSet
         classes=len(alphabet),
         rows=rows,
         groups=groups,
-        test_groups=None if held else test_groups,
+        test_groups=None if by_role else test_groups,
         vocab=len(alphabet),
     )

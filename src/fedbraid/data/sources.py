@@ -1,4 +1,4 @@
-"""Where data files are: the folder FEDBRAID_DATA, the Hugging Face hub, and a cache of decoded images."""
+"""Sources of data files: the folder FEDBRAID_DATA, the Hugging Face hub, and a cache of decoded images."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Home:
-    """Where a data set's files may lie, and where they come from."""
+    """The folders where a data set's files may be, and their origin."""
 
     name: str
     folders: tuple[str, ...]  # under the data folder, the first being where to put them
-    wanted: str  # the files to put there
+    files: str  # the files to put there
     origin: str
 
     def find(self, root: Root, *patterns: str) -> list[Path]:
@@ -42,21 +42,21 @@ class Home:
         return []
 
     def missing(self, root: Root) -> DataError:
-        """The error that says which files are wanted, where to put them and where they come from."""
+        """The error that names the missing files, the folder to put them into, and their origin."""
         base = folder(root)
         if base is None:
-            place = (
-                f"set FEDBRAID_DATA (or root=) to a folder and put {self.wanted} into its {self.folders[0]}/"
+            remedy = (
+                f"set FEDBRAID_DATA (or root=) to a folder and put {self.files} into its {self.folders[0]}/"
             )
         else:
-            place = f"put {self.wanted} into {base / self.folders[0]}{os.sep}"
-        return DataError(f"no files of {self.name} were found; {place} (from {self.origin})")
+            remedy = f"put {self.files} into {base / self.folders[0]}{os.sep}"
+        return DataError(f"no files of {self.name} were found; {remedy} (from {self.origin})")
 
 
 def folder(root: Root) -> Path | None:
-    """The folder that holds the data sets: the one given, or that of FEDBRAID_DATA."""
-    place = root or os.environ.get("FEDBRAID_DATA")
-    return Path(place).expanduser() if place else None
+    """The folder that holds the data sets: `root`, or FEDBRAID_DATA."""
+    root_folder = root or os.environ.get("FEDBRAID_DATA")
+    return Path(root_folder).expanduser() if root_folder else None
 
 
 def hub(repository: str, columns: Sequence[str]) -> dict[str, list[NDArray[Any]]] | None:
@@ -75,30 +75,30 @@ def hub(repository: str, columns: Sequence[str]) -> dict[str, list[NDArray[Any]]
 
 
 def cached(files: Sequence[Path], make: Callable[[], Bytes], how: str = "") -> Bytes:
-    """What `make` decodes from these files, kept in the user's cache for as long as they stay the same.
+    """The array that `make` decodes from these files, cached for the user until the files change.
 
-    `how` tells apart two ways of decoding the same files.
+    `how` distinguishes two decodings of the same files.
     """
     stamp: list[object] = [how]
     stamp += [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     key = hashlib.blake2b(repr(stamp).encode(), digest_size=12).hexdigest()
-    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbraid" / f"{key}.npy"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbraid" / f"{key}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):
-        return np.load(place, allow_pickle=False)  # type: ignore[no-any-return]
+        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
     array = make()
-    with contextlib.suppress(OSError):  # no room or no right to write: decode again next time
-        _keep(place, array)
+    with contextlib.suppress(OSError):  # the disk is full or read-only: decode again next time
+        _keep(path, array)
     return array
 
 
-def _keep(place: Path, array: Bytes) -> None:
-    """Write an array so that only its owner can read it and nobody sees half of it."""
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=place.parent, suffix=".part")
+def _keep(path: Path, array: Bytes) -> None:
+    """Write an array atomically, readable by its owner only."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as f:
             np.save(f, array, allow_pickle=False)
-        os.replace(name, place)
+        os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise

@@ -11,11 +11,11 @@ from fedbraid.data import tree
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
 
-NAMES = 3  # clients' names that are shown
+NAMES = 3  # clients' names that are printed
 
 
 def facts(task: Task) -> dict[str, str]:
-    """What `print(task)` shows, by name."""
+    """The lines of `print(task)`, by name."""
     return {
         "task": f"{task.spec or task.name}, loss {task.loss if isinstance(task.loss, str) else _named(task.loss)}",
         "clients": _clients(task),

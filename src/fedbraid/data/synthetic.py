@@ -16,7 +16,7 @@ _FEATURES, _CLASSES = 60, 10
 def read(clients: int = 30, seed: int = 0, alpha: float = 1.0, beta: float = 1.0) -> DataSet:
     """Drawn, not read: `alpha` is how much clients' models differ, `beta` how much their inputs do; sizes follow a power law.
 
-    A tenth of each client's samples is its test share. FedProx's code draws one number u_k for all classes,
+    A tenth of each client's samples is its local test set. FedProx's code draws one number u_k for all classes,
     which adds the same to every score and so changes no label; here u_k has a number per class.
     """
     integer("clients", clients)

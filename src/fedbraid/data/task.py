@@ -1,4 +1,4 @@
-"""A task: a model, a loss, what every client holds, and how to judge the result."""
+"""A task: a model, a loss, the clients' data, and how to evaluate the result."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ _MAPS = (nn.Linear, nn.Flatten, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.So
 
 
 class ModelSummary(NamedTuple):
-    """What a model looks like from outside."""
+    """Facts about a model from one forward pass."""
 
     text: str  # its layers, as it prints
     stochastic: bool  # whether it draws random numbers while it trains
     frozen: bool  # whether some of its weights are not trained
-    layers: int  # that a forward pass goes through
-    multiply_adds: int  # about how many a sample takes
-    activations: int  # numbers of a sample that the layers put out
+    layers: int  # layers in a forward pass
+    multiply_adds: int  # of one sample, approximately
+    activations: int  # numbers that the layers output for one sample
     cells: int  # time steps that PyTorch computes one by one, of GRUs and plain RNNs
     recurrent_weights: int  # of the largest matrix of a recurrent layer
     is_linear_chain: (
@@ -76,7 +76,7 @@ class ModelSummary(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Task:
-    """What is learned, by whom, and how it is judged.
+    """A model, a loss, the clients' data, and the test sets and metrics that evaluate the result.
 
     All clients' samples are rows of one table; client i holds `rows[offsets[i]:offsets[i + 1]]` of it.
     """
@@ -87,18 +87,20 @@ class Task:
     rows: Tensor  # int64, the clients' rows one after the other
     offsets: NDArray[np.int64]  # N + 1 of them
     test: tuple[Tree, Tree] | None = None
-    test_offsets: NDArray[np.int64] | None = None  # where test rows belong to clients: N + 1 of them
+    test_offsets: NDArray[np.int64] | None = None  # where each client's local test set begins: N + 1 of them
     loss: str | Loss = "cross_entropy"
     buffers: str = "refuse"
     personal: tuple[str, ...] = ()  # globs on the names of parameters that stay with each client
     augment: Augment | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)  # by name, (outputs, targets) -> number
-    public: tuple[Tree, Tree] | None = None  # what the server holds to train or distil on
+    public: tuple[Tree, Tree] | None = None  # the server's data, to train or distil on
     forward: Forward | None = None  # (module, inputs) -> outputs, where calling the model is not enough
     name: str = "custom"
     spec: str | None = None  # the call that loads it again, for run.json
-    start: Tensor | None = field(default=None, repr=False)  # given initial weights, instead of seeded ones
-    client_names: tuple[str, ...] | None = None  # the data's names of the clients, where it has any
+    start: Tensor | None = field(
+        default=None, repr=False
+    )  # initial weights of an instance, instead of seeded ones
+    client_names: tuple[str, ...] | None = None  # the clients' names in the data, if it has any
 
     @classmethod
     def from_arrays(
@@ -139,17 +141,19 @@ class Task:
         if not len(pairs):
             raise DataError("no clients were given; pass at least one (inputs, targets) pair")
         if tests is not None:
-            _check_shares(pairs, test, tests)
+            _check_local_tests(pairs, test, tests)
         read = partial(arrays.table, loss=loss, collate=collate)
         names = [f"client {i}" for i in range(len(pairs))]
         (inputs, targets), offsets = read(pairs, names)
         test_offsets = None
         if tests is not None:
-            held = [i for i, c in enumerate(tests) if c is not None and arrays.count(c[0])]
+            with_tests = [i for i, c in enumerate(tests) if c is not None and arrays.count(c[0])]
             sizes = np.zeros(len(pairs), np.int64)
-            if held:
-                test, cuts = read([tests[i] for i in held], [f"client {i}'s test share" for i in held])
-                sizes[held] = np.diff(cuts)
+            if with_tests:
+                test, cuts = read(
+                    [tests[i] for i in with_tests], [f"client {i}'s local test set" for i in with_tests]
+                )
+                sizes[with_tests] = np.diff(cuts)
             test_offsets = np.concatenate([[0], np.cumsum(sizes)])
         elif test is not None:
             test, _ = read([test], ["the test set"])
@@ -186,11 +190,11 @@ class Task:
         """A task from one map-style dataset per client, each item an (input, target) pair or a dict.
 
         `client_tests`, instead of `test`, is a dataset per client too, None for one without. With `by`, `clients`
-        is one dataset, and that column says which client a row belongs to. A dict's targets are those named
-        `targets`, unless told "labels" or "label" where there is one; `inputs` names what the model is given,
-        unless told everything else. `lazy=True` leaves the data where it is: a client's items are read whenever
-        it trains, ahead of the training, and what their transforms draw is drawn anew; a test set is read chunk
-        by chunk whenever a model is evaluated. The other settings are those of `from_arrays`.
+        is one dataset, and that column holds the client of each row. A dict's targets are those named
+        `targets`, by default "labels" or "label"; `inputs` names the model's inputs, by default all
+        other keys. `lazy=True` leaves the data on disk: a client's items are read whenever it trains, by processes
+        that prefetch them, and their transforms draw anew; a test set is read chunk by chunk whenever a model
+        is evaluated. The other settings are those of `from_arrays`.
         """
         client_names = None
         if by is None:  # otherwise it is one dataset for all, whose columns are not clients
@@ -204,10 +208,10 @@ class Task:
                 raise DataError(
                     "client_tests= is one dataset per client, and by= one for all; give test_fraction= or test= with by="
                 )
-            _check_shares(clients, test, client_tests)
+            _check_local_tests(clients, test, client_tests)
         if by is not None and lazy:
-            clients, test = columns.shares(clients, by), columns.without(test, by)
-            client_names = tuple(share.name for share in clients)
+            clients, test = columns.by_client(clients, by), columns.without(test, by)
+            client_names = tuple(subset.name for subset in clients)
         elif by is not None:
             return cls.from_table(
                 model, clients, columns.named_targets(clients, targets), by=by, test=test, inputs_from=inputs,
@@ -228,23 +232,23 @@ class Task:
             if client_tests is not None:
                 test, test_offsets = arrays.joined(client_tests)
             if test is not None:
-                judged = LazyDataset([test], loss, inputs, targets, collate, "the test set")
-                tested = LazyColumn.both(judged)
+                test_store = LazyDataset([test], loss, inputs, targets, collate, "the test set")
+                tested = LazyColumn.both(test_store)
             x, y = LazyColumn.both(store)
             return cls._make(
                 model, x, y, torch.arange(len(store)), store.offsets, test=tested, loss=loss,
                 test_offsets=test_offsets, client_names=client_names, **options,
             )  # fmt: skip
-        held = [read(d, f"client {i}") for i, d in enumerate(clients)]
+        clients_data = [read(d, f"client {i}") for i, d in enumerate(clients)]
         tested = None if test is None else read(test, "the test set")
         if client_tests is not None:
             client_tests = [
-                read(d, f"client {i}'s test share") if d is not None and len(d) else None
+                read(d, f"client {i}'s local test set") if d is not None and len(d) else None
                 for i, d in enumerate(client_tests)
             ]
-        given = held if client_names is None else dict(zip(client_names, held))
+        named_clients = clients_data if client_names is None else dict(zip(client_names, clients_data))
         return cls.from_arrays(
-            model, given, tested, loss, client_tests=client_tests, collate=collate, test_fraction=test_fraction, seed=seed,
+            model, named_clients, tested, loss, client_tests=client_tests, collate=collate, test_fraction=test_fraction, seed=seed,
             **options,
         )  # fmt: skip
 
@@ -293,9 +297,9 @@ class Task:
         (('a', 'b'), [8, 8], [0, 2, 4])
         """
         if isinstance(targets, str) and columns.names(test) is not None:
-            taken = {targets, by} if isinstance(by, str) else {targets}
-            mine = inputs_from or [n for n in columns.names(inputs) or () if n not in taken]
-            test = columns.split(test, targets, None, "the test set", mine)[:2]
+            not_inputs = {targets, by} if isinstance(by, str) else {targets}
+            input_names = inputs_from or [n for n in columns.names(inputs) or () if n not in not_inputs]
+            test = columns.split(test, targets, None, "the test set", input_names)[:2]
         inputs, targets, by = columns.split(inputs, targets, by, "the training table", inputs_from)
         if collate is not None:
             inputs, targets = arrays.collated(
@@ -323,8 +327,8 @@ class Task:
         if test_fraction is not None:
             if test is not None:
                 raise DataError("both test= and test_fraction= were given; give one of them")
-            rows, offsets, held, test_offsets = holdout.hold_out(rows, offsets, y, test_fraction, seed)
-            tested = (holdout.taken(x, held), holdout.taken(y, held))
+            rows, offsets, test_rows, test_offsets = holdout.hold_out(rows, offsets, y, test_fraction, seed)
+            tested = (holdout.take_rows(x, test_rows), holdout.take_rows(y, test_rows))
         return cls._make(
             model, x, y, rows, offsets, test=tested, test_offsets=test_offsets, loss=loss, metrics=metrics,
             personal=personal, forward=forward, buffers=buffers, augment=augment, public=public, name=name, spec=spec,
@@ -335,18 +339,18 @@ class Task:
     def _make(
         cls, model: nn.Module | Build, inputs: Tree, targets: Tree, rows: Tensor, offsets: Any, **options: Any
     ) -> Task:
-        """The task of a model and data that are as they should be, once it was tried."""
-        start, given = None, _given(model)
+        """The task of a model and checked data, once one forward pass has succeeded."""
+        start, instance = None, _instance(model)
         options["personal"] = _globs(options.get("personal", ()))
         options["metrics"] = {} if options.get("metrics") is None else options["metrics"]
         names = options.get("client_names")
         options["client_names"] = None if names is None else tuple(map(str, names))
         if options.get("public") is not None:
-            seen, labels = options["public"]
+            public_inputs, labels = options["public"]
             loss = None if labels is None else options.get("loss", "cross_entropy")
-            options["public"] = arrays.pair((seen, labels), "the public share", loss)
-        if given is not None:
-            module = copy.deepcopy(given)
+            options["public"] = arrays.pair((public_inputs, labels), "the public set", loss)
+        if instance is not None:
+            module = copy.deepcopy(instance)
             start = Layout.of(module, options.get("buffers", "refuse"), options["personal"]).flatten(module)
             build: Build = _Copy(module)
         else:
@@ -357,13 +361,13 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.client_names is not None and len(self.client_names) != self.clients:
-            object.__setattr__(self, "client_names", None)  # a task of some of the clients, numbered anew
+            object.__setattr__(self, "client_names", None)  # a task of some of the clients, renumbered from 0
 
     def __repr__(self) -> str:
         return f"<Task {self.spec or self.name}: {self.clients} clients, {int(self.sizes.sum()):,} samples>"
 
     def __str__(self) -> str:
-        """Five lines of sizes and shapes, none of the data.
+        """Five lines of sizes and shapes, without the data.
 
         >>> print(Task.from_arrays(nn.Linear(4, 2), [(torch.zeros(9, 4), torch.arange(9) % 2)] * 3))
            task  custom, loss cross_entropy
@@ -379,7 +383,7 @@ class Task:
 
         return notebook.task_as_html(self)
 
-    # What the rest of the library asks ------------------------------------------------------------
+    # Facts for the rest of the library ------------------------------------------------------------
 
     @property
     def clients(self) -> int:
@@ -393,12 +397,12 @@ class Task:
 
     @cached_property
     def layout(self) -> Layout:
-        """What travels."""
+        """The layout of x: the parameters that travel."""
         return self.full_layout.shared
 
     @cached_property
     def full_layout(self) -> Layout:
-        """What is trained: what travels, then what stays with each client."""
+        """The layout of all trained parameters: those that travel, then the personal ones."""
         return Layout.of(self.module(), self.buffers, self.personal)
 
     @property
@@ -413,50 +417,50 @@ class Task:
 
     @cached_property
     def compares(self) -> bool:
-        """Whether the loss looks at what the server's model, or a client's last one, gives for the same inputs."""
+        """Whether the loss takes the outputs of the server's model, or of a client's last one, for the same inputs."""
         return callable(self.loss) and by_signature(self.loss).compares
 
     def run(self, module: nn.Module, inputs: Tree) -> Any:
-        """The outputs that losses and metrics see."""
+        """The outputs that losses and metrics get."""
         return logits(call(module, inputs) if self.forward is None else self.forward(module, inputs))
 
     def block_view(self, clients: NDArray[np.int64], version: int, seed: int) -> Task:
-        """The task as these clients see it who train from this version: lazy data is read now."""
+        """The task for these clients, which train from this version: lazy data is read now."""
         if not isinstance(self.inputs, LazyColumn):
             return self
         return cast("Task", BlockView(self, clients, self.inputs.store.table(clients, version, seed)))
 
-    def ahead(
+    def prefetch(
         self, clients: NDArray[np.int64], version: int, seed: int, after: NDArray[np.int64] | None = None
     ) -> None:
-        """Who will be visited next, and after them at the next version, for lazy data to be read ahead."""
+        """Read lazy data ahead of its use: of the clients that train next, and of those at the next version."""
         if isinstance(self.inputs, LazyColumn):
-            self.inputs.store.ahead(clients, version, seed, after)
+            self.inputs.store.prefetch(clients, version, seed, after)
 
     @property
     def lazy(self) -> bool:
-        """Whether samples are read when their client is visited."""
+        """Whether samples are read when their client trains."""
         return isinstance(self.inputs, LazyColumn)
 
     def close(self) -> None:
-        """Stop what reads ahead."""
+        """Stop the processes that prefetch."""
         for some in (self.inputs, self.test and self.test[0]):
             if isinstance(some, LazyColumn):
                 some.store.stop()
 
     @property
     def ragged(self) -> bool:
-        """Whether clients' samples have lengths of their own that nobody knows before they are read."""
+        """Whether samples differ in length, by amounts that are unknown until they are read."""
         return isinstance(self.inputs, LazyColumn) and self.inputs.store.collate is not None
 
     @property
     def like(self) -> tuple[Tree, Tree]:
-        """Inputs and targets to tell their kind from: all of them, or some where they are on disk."""
+        """Inputs and targets that show their shapes and types: all of them, or two samples if they are on disk."""
         return _like(self.inputs), _like(self.targets)
 
     @property
     def _like(self) -> Tree:
-        """Targets to tell their kind from: all of them, or some where they are on disk."""
+        """Targets that show their shapes and types: all of them, or two samples if they are on disk."""
         return _like(self.targets)
 
     @property
@@ -465,7 +469,7 @@ class Task:
         return isinstance(self._like, Tensor | Chunks) and not self._like.is_floating_point()
 
     def predict(self, outputs: Any) -> Tensor | None:
-        """The classes that the outputs name, where there is one for each sample."""
+        """The classes that the outputs predict; None unless there is one per sample."""
         if not (self.classifies and self._like.ndim == 1 and isinstance(outputs, Tensor)):
             return None
         if self.loss == "logistic":
@@ -474,16 +478,16 @@ class Task:
 
     @cached_property
     def measures(self) -> tuple[str, ...]:
-        """What an evaluation says of a model; the first is what it is judged by unless told otherwise."""
+        """The metrics of an evaluation; the first is the default for early stopping and the best model."""
         with torch.no_grad():
             named = self.predict(self._forward(self.module().to(self.device).eval(), self.device)) is not None
         return (*(("accuracy",) if named else ()), "loss", *self.metrics)
 
     @cached_property
     def classes(self) -> int:
-        """How many classes the targets name."""
-        seen = self._like
-        return int(seen.max()) + 1 if self.classifies and seen.numel() else 0
+        """The number of classes in the targets."""
+        targets = self._like
+        return int(targets.max()) + 1 if self.classifies and targets.numel() else 0
 
     @property
     def stochastic(self) -> bool:
@@ -492,7 +496,7 @@ class Task:
 
     @cached_property
     def summary(self) -> ModelSummary:
-        """What one forward pass of two samples tells of the model."""
+        """Facts about the model from one forward pass of two samples."""
         leaves = products = numbers = cells = 0
 
         def count(module: nn.Module, _: Any, out: Any) -> None:
@@ -529,7 +533,7 @@ class Task:
         except Exception as error:
             remedy = "make model and data fit each other"
             if "dtype" in str(error) and not all(t.is_floating_point() for t in tree.leaves(x)):
-                remedy = "give images as float32, since whole numbers come as int64 (tokens)"
+                remedy = "give images as float32, since integers are passed as int64 (tokens)"
             elif isinstance(x, dict) and "keyword argument" in str(error):
                 remedy = (
                     "a model of named inputs is called by keywords: name them as it does, choose them with inputs=, or give"
@@ -541,11 +545,11 @@ class Task:
 
     @property
     def sample(self) -> Tree:
-        """The first and the last client's inputs, as the model is given them."""
+        """The first and the last client's inputs, in the types that the model gets."""
         return tree.numbers(tree.take(self.inputs, self.rows[[0, -1]]))
 
     def module(self, seed: int = 0) -> nn.Module:
-        """A new float32 model, its weights drawn with this seed (or those it was given with)."""
+        """A new float32 model, with weights drawn by this seed (or those of the instance it copies)."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(rng.key(seed, "init"))
             module = self.build()
@@ -556,18 +560,18 @@ class Task:
         return self.vector(seed)[: self.layout.size]
 
     def vector(self, seed: int) -> Tensor:
-        """x⁰ and, after it, the personal parts that every client starts from."""
+        """x⁰ and, after it, the personal parameters that every client starts from."""
         x = self.full_layout.flatten(self.module(seed)) if self.start is None else self.start.clone()
         return x.to(self.device)
 
-    def own(self, seed: int) -> dict[str, Tensor]:
-        """What a client holds of the model before its first visit, by the name it is remembered under."""
-        own = {}
+    def initial_personal_state(self, seed: int) -> dict[str, Tensor]:
+        """The model parameters in a client's state before its first participation, by their key in it."""
+        state = {}
         if self.full_layout.size > self.layout.size:
-            own[PERSONAL] = self.vector(seed)[self.layout.size :]
+            state[PERSONAL] = self.vector(seed)[self.layout.size :]
         if self.compares:
-            own[PREVIOUS] = self.vector(seed)
-        return own
+            state[PREVIOUS] = self.vector(seed)
+        return state
 
     def row_ids(self, clients: NDArray[np.int64], picked: NDArray[np.int64]) -> Tensor:
         """Rows of the table for the picked samples `[m, B]` of these clients."""
@@ -604,8 +608,8 @@ class Task:
         h.update(self.full_layout.fingerprint)
         loss = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__qualname__", "")
         h.update(repr((loss, self.buffers, self.augment)).encode())
-        if own := [s.name for s in self.full_layout if s.personal]:
-            h.update(repr(own).encode())
+        if personal_names := [s.name for s in self.full_layout if s.personal]:
+            h.update(repr(personal_names).encode())
         if not isinstance(self.inputs, Tensor):
             h.update(
                 repr([key for some in (self.inputs, self.targets) for key, _ in tree.named(some)]).encode()
@@ -620,7 +624,7 @@ class Task:
         return h.hexdigest()
 
     def _tensors(self) -> Iterator[Tensor]:
-        """All that the run's numbers depend on, keys of trees apart."""
+        """All tensors that the run's numbers depend on."""
         for some in (self.inputs, self.targets, self.rows, *(self.test or ()), *(self.public or ())):
             for each in some.probes() if isinstance(some, LazyColumn) else (some,):
                 for leaf in tree.leaves(each):
@@ -639,7 +643,7 @@ class Task:
         _check_metrics(self.metrics)
         self._check_test()
         module = self.module()
-        self.__dict__["whole"] = Layout.of(module, self.buffers, self.personal)
+        self.__dict__["full_layout"] = Layout.of(module, self.buffers, self.personal)
         module.to(self.device).eval()
         with torch.no_grad():
             out = self._forward(module, self.device)
@@ -648,13 +652,13 @@ class Task:
             self._check_labels(out)
 
     def _check_test(self) -> None:
-        """Refuse a test set of other inputs than the clients have."""
+        """Refuse a test set whose inputs differ from the clients'."""
         if self.test is None:
             return
-        mine, theirs = (dict(tree.named(_like(t))) for t in (self.test[0], self.inputs))
-        if odd := mine.keys() ^ theirs.keys():
+        in_test, in_training = (dict(tree.named(_like(t))) for t in (self.test[0], self.inputs))
+        if odd := in_test.keys() ^ in_training.keys():
             key = min(odd, key=str)
-            has = "has" if key in mine else "lacks"
+            has = "has" if key in in_test else "lacks"
             what = f"the input {key!r}" if key is not None else "inputs of another kind"
             raise DataError(f"the test set {has} {what}, unlike the clients; give both the same inputs")
 
@@ -663,19 +667,19 @@ class Task:
         if isinstance(self.loss, str) and not isinstance(out, Tensor):
             raise DataError(
                 f"the model gives a {type(out).__name__}; its forward must return one tensor or have .logits for"
-                f" {self.loss!r}; give forward= or a loss of your own"
+                f" {self.loss!r}; give forward= or a custom loss"
             )
         got = f"outputs {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        wanted = f"targets {tuple(y.shape)}" if isinstance(y, Tensor) else f"targets {tree.shapes(y)}"
+        expected = f"targets {tuple(y.shape)}" if isinstance(y, Tensor) else f"targets {tree.shapes(y)}"
         try:
             with torch.no_grad():
                 each = self.per_example(out, y, tree.to(self.sample, self.device))
         except Exception as error:
             advice = shape_advice(self.loss, out, y)
             if advice is None and isinstance(self.loss, str) and isinstance(out, Tensor):
-                self._check_labels(out)  # then it is a label that the loss stumbles over
+                self._check_labels(out)  # a label out of range fails in the loss
             raise DataError(
-                f"the loss fails on {got} and {wanted}: {error}; {advice or 'give a loss= that takes these shapes'}"
+                f"the loss fails on {got} and {expected}: {error}; {advice or 'give a loss= that takes these shapes'}"
             ) from error
         if not isinstance(each, Tensor) or each.shape != (2,):
             gave = f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
@@ -691,21 +695,21 @@ class Task:
         return "the table"
 
     def name_of(self, client: int) -> str:
-        """What tables and sentences call a client: its number, and its name where the data has one."""
+        """A client's name in tables and sentences: its number, and its name in the data if there is one."""
         return f"client {client}" + ("" if self.client_names is None else f" ({self.client_names[client]})")
 
     def _check_labels(self, out: Tensor) -> None:
         classes = out.shape[1] if self.loss == "cross_entropy" else 2
-        seen = self._like
-        tested = self.test[1] if self.test else seen[:0]
+        training = self._like
+        tested = self.test[1] if self.test else training[:0]
         for column in (self.targets, tested):
-            if isinstance(column, LazyColumn):  # its labels are looked at when they are read
+            if isinstance(column, LazyColumn):  # its labels are checked when they are read
                 column.store.classes = classes
-        for y in (seen, _like(tested)):
+        for y in (training, _like(tested)):
             if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
                 bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
                 outputs = f"{out.shape[1]} outputs" if out.ndim > 1 else "one output"
-                who = self._holder(bad) if y is seen else "the test set"
+                who = self._holder(bad) if y is training else "the test set"
                 raise DataError(
                     f"{who} has the label {bad}, but the labels of a model with {outputs} run from 0 to {classes - 1};"
                     " renumber the labels, or give the model an output for each"
@@ -749,7 +753,7 @@ def shape_advice(loss: str | Loss, out: Any, y: Tree) -> str | None:
 
 
 def _multiply_adds(module: nn.Module, out: Any) -> int:
-    """About how many a module's own weights take for a sample: each once for every place it is used at."""
+    """The approximate multiply-adds of a module's direct weights for a sample: one per use of each weight."""
     weights = sum(p.numel() for p in module.parameters(recurse=False))
     first = next((t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.ndim), None)
     if (
@@ -776,9 +780,9 @@ def _named(clients: Any, tests: Any) -> tuple[Any, Any, tuple[str, ...] | None]:
     return list(clients.values()), tests, tuple(map(str, clients))
 
 
-def _check_shares(clients: Any, test: Any, client_tests: Sequence[Any]) -> None:
+def _check_local_tests(clients: Any, test: Any, client_tests: Sequence[Any]) -> None:
     if len(client_tests) != len(clients):
-        raise DataError(f"{len(client_tests)} test shares for {len(clients)} clients; give one each")
+        raise DataError(f"{len(client_tests)} local test sets for {len(clients)} clients; give one each")
     if test is not None:
         raise DataError("both test= and client_tests= were given; give one of them")
 
@@ -788,7 +792,7 @@ def _like(targets: Tree) -> Tree:
 
 
 def _pieces(leaf: Any) -> Iterator[Tensor]:
-    """The tensors that a leaf is made of."""
+    """The tensors of a leaf."""
     if isinstance(leaf, Chunks):
         for piece in leaf.pieces:
             yield from _pieces(piece)
@@ -801,17 +805,19 @@ def _check_metrics(metrics: Any) -> None:
         raise DataError(f"metrics is a {type(metrics).__name__}; give a dict of functions by name")
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-            raise DataError(f"a metric cannot be called {name!r}; take a word of its own, such as 'f1'")
+            raise DataError(
+                f"{name!r} is not a valid name for a metric; use another identifier, such as 'f1'"
+            )
         if not callable(metric) and not hasattr(metric, "compute"):
             raise DataError(
                 f"metric {name!r} is a {type(metric).__name__}; give a function (outputs, targets) -> number"
             )
 
 
-def _globs(given: Any) -> tuple[str, ...]:
-    globs = (given,) if isinstance(given, str) else tuple(given)
+def _globs(personal: Any) -> tuple[str, ...]:
+    globs = (personal,) if isinstance(personal, str) else tuple(personal)
     if not all(isinstance(g, str) for g in globs):
-        raise DataError(f"personal={given!r} names no parameters; give globs such as ('head.*',)")
+        raise DataError(f"personal={personal!r} names no parameters; give globs such as ('head.*',)")
     return globs
 
 
@@ -827,8 +833,8 @@ class _Copy:
         return copy.deepcopy(self.given, frozen)
 
 
-def _given(model: Any) -> nn.Module | None:
-    """The module whose weights every run starts from: the one given, or that a function gives again and again."""
+def _instance(model: Any) -> nn.Module | None:
+    """The module whose weights every run starts from: an instance, or what a function returns every time."""
     with torch.random.fork_rng(devices=[]):
         built = callable(model) and not isinstance(model, nn.Module)
         first, second = (model(), model()) if built else (model, model)

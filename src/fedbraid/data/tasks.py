@@ -1,4 +1,4 @@
-"""Tasks by name: a public data set, shared among clients, with the model that papers train on it."""
+"""Tasks by name: a public data set, partitioned across clients, with the model that papers train on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedbraid.parse import evaluate
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set that can be loaded by name, and what it is used with unless told otherwise."""
+    """A data set that can be loaded by name, and its default model, clients and partition."""
 
     read: Callable[..., DataSet]
     model: str
@@ -37,7 +37,7 @@ class DataSource:
 
 
 class ReaderOptions(TypedDict, total=False):
-    """What readers of data sets take besides `root`; each takes some of them."""
+    """Options of the readers of data sets besides `root`; each reader takes some of them."""
 
     augment: bool | str  # CIFAR: flips and crops
     statistics: str  # image sets: by which mean and deviation pixels are scaled
@@ -48,9 +48,9 @@ class ReaderOptions(TypedDict, total=False):
     max_samples_per_client: int | None
     max_test_samples: int | None
     test_clients: int
-    context: int  # characters a model reads
+    context: int  # characters that a model reads
     alpha: float  # synthetic: how models differ
-    beta: float  # and how data does
+    beta: float  # synthetic: how data differ
 
 
 _SOURCES = {
@@ -71,7 +71,7 @@ _SOURCES = {
 
 
 def names() -> list[str]:
-    """The data sets that `load` knows."""
+    """The data sets that `load` supports."""
     return sorted(_SOURCES)
 
 
@@ -89,13 +89,13 @@ def load(
     root: str | os.PathLike[str] | None = None,
     **options: Unpack[ReaderOptions],
 ) -> Task:
-    """A task by name, its training samples shared among clients.
+    """A task by name, its training samples partitioned across clients.
 
-    Files are looked for in the folder that FEDBRAID_DATA (or the option `root`) names; `digits` needs none.
+    Files are searched in the folder that FEDBRAID_DATA (or the option `root`) names; `digits` needs none.
     `seed` draws the partition. `model` is a name in `fedbraid.models`, a module or a function that builds
-    one; unless given it is the data set's own: LeNet-5 for the MNISTs, `small_cnn` for CIFAR-10 and so on.
-    With natural ids `clients=None` takes all there are, and every client has its test share; with other
-    partitions `test_shares=True` deals the test set out by the labels that each client holds. `personal` are
+    one; by default it is the data set's usual one: LeNet-5 for the MNISTs, `small_cnn` for CIFAR-10 and so on.
+    With natural ids `clients=None` takes all of them, and every client has a local test set; with other
+    partitions `test_shares=True` partitions the test set by the labels that each client holds. `personal` are
     globs on the names of parameters that stay with each client, `buffers` and `metrics` as in `Task.from_arrays`.
     `options` are those of the data set's reader, such as `augment` of CIFAR or `vocab` of Sent140.
 
@@ -105,125 +105,125 @@ def load(
     """
     if name not in _SOURCES:
         raise unknown("task", name, _SOURCES)
-    known = _SOURCES[name]
+    source = _SOURCES[name]
     if clients is not None:
         integer("clients", clients)
-    share = (
-        known.partition
+    recipe = (
+        source.partition
         if partition is None
         else parse(partition)
         if isinstance(partition, str)
         else partition
     )
-    told = {**options, **({} if root is None else {"root": root})}
-    data = known.read(**_options(name, known, clients, seed, told))
-    count = clients or _count(known, data, share)
-    parts = share(data.table, count, seed)
+    settings = {**options, **({} if root is None else {"root": root})}
+    data = source.read(**_options(name, source, clients, seed, settings))
+    count = clients or _count(source, data, recipe)
+    rows_of = recipe(data.table, count, seed)
     test, test_offsets = data.test, None
-    if isinstance(share, natural) and data.test_groups is not None:
-        test, test_offsets = _test_shares(data, parts)
+    if isinstance(recipe, natural) and data.test_groups is not None:
+        test, test_offsets = _local_tests(data, rows_of)
     elif test_shares:
-        test, test_offsets = _split_by_label(data, parts, seed)
-    rows = parts if data.rows is None else [data.rows[p] for p in parts]
+        test, test_offsets = _split_by_label(data, rows_of, seed)
+    rows = rows_of if data.rows is None else [data.rows[p] for p in rows_of]
     return Task.from_table(
-        _model(model or known.model, data), data.inputs, data.targets, rows,
+        _model(model or source.model, data), data.inputs, data.targets, rows,
         test=test, test_offsets=test_offsets, augment=data.augment, name=name, personal=personal, buffers=buffers,
-        metrics=metrics, spec=None if metrics else _spec(name, count, share, seed, model, told | _more(test_shares, personal, buffers)),
+        metrics=metrics, spec=None if metrics else _spec(name, count, recipe, seed, model, settings | _more(test_shares, personal, buffers)),
     )  # fmt: skip
 
 
 def from_file(text: str) -> Task:
-    """The task that `FILE.py:NAME` names; its `spec` says so, so that a run of it can be resumed."""
-    made: Task = files.load(text, Task, "task", KINDS)
-    return dataclasses.replace(made, name=files.word(text), spec=files.absolute(text))
+    """The task that `FILE.py:NAME` names; its `spec` is that text, so that a run of it can be resumed."""
+    task: Task = files.load(text, Task, "task", KINDS)
+    return dataclasses.replace(task, name=files.word(text), spec=files.absolute(text))
 
 
 def reload(spec: str) -> Task:
-    """The task that a `Task.spec` describes; nothing is run but `load`, or the file that it names."""
+    """The task that a `Task.spec` describes; only `load`, or the file that it names, is executed."""
     if files.names_file(spec):
         return from_file(spec)
-    made = evaluate(spec, {"load": load, **KINDS}, "task")
-    if not isinstance(made, Task):
+    task = evaluate(spec, {"load": load, **KINDS}, "task")
+    if not isinstance(task, Task):
         raise ConfigError(f"task {spec!r} is not valid; write it as load('mnist', clients=100)")
-    return made
+    return task
 
 
 def _more(test_shares: bool, personal: str | Sequence[str], buffers: str) -> dict[str, Any]:
-    """What of a task's own settings is not the default."""
+    """The settings of `load` that differ from the default."""
     globs = (personal,) if isinstance(personal, str) else tuple(personal)
     given = {"test_shares": test_shares, "personal": globs, "buffers": buffers}
     return {k: v for k, v in given.items() if v not in (False, (), "refuse")}
 
 
 def _options(
-    name: str, known: DataSource, clients: int | None, seed: int, options: dict[str, Any]
+    name: str, source: DataSource, clients: int | None, seed: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the reader is called with; a data set that is made up is told the clients and the seed."""
-    taken = inspect.signature(known.read).parameters
+    """The reader's keywords; a synthetic data set gets the clients and the seed."""
+    accepted = inspect.signature(source.read).parameters
     for option in options:
-        if option not in taken:
-            raise unknown(f"option of {name}", option, [t for t in taken if t not in ("clients", "seed")])
-    told = {"clients": clients or known.clients, "seed": seed}
-    return options | {k: v for k, v in told.items() if k in taken}
+        if option not in accepted:
+            raise unknown(f"option of {name}", option, [t for t in accepted if t not in ("clients", "seed")])
+    drawing = {"clients": clients or source.clients, "seed": seed}
+    return options | {k: v for k, v in drawing.items() if k in accepted}
 
 
-def _count(known: DataSource, data: DataSet, share: Partition) -> int:
-    """How many clients there are when nobody says."""
-    if isinstance(share, natural) and data.groups is not None:
+def _count(source: DataSource, data: DataSet, recipe: Partition) -> int:
+    """The default number of clients."""
+    if isinstance(recipe, natural) and data.groups is not None:
         return len(np.unique(data.groups))
-    return min(known.clients, len(data.table))
+    return min(source.clients, len(data.table))
 
 
-def _test_shares(data: DataSet, parts: list[Ints]) -> tuple[tuple[torch.Tensor, torch.Tensor], Ints]:
-    """The test samples of these clients, client by client, and where each client's begin."""
+def _local_tests(data: DataSet, rows_of: list[Ints]) -> tuple[tuple[torch.Tensor, torch.Tensor], Ints]:
+    """The test samples of these clients, client by client, and the row at which each client's begin."""
     assert data.groups is not None
     assert data.test_groups is not None
-    whose = data.groups[[part[0] for part in parts]]
+    whose = data.groups[[rows[0] for rows in rows_of]]
     client = np.searchsorted(whose, data.test_groups).clip(max=len(whose) - 1)
-    mine = np.flatnonzero(whose[client] == data.test_groups)
-    if not len(mine):
+    matching = np.flatnonzero(whose[client] == data.test_groups)
+    if not len(matching):
         raise DataError("none of the chosen clients has test samples; take more clients or another seed")
-    order = torch.from_numpy(mine[np.argsort(client[mine], kind="stable")])
-    sizes = np.bincount(client[mine], minlength=len(whose))
+    order = torch.from_numpy(matching[np.argsort(client[matching], kind="stable")])
+    sizes = np.bincount(client[matching], minlength=len(whose))
     return (data.test[0][order], data.test[1][order]), np.concatenate([[0], np.cumsum(sizes)])
 
 
 def _split_by_label(
-    data: DataSet, parts: list[Ints], seed: int
+    data: DataSet, rows_of: list[Ints], seed: int
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], Ints]:
-    """The test samples client by client: each goes to one who holds its label, by how many of those they hold."""
-    labels, wanted = data.table.labels, data.test[1].numpy()
-    if wanted.ndim != 1:
+    """The test samples client by client: each goes to a client that holds its label, in proportion to how many it holds."""
+    labels, test_labels = data.table.labels, data.test[1].numpy()
+    if test_labels.ndim != 1:
         raise ConfigError(
-            "test_shares=True deals a test set out by its labels, and this one has several a sample"
+            "test_shares=True partitions a test set by its labels, and this one has several a sample"
         )
-    client = np.full(len(wanted), -1)
-    owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-    held, gen = labels[np.concatenate(parts)], rng.generator(seed, "test shares")
-    for label in np.unique(wanted):
-        owners, mine = owner[held == label], np.flatnonzero(wanted == label)
+    client = np.full(len(test_labels), -1)
+    owner = np.repeat(np.arange(len(rows_of)), [len(p) for p in rows_of])
+    train_labels, gen = labels[np.concatenate(rows_of)], rng.generator(seed, "test shares")
+    for label in np.unique(test_labels):
+        owners, candidates = owner[train_labels == label], np.flatnonzero(test_labels == label)
         if len(owners):
-            client[mine] = owners[gen.integers(len(owners), size=len(mine))]
-    kept = np.flatnonzero(client >= 0)
-    order = torch.from_numpy(kept[np.argsort(client[kept], kind="stable")])
-    sizes = np.bincount(client[kept], minlength=len(parts))
+            client[candidates] = owners[gen.integers(len(owners), size=len(candidates))]
+    assigned = np.flatnonzero(client >= 0)
+    order = torch.from_numpy(assigned[np.argsort(client[assigned], kind="stable")])
+    sizes = np.bincount(client[assigned], minlength=len(rows_of))
     return (data.test[0][order], data.test[1][order]), np.concatenate([[0], np.cumsum(sizes)])
 
 
 def _model(model: str | nn.Module | Build, data: DataSet) -> nn.Module | Build:
-    """What builds the model; one given by name is fitted to the data."""
+    """The function that builds the model; a named model is fitted to the data."""
     if not isinstance(model, str):
         return model
-    taken = models.settings(model)
-    return partial(models.build, model, **{k: v for k, v in data.facts.items() if k in taken})
+    accepted = models.settings(model)
+    return partial(models.build, model, **{k: v for k, v in data.facts.items() if k in accepted})
 
 
-def _spec(name: str, clients: int, share: Any, seed: int, model: Any, options: dict[str, Any]) -> str | None:
-    """The call that loads the same task again, where it can be written down."""
+def _spec(name: str, clients: int, recipe: Any, seed: int, model: Any, options: dict[str, Any]) -> str | None:
+    """The call that loads the same task again; None if a setting has no literal."""
     given = {} if model is None else {"model": model}
     given |= {k: str(v) if k == "root" else v for k, v in options.items() if v is not None}
     plain = all(isinstance(v, str | int | float | tuple) for v in given.values())
-    if type(share) not in KINDS.values() or not plain:
+    if type(recipe) not in KINDS.values() or not plain:
         return None
     rest = "".join(f", {k}={v!r}" for k, v in given.items())
-    return f"load({name!r}, clients={clients}, partition={share!r}, seed={seed}{rest})"
+    return f"load({name!r}, clients={clients}, partition={recipe!r}, seed={seed}{rest})"

@@ -1,4 +1,4 @@
-"""Trees of tensors: what a sample is made of, a tensor or a tuple or dict of them, and None for nothing at all."""
+"""Trees of tensors, which hold samples: a tensor, a tuple or dict of them, or None for no values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Tree = Any  # a leaf, a tuple of leaves, a dict of leaves by name, or None
-Leaf = Any  # a tensor `[T, ...]`, or what looks like one: `Padded`, or a column read from disk
+Leaf = Any  # a tensor `[T, ...]`, or an object with its interface: `Padded`, or a column read from disk
 
 
 def map(fn: Callable[[Leaf], Any], tree: Tree) -> Tree:
@@ -32,7 +32,7 @@ def map(fn: Callable[[Leaf], Any], tree: Tree) -> Tree:
 
 
 def named(tree: Tree) -> Iterator[tuple[Any, Leaf]]:
-    """(key, leaf) for every leaf: the dict's key, the place in the tuple, None for a lone leaf."""
+    """(key, leaf) for every leaf: the dict's key, the index in the tuple, None for a lone leaf."""
     if isinstance(tree, dict):
         yield from tree.items()
     elif isinstance(tree, tuple):
@@ -46,7 +46,7 @@ def leaves(tree: Tree) -> list[Leaf]:
 
 
 def first(tree: Tree) -> Leaf:
-    """The first leaf, None of nothing."""
+    """The first leaf; None if there is none."""
     return next((leaf for _, leaf in named(tree)), None)
 
 
@@ -56,27 +56,27 @@ def length(tree: Tree) -> int:
 
 
 def take(tree: Tree, rows: Any) -> Tree:
-    """Some rows of a table, as tensors."""
+    """Rows of a table, as tensors."""
     return _rows(tree, rows) if isinstance(tree, Tensor) else map(lambda leaf: _rows(leaf, rows), tree)
 
 
 def _rows(leaf: Leaf, rows: Any) -> Any:
-    """Rows by number are copied whole, where indexing would go number by number."""
-    whole = isinstance(leaf, Tensor) and isinstance(rows, Tensor) and rows.dtype == torch.int64
-    if not whole or rows.device != leaf.device:
+    """Integer indices copy rows with index_select, because indexing copies number by number."""
+    by_number = isinstance(leaf, Tensor) and isinstance(rows, Tensor) and rows.dtype == torch.int64
+    if not by_number or rows.device != leaf.device:
         return leaf[rows]
     return leaf.index_select(0, rows.reshape(-1)).view(*rows.shape, *leaf.shape[1:])
 
 
 def cat(trees: list[Tree]) -> Tree:
-    """Tables of one kind below each other."""
+    """Tables of one kind, concatenated."""
     head = trees[0]
     if isinstance(head, Tensor):
         return torch.cat(trees)
     if isinstance(head, dict):
         return {key: torch.cat([t[key] for t in trees]) for key in head}
     if isinstance(head, tuple):
-        return tuple(torch.cat(parts) for parts in zip(*trees))
+        return tuple(torch.cat(leaves) for leaves in zip(*trees))
     return None
 
 
@@ -85,7 +85,7 @@ def to(tree: Tree, device: Any) -> Tree:
 
 
 def numbers(tree: Tree) -> Tree:
-    """What a model is given: whole numbers (token ids) come as int64."""
+    """A model's inputs: integers (token ids) as int64."""
     return _number(tree) if isinstance(tree, Tensor) else map(_number, tree)
 
 
@@ -94,7 +94,7 @@ def _number(x: Tensor) -> Tensor:
 
 
 def shapes(tree: Tree) -> str:
-    """What one sample looks like, for sentences.
+    """The shapes and types of one sample, for sentences.
 
     >>> shapes({"ids": torch.zeros(4, 7, dtype=torch.int64)})
     "{'ids': (7,) (torch.int64)}"
@@ -107,7 +107,7 @@ def shapes(tree: Tree) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """A leaf whose rows have lengths of their own: stored padded to the longest, handed out cut to the batch's."""
+    """A leaf whose rows differ in length: stored padded to the longest, returned cut to the longest of the batch."""
 
     values: Tensor  # [T, L, ...]
     lengths: Tensor  # int64 [T]
@@ -136,7 +136,7 @@ class Padded:
         return len(self.values)
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """These rows; a block of clients `[m, B]` keeps the full length, so that nobody's depends on the others'."""
+        """These rows; a block of clients `[m, B]` keeps the full length, so that no client's numbers depend on the others'."""
         found = self.values[rows]
         if isinstance(rows, Tensor) and rows.ndim > 1:
             return found
@@ -152,7 +152,7 @@ class Padded:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """A leaf in several pieces below each other, each of them where it is: a map of a file, or a client's own table."""
+    """A leaf of several concatenated pieces, none of which is copied: maps of files, or clients' tables."""
 
     pieces: list[Any]
     begins: NDArray[np.int64]  # one more than pieces

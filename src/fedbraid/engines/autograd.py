@@ -154,7 +154,7 @@ class LoopGradient(TorchGradient):
         self._point(y)
         if batch.noise is not None:
             seed(int(batch.noise[0]), self.device)
-        x, t = batch.alone()
+        x, t = batch.first_client()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         more = self._beside(x, y, i) if self.compares else {}

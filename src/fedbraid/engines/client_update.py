@@ -108,7 +108,7 @@ class ClientBatches:
 
     def __iter__(self) -> Iterator[tuple[Tree, Tree]]:
         for k in range(len(self)):
-            yield self.batches.batch(k).client(self.i).alone()
+            yield self.batches.batch(k).client(self.i).first_client()
 
 
 def run_custom_loop(
@@ -146,7 +146,10 @@ def run_custom_loop(
 def first_client_state(setup: Setup) -> Vectors:
     """A client's row before its first visit."""
     task, seed = setup.task, setup.seed
-    return {**setup.algorithm.init_client_state(task.initial(seed), task.layout), **task.own(seed)}
+    return {
+        **setup.algorithm.init_client_state(task.initial(seed), task.layout),
+        **task.initial_personal_state(seed),
+    }
 
 
 def full_gradient(setup: Setup, grad: Gradient, request: TrainRequest) -> Callable[[Tensor], Tensor]:

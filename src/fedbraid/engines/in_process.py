@@ -70,7 +70,7 @@ class InProcess:
         self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorized else 1)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
-        self.setup.task.ahead(orders.clients, orders.version, self.setup.seed, orders.after)
+        self.setup.task.prefetch(orders.clients, orders.version, self.setup.seed, orders.after)
         workers = self.gradient_threads.count if self.gradient_threads else 1
         ends = np.cumsum([0, *block_sizes(len(orders.clients), workers, self.size)])
         parts = (orders.part(slice(lo, hi)) for lo, hi in pairwise(ends))

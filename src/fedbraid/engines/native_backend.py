@@ -257,7 +257,7 @@ class Native:
             return  # statistics of a few samples say nothing
         inputs, targets = _first(task, count)
         batch = Batch(inputs, targets, torch.arange(len(targets))[None])
-        module, (x, t) = module.train(), batch.alone()
+        module, (x, t) = module.train(), batch.first_client()
         if task.stochastic:  # without seeds nothing is dropped
             for each in module.modules():
                 each.training = each.training and bool(getattr(each, "track_running_stats", False))

@@ -216,7 +216,7 @@ def _warn(task: Task, name: str, missing: int, count: int) -> None:
 def _whole(leaf: Any) -> Any:
     """All rows of a leaf, however it is kept."""
     if isinstance(leaf, LazyColumn):
-        return leaf.whole()
+        return leaf.read_all()
     return leaf.values if isinstance(leaf, Padded) else leaf
 
 

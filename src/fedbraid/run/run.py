@@ -281,7 +281,12 @@ def drive(
     if (doubt := unproven(setup.algorithm, schedule)) is not None:
         log.warning(doubt)
     state = State.first(
-        setup.algorithm, task.layout, task.initial(seed), seed, source.is_live, task.own(seed)
+        setup.algorithm,
+        task.layout,
+        task.initial(seed),
+        seed,
+        source.is_live,
+        task.initial_personal_state(seed),
     )
     run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
     if folder is None:

@@ -31,13 +31,13 @@ class SimulatedSource:
 
     def __init__(self, setup: Setup, engine: Engine, concurrency: int = 0) -> None:
         algorithm, layout = setup.algorithm, setup.task.layout
-        state = algorithm.init_client_state(setup.task.initial(setup.seed), layout) | setup.task.own(
-            setup.seed
-        )
+        state = algorithm.init_client_state(
+            setup.task.initial(setup.seed), layout
+        ) | setup.task.initial_personal_state(setup.seed)
         width = 4 * sum(algorithm.widths(layout).values()) + sum(v.nbytes for v in state.values())
         self.setup, self.task, self.engine = setup, setup.task, engine
         self.ahead = 0 < concurrency * width <= self.BUDGET
-        self.stateful = algorithm.stateful(layout) or bool(setup.task.own(setup.seed))
+        self.stateful = algorithm.stateful(layout) or bool(setup.task.initial_personal_state(setup.seed))
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
         self.after: NDArray[np.int64] | None = None  # the next step's clients, where data is read ahead

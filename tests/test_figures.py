@@ -373,6 +373,27 @@ def test_the_braids_pairs():
                 assert ("≥" in cell) == (f"not reached in {missed} of" in cell) == (missed > 0), (label, key)
 
 
+def test_what_memory_is_worth_under_robust_rules():
+    """By attack and seed, FedAdaVR less FedAvg under the same rule, 20 % hostile; a run that diverged has 0."""
+    names = {"Fashion-MNIST": "fmnist", "FEMNIST": "femnist"}
+    lines = results("hostile")
+    heads, table = rows("hostile", "worth")
+    for rule, cells in table.items():
+        for head, cell in zip(heads[1:], cells):
+            data, split = head.split(", ")
+            there = re.compile(rf"{names[data]}/{split}/20% (?!none)\S+/{re.escape(rule)}/FedAdaVR/seed ")
+            gains = []
+            for key, one in lines.items():
+                other = lines.get(key.replace("/FedAdaVR/", "/FedAvg/"))
+                if there.match(key) and other:
+                    ends = [0.0 if x["diverged"] else 100 * late(x, 5) for x in (one, other)]
+                    gains.append(ends[0] - ends[1])
+            wanted = (
+                f"{np.mean(gains):+.1f} ({np.sum(np.array(gains) > 0)} of {len(gains)})" if gains else "–"
+            )
+            assert cell == wanted, (rule, head)
+
+
 def test_seeds_are_compared_with_the_same_seeds():
     """No cell is there twice under two names with one setting, which would count a run as two."""
     for paper in ("braid", "fedadavr", "fedshift"):

@@ -16,7 +16,7 @@ from scipy.stats import t as student
 import fedbraid as fb
 from fedbraid.cli import main
 from fedbraid.study import stats
-from fedbraid.study.compare import LOCAL_ONLY, compare, resume
+from fedbraid.study.compare import LOCAL_ONLY, Comparison, compare, resume
 
 WORK = fb.Work(lr=0.05, batch=10)
 SMALL = [
@@ -288,15 +288,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_the_module_is_called_as_its_function(blobs, tmp_path):
-    import fedbraid.compare
-
-    found = fb.compare(
-        blobs, {"a": fb.fedavg()}, WORK, fb.rounds(2, clients=2), seeds=1, out=tmp_path / "duel"
-    )
-    assert isinstance(found, fb.compare.Comparison)
-    assert fedbraid.compare is fb.compare
-    assert callable(fb.sweep)
+def test_compare_is_a_function_and_its_entries_are_public(blobs, tmp_path):
+    entries = [fb.Entry("a", fb.fedavg(), WORK, fb.rounds(2, clients=2))]
+    found = fb.compare(blobs, entries, seeds=1, out=tmp_path / "duel")
+    assert isinstance(found, Comparison)
 
 
 # Defects of an earlier version -----------------------------------------------------------------------

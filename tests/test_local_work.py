@@ -15,6 +15,7 @@ from fedbraid.data.batches import DrawnBatches
 from fedbraid.deploy.settings import Settings
 from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
+from fedbraid.study.compare import as_entries
 from fedbraid.study.recipe import command, sections
 
 VMAP = "in_process(backend='vmap')"
@@ -217,7 +218,7 @@ def test_what_reads_gradients_off_a_visit_takes_plain_steps_alone(blobs, make, t
     with pytest.raises(ConfigError, match="use optimizer='sgd'"):
         Settings(algorithm=make(), work="Work(optimizer='lion')").what()
     with pytest.raises(ConfigError, match="use optimizer='sgd'"):
-        fb.compare.as_entries({"a": make()}, adam, schedule)
+        as_entries({"a": make()}, adam, schedule)
     fb.simulate(blobs, make(), fb.Work(momentum=0.5), schedule, engine=VMAP)
 
 

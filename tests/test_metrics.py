@@ -212,8 +212,8 @@ def test_compared_searched_and_reported(task, tmp_path):
         "slow": (fb.fedavg(), fb.Work(lr=1e-6, batch=4)),
         "fast": (fb.fedavg(), fb.Work(lr=0.3, batch=4)),
     }
-    who = [fb.compare.Entry(name, a, w, ROUNDS) for name, (a, w) in entries.items()]
-    found = fb.compare.compare(task, who, seeds=2, out=tmp_path / "c", jobs=1, metric="mae")
+    who = [fb.Entry(name, a, w, ROUNDS) for name, (a, w) in entries.items()]
+    found = fb.compare(task, who, seeds=2, out=tmp_path / "c", jobs=1, metric="mae")
     assert found.metric == "mae"
     assert [r["rank"] for r in found.rows] == [2.0, 1.0]
     runs = collect([tmp_path / "c"])
@@ -222,14 +222,14 @@ def test_compared_searched_and_reported(task, tmp_path):
     assert page["groups"][0]["curves"]["f1"] is not None
     assert "right" in as_csv(runs).splitlines()[0].split(",")
     with pytest.raises(fb.FedbraidError, match="unknown metric 'f2'"):
-        fb.compare.compare(task, who, seeds=2, out=tmp_path / "d", metric="f2")
+        fb.compare(task, who, seeds=2, out=tmp_path / "d", metric="f2")
 
 
 def test_a_search_goes_by_it(task, tmp_path):
     pytest.importorskip("optuna", reason="the extra sweep is not installed")
 
     def build(settings):
-        return fb.compare.Entry("x", fb.fedavg(), fb.Work(lr=settings["lr"], batch=4), ROUNDS)
+        return fb.Entry("x", fb.fedavg(), fb.Work(lr=settings["lr"], batch=4), ROUNDS)
 
     plan = fb.sweep.SweepConfig("grid", metric="mae", prune="none", share=0.3)
     space = {"lr": fb.sweep.Categorical([1e-6, 0.3])}

@@ -10,18 +10,32 @@ print(result)
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
-import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedbraid import deploy, engines, errors, models
+    from fedbraid import (
+        callbacks,
+        clock,
+        codecs,
+        cost,
+        deploy,
+        engines,
+        errors,
+        export,
+        lora,
+        metrics,
+        models,
+        partition,
+        rates,
+        sweep,
+        tasks,
+    )  # fmt: skip
     from fedbraid.algorithms.adabest import adabest
     from fedbraid.algorithms.adaptive import fedadabelief, fedadagrad, fedadam, fedlamb, fedyogi
     from fedbraid.algorithms.asynchronous import ace, ca2fl, fadas, fedasync, fedbuff
+    from fedbraid.algorithms.attack import attack
     from fedbraid.algorithms.averaging import fedavg, fedavgm, fednova, fedprox
     from fedbraid.algorithms.fedadavr import fedadavr
     from fedbraid.algorithms.feddf import feddf
@@ -35,10 +49,10 @@ if TYPE_CHECKING:
     from fedbraid.algorithms.personal import ditto, fedper, fedrep, local_only, pfedme
     from fedbraid.algorithms.private import private
     from fedbraid.algorithms.qafel import qafel
+    from fedbraid.algorithms.robust import robust
     from fedbraid.algorithms.scaffold import scaffold, scaffold_m
     from fedbraid.algorithms.scallion import scallion
     from fedbraid.algorithms.secure import secure
-    from fedbraid.core import lr_schedules
     from fedbraid.core.algorithm import Algorithm
     from fedbraid.core.codec import Codec
     from fedbraid.core.context import ClientContext, ServerContext, Staleness, Uploads
@@ -50,28 +64,22 @@ if TYPE_CHECKING:
     from fedbraid.core.transform import Pipeline, Scale, Transform, pipeline
     from fedbraid.core.vector_spec import Download, Upload
     from fedbraid.core.work import Work
-    from fedbraid.data import metrics, partition, tasks
     from fedbraid.data.arrays import pad
     from fedbraid.data.lazy import folders
     from fedbraid.data.task import Task
     from fedbraid.errors import FedbraidError
-    from fedbraid.links import codecs
-    from fedbraid.models import lora
-    from fedbraid.run import callbacks, export
     from fedbraid.run.result import Result
     from fedbraid.run.simulate import resume, simulate
     from fedbraid.run.state import State
-    from fedbraid.schedule import Schedule, Tick, buffered, clock, immediate, oort, power_of_choice, rounds
-    from fedbraid.study import compare, sweep
+    from fedbraid.schedule import Schedule, Tick, buffered, immediate, oort, power_of_choice, rounds
+    from fedbraid.study.campaign import Entry
     from fedbraid.study.choose import choose
+    from fedbraid.study.compare import compare
 
-_MODULES = {  # public modules, importable as `fedbraid.NAME` too, wherever they live
-    "callbacks": "run.callbacks", "clock": "schedule.clock", "codecs": "links.codecs", "compare": "study.compare",
-    "cost": "study.cost",
-    "deploy": "deploy", "engines": "engines", "errors": "errors", "export": "run.export", "lora": "models.lora",
-    "metrics": "data.metrics", "models": "models", "partition": "data.partition", "rates": "core.lr_schedules", "sweep": "study.sweep",
-    "tasks": "data.tasks",
-}  # fmt: skip
+_MODULES = (  # and `fb.NAME` is `fedbraid.NAME`
+    "callbacks", "clock", "codecs", "cost", "deploy", "engines", "errors", "export", "lora", "metrics", "models",
+    "partition", "rates", "sweep", "tasks",
+)  # fmt: skip
 _HOMES = {
     "core.algorithm": "Algorithm",
     "core.vector_spec": "Download Upload",
@@ -91,7 +99,9 @@ _HOMES = {
     "run.result": "Result",
     "run.simulate": "resume simulate",
     "run.state": "State",
+    "study.campaign": "Entry",
     "study.choose": "choose",
+    "study.compare": "compare",
     "schedule": "Schedule Tick buffered immediate oort power_of_choice rounds",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -102,7 +112,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
     if name in _MODULES:
-        value: Any = importlib.import_module(f"fedbraid.{_MODULES[name]}")
+        value: Any = importlib.import_module(f"fedbraid.{name}")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"fedbraid.{_HOME[name]}"), name)
     elif name.startswith("_") or name not in (made := importlib.import_module("fedbraid.algorithms")).ALL:
@@ -117,24 +127,3 @@ def __dir__() -> list[str]:
     from fedbraid.algorithms import ALL
 
     return sorted([*_HOME, *_MODULES, *ALL, "__version__"])
-
-
-class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """`import fedbraid.partition` gives the very module that `fb.partition` is."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        package, _, last = name.rpartition(".")
-        if package != "fedbraid" or _MODULES.get(last, last) == last:
-            return None
-        return importlib.machinery.ModuleSpec(name, self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        module = importlib.import_module(f"fedbraid.{_MODULES[spec.name.rpartition('.')[2]]}")
-        self._own = module.__spec__
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        module.__spec__ = self._own
-
-
-sys.meta_path.append(_Alias())

@@ -33,7 +33,7 @@ from fedbraid.run.progress import CellsBar, is_watched
 from fedbraid.run.run import CLIENTS
 from fedbraid.run.simulate import simulate
 from fedbraid.schedule import Schedule
-from fedbraid.study import callable_module, flops, stats
+from fedbraid.study import flops, stats
 from fedbraid.study.campaign import (
     Campaign,
     Cell,
@@ -454,6 +454,3 @@ def _check(who: Sequence[Entry], seeds: Sequence[int], target: float | None) -> 
     integer("seeds", len(seeds))
     if target is not None:
         number("target", target, "(0, 1]", "is not a fraction such as 0.95")
-
-
-callable_module(__name__)

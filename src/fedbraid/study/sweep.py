@@ -32,7 +32,7 @@ from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Record
 from fedbraid.run.simulate import simulate
-from fedbraid.study import callable_module, stats
+from fedbraid.study import stats
 from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, engine, ignore
 from fedbraid.workers import Ask, Failure
 
@@ -373,6 +373,3 @@ class _Bayes:
 def _key(settings: Settings) -> str:
     text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-callable_module(__name__)

@@ -1,0 +1,3 @@
+"""Clocks of clients: durations, bandwidth, devices, availability."""
+
+from fedbraid.schedule.clock import *

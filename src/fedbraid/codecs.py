@@ -1,0 +1,3 @@
+"""Codecs: what vectors become on the wire."""
+
+from fedbraid.links.codecs import *

@@ -1,0 +1,3 @@
+"""What a round costs, before anything runs."""
+
+from fedbraid.study.cost import *

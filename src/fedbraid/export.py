@@ -1,0 +1,3 @@
+"""The final model for other programs."""
+
+from fedbraid.run.export import *

@@ -1,0 +1,3 @@
+"""Low-rank adapters that average well."""
+
+from fedbraid.models.lora import *

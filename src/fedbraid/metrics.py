@@ -1,0 +1,3 @@
+"""Metrics beside the accuracy."""
+
+from fedbraid.data.metrics import *

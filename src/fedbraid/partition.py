@@ -1,0 +1,3 @@
+"""How data is split across clients."""
+
+from fedbraid.data.partition import *

@@ -1,0 +1,3 @@
+"""Learning-rate schedules."""
+
+from fedbraid.core.lr_schedules import *

@@ -1,0 +1,3 @@
+"""Tuning: `sweep`, its settings and its ranges."""
+
+from fedbraid.study.sweep import *

@@ -1,0 +1,3 @@
+"""Built-in tasks: `load` and their names."""
+
+from fedbraid.data.tasks import *

@@ -85,3 +85,11 @@ def test_the_package_carries_what_it_reads():
     }.items():
         home = files("fedbraid") / folder if folder else files("fedbraid")
         assert [n for n in names if not (home / n).is_file()] == []
+
+
+def test_actions_are_pinned_by_commit():
+    """A tag may be moved; a commit may not. The comment says which version it is."""
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        used = re.findall(r"uses: (.*)", path.read_text())
+        assert used
+        assert [u for u in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", u)] == []

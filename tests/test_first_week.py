@@ -82,6 +82,20 @@ def test_a_clients_draw_does_not_depend_on_the_others():
     assert torch.equal(both.test[0][: both.test_offsets[1]], first.test[0])
 
 
+def test_a_loaded_task_holds_out_local_test_sets_too():
+    from fedbraid.data import tasks
+
+    task = fb.tasks.load("digits", clients=10, test_fraction=0.2)
+    whole = fb.tasks.load("digits", clients=10)
+    assert (task.sizes + np.diff(task.test_offsets)).tolist() == whole.sizes.tolist()
+    assert np.diff(task.test_offsets).tolist() == [round(0.2 * n) for n in whole.sizes]
+    again = tasks.reload(task.spec)
+    assert torch.equal(again.test[0], task.test[0])
+    assert torch.equal(again.rows, task.rows)
+    with pytest.raises(ConfigError, match="both test_shares= and test_fraction="):
+        fb.tasks.load("digits", clients=10, test_fraction=0.2, test_shares=True)
+
+
 def test_a_client_of_one_sample_trains_on_it():
     x, y = np.ones((6, 3), np.float32), np.arange(6) % 2
     task = fb.Task.from_table(model, x, y, by=[0, 1, 1, 1, 1, 1], test_fraction=0.4)

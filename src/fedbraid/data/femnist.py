@@ -19,10 +19,14 @@ HOME = Home(
 )
 
 
-def read(root: Root = None) -> DataSet:
-    """Handwritten letters and digits by writer, 62 classes; white on black, as FedGBO turns LEAF's black on white."""
+def read(root: Root = None, statistics: str = "own") -> DataSet:
+    """Handwritten letters and digits by writer, 62 classes; white on black, as FedGBO turns LEAF's black on white.
+
+    With the `statistics` "leaf" images are as LEAF's own models see them: black on white, levels from 0 to 1.
+    """
     (x, y, who), (xt, yt, who_test) = (_split(root, split) for split in ("train", "test"))
-    inputs, test_inputs = normalized(255 - x, 255 - xt)
+    as_leaf = statistics == "leaf"
+    inputs, test_inputs = normalized(x, xt, "none") if as_leaf else normalized(255 - x, 255 - xt, statistics)
     groups, test_groups = group_numbers(who, who_test)
     test = (test_inputs, class_numbers(yt))
     return DataSet(inputs, class_numbers(y), test, classes=62, groups=groups, test_groups=test_groups)

@@ -83,6 +83,7 @@ def load(
     model: str | nn.Module | Build | None = None,
     seed: int = 0,
     test_shares: bool = False,
+    test_fraction: float | None = None,
     personal: str | Sequence[str] = (),
     buffers: str = "refuse",
     metrics: Mapping[str, Any] | None = None,
@@ -95,8 +96,10 @@ def load(
     `seed` draws the partition. `model` is a name in `fedbraid.models`, a module or a function that builds
     one; by default it is the data set's usual one: LeNet-5 for the MNISTs, `small_cnn` for CIFAR-10 and so on.
     With natural ids `clients=None` takes all of them, and every client has a local test set; with other
-    partitions `test_shares=True` partitions the test set by the labels that each client holds. `personal` are
-    globs on the names of parameters that stay with each client, `buffers` and `metrics` as in `Task.from_arrays`.
+    partitions `test_shares=True` partitions the test set by the labels that each client holds, and
+    `test_fraction` holds local test sets out of the clients' samples, as in `Task.from_arrays`: together they
+    then take the place of the data set's test set. `personal` are globs on the names of parameters that stay
+    with each client, `buffers` and `metrics` as in `Task.from_arrays`.
     `options` are those of the data set's reader, such as `augment` of CIFAR or `vocab` of Sent140.
 
     >>> task = load("digits", clients=100, partition="label_chunks(1)")
@@ -119,16 +122,21 @@ def load(
     data = source.read(**_options(name, source, clients, seed, settings))
     count = clients or _count(source, data, recipe)
     rows_of = recipe(data.table, count, seed)
-    test, test_offsets = data.test, None
-    if isinstance(recipe, natural) and data.test_groups is not None:
+    test: tuple[torch.Tensor, torch.Tensor] | None = data.test
+    test_offsets = None
+    if test_fraction is not None:
+        if test_shares:
+            raise ConfigError("both test_shares= and test_fraction= were given; give one of them")
+        test = None
+    elif isinstance(recipe, natural) and data.test_groups is not None:
         test, test_offsets = _local_tests(data, rows_of)
     elif test_shares:
         test, test_offsets = _split_by_label(data, rows_of, seed)
     rows = rows_of if data.rows is None else [data.rows[p] for p in rows_of]
     return Task.from_table(
         _model(model or source.model, data), data.inputs, data.targets, rows,
-        test=test, test_offsets=test_offsets, augment=data.augment, name=name, personal=personal, buffers=buffers,
-        metrics=metrics, spec=None if metrics else _spec(name, count, recipe, seed, model, settings | _more(test_shares, personal, buffers)),
+        test=test, test_offsets=test_offsets, test_fraction=test_fraction, seed=seed, augment=data.augment, name=name, personal=personal, buffers=buffers,
+        metrics=metrics, spec=None if metrics else _spec(name, count, recipe, seed, model, settings | _more(test_shares, test_fraction, personal, buffers)),
     )  # fmt: skip
 
 
@@ -148,11 +156,18 @@ def reload(spec: str) -> Task:
     return task
 
 
-def _more(test_shares: bool, personal: str | Sequence[str], buffers: str) -> dict[str, Any]:
+def _more(
+    test_shares: bool, test_fraction: float | None, personal: str | Sequence[str], buffers: str
+) -> dict[str, Any]:
     """The settings of `load` that differ from the default."""
     globs = (personal,) if isinstance(personal, str) else tuple(personal)
-    given = {"test_shares": test_shares, "personal": globs, "buffers": buffers}
-    return {k: v for k, v in given.items() if v not in (False, (), "refuse")}
+    given = {
+        "test_shares": test_shares,
+        "test_fraction": test_fraction,
+        "personal": globs,
+        "buffers": buffers,
+    }
+    return {k: v for k, v in given.items() if v not in (False, None, (), "refuse")}
 
 
 def _options(

@@ -9,7 +9,7 @@ NEWEST := typer==0.29.0 rich==15.0.0
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-lowest test-newest dist test-browser lint types bench bench-gpu test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
+.PHONY: help setup demo examples test test-lowest test-newest dist test-browser lint types bench bench-gpu test-engines tables docs notebooks class pictures chromium nats-server javascript lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,9 @@ setup: $(READY)  ## make the virtual environment with everything for development
 
 demo: $(BASE)  ## one-class clients, 5 of 100 a round: FedAvg beside FedAdaVR
 	$(BIN)/fedbraid demo
+
+examples: $(READY)  ## tutorials of Flower, pfl and LEAF ported to fedbraid, some minutes; the peers beside them: examples/peers/beside.py
+	$(BIN)/python examples/peers/beside.py
 
 test: $(READY) lint types  ## lint, types and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -rs

@@ -394,6 +394,15 @@ def test_what_memory_is_worth_under_robust_rules():
             assert cell == wanted, (rule, head)
 
 
+def test_the_guides_first_table_stands_in_the_experiments():
+    """Every mean and deviation that docs/choose.md gives as evidence is in a table of an experiment's page."""
+    table = (HOME.parent / "docs" / "choose.md").read_text().split("| your case |")[1].split("\n\n")[0]
+    figures = re.findall(r"\d+\.\d ± \d+\.\d", table)
+    pages = "".join(page.read_text() for page in HOME.glob("*/README.md"))
+    assert len(figures) > 15
+    assert [figure for figure in figures if not re.search(rf"\| {figure}[ |]", pages)] == []
+
+
 def test_seeds_are_compared_with_the_same_seeds():
     """No cell is there twice under two names with one setting, which would count a run as two."""
     for paper in ("braid", "fedadavr", "fedshift"):

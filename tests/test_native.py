@@ -1605,12 +1605,17 @@ int main() {
     for (int64_t k = 0; k < rows; k++) t[k] = draw() % Model::outputs;
     for (int64_t k = 0; k < m * batch; k++) at[k] = draw() % rows, weight[k] = draw() % 3;
     int bad = 0;
+    GradientJob job{y, q, noise, g, losses, m, batch, at, at, weight, x, rows, t, rows, 2, 0, 0, nullptr, nullptr};
     for (int64_t b : {1, 13, 77})
         for (int threads : {1, 2, 5})
-            for (float* w : {weight, (float*)nullptr})
-                bad |= fedbraid_gradient(y, q, noise, g, losses, m, b, at, at, w, x, rows, t, rows, threads);
-    bad |= fedbraid_gradient(y, q, noise, g, losses, 1, batch, at, at, weight, x, rows, t, rows, 2);
-    bad |= fedbraid_evaluate(y, q, x, rows, t, losses, best, 2);
+            for (float* w : {weight, (float*)nullptr}) {
+                job.batch = b, job.threads = threads, job.weight = w;
+                bad |= fedbraid_gradient(&job);
+            }
+    job.clients = 1, job.batch = batch, job.threads = 2, job.weight = weight;
+    bad |= fedbraid_gradient(&job);
+    EvaluateJob all{y, q, x, rows, t, losses, best, 2};
+    bad |= fedbraid_evaluate(&all);
     std::printf("%d\\n", bad);
     delete[] y; delete[] g; delete[] losses; delete[] x; delete[] weight; delete[] at; delete[] t; delete[] best;
     return bad;

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fedbraid_native.errors import Unsupported
 from fedbraid_native.ops import Linear, Op
+from fedbraid_native.runtime import STRUCTS
 from fedbraid_native.trace import Graph
 
 _CHUNK = 64  # samples that go through the layers together,
@@ -43,7 +44,7 @@ def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = F
         writer = CppEmitter(graph, loss, lanes, blocks := blocks // 2, examples)
     model, parts = writer.model()
     head = f"#define LANES {lanes}\n#define PARTS {parts}"
-    return "\n".join([head, _ONE_PIECE, *kernels, model, *runtime, "#endif"])
+    return "\n".join([head, _ONE_PIECE, *kernels, model, STRUCTS, *runtime, "#endif"])
 
 
 # Pieces are compiled at the same time: -DPART=k is the k-th of them, and the first has what the library exports.

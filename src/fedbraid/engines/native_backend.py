@@ -30,9 +30,10 @@ from fedbraid.data.tree import Padded, Tree
 from fedbraid.engines.accelerators import normals, robust, swap
 from fedbraid.engines.autograd import TorchGradient
 from fedbraid.errors import DataError, EngineError, NativeUnavailable
-from fedbraid_native.build import FLAGS, compiler, lanes, library
+from fedbraid_native.build import FLAGS, compiler, lanes
 from fedbraid_native.codegen import generate
 from fedbraid_native.errors import CompileError, Unsupported
+from fedbraid_native.runtime import EvaluateJob, GradientJob, Library
 from fedbraid_native.trace import Graph, first_line, trace
 
 __all__ = ["Native"]
@@ -108,16 +109,9 @@ class Native:
         except Unsupported as why:
             raise NativeUnavailable(f"this model cannot run natively: {why}") from why
         try:
-            lib = library(self.source, self.flags)
+            self.library = Library(self.source, self.flags)
         except CompileError as why:
             raise NativeUnavailable(str(why)) from why
-        self._gradient = lib.fedbraid_examples if private else lib.fedbraid_gradient
-        self._evaluate, self._sum_gradient = lib.fedbraid_evaluate, lib.fedbraid_gradient
-        p, n, f = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-        more: list[Any] = [f, f, p, p] if private else []
-        self._sum_gradient.argtypes = [p, p, p, p, p, n, n, p, p, p, p, n, p, n, ctypes.c_int]
-        self._gradient.argtypes = [*self._sum_gradient.argtypes, *more]
-        self._evaluate.argtypes = [p, p, p, n, p, p, p, ctypes.c_int]
 
     def alone(self) -> Native:
         """The same code on one thread, for a thread of the caller's."""
@@ -152,28 +146,27 @@ class Native:
         if len(self._buffer) != m:
             self._buffer = torch.empty(m, self.size)
         losses = torch.empty(m)
-        more = () if self.examples is None else self._dp_arguments(self.examples, batch)
-        _raise(
-            self._gradient(
-                at.data_ptr(), self.graph.constants.data_ptr(), None if noise is None else noise.data_ptr(),
-                self._buffer.data_ptr(), losses.data_ptr(), m, size,
-                rows.data_ptr() if plain else None, wanted.data_ptr(),
-                None if weight is None else weight.data_ptr(),
-                inputs.data_ptr(), count, targets.data_ptr(), len(targets), self.threads, *more,
-            )
+        job = GradientJob(
+            params=at.data_ptr(), constants=self.graph.constants.data_ptr(), dropout_keys=_address(noise),
+            grads=self._buffer.data_ptr(), losses=losses.data_ptr(), clients=m, batch=size,
+            input_rows=rows.data_ptr() if plain else None, target_rows=wanted.data_ptr(), weight=_address(weight),
+            inputs=inputs.data_ptr(), input_count=count, targets=targets.data_ptr(), target_count=len(targets),
+            threads=self.threads,
         )  # fmt: skip
+        if self.examples is None:
+            _raise(self.library.gradient(job))
+        else:
+            secret = batch.secret()
+            job.clip, job.deviation = self.examples.clip, self.examples.deviation
+            job.planned = secret.planned.data_ptr()
+            job.noise_keys = None if secret.keys is None else secret.keys.ctypes.data
+            _raise(self.library.clipped_gradient(job))
         if self.examples is not None and batch.secret().keys is None:
             self._buffer += batch.secret().noise(self.examples, self._buffer)
         if self.statistics is not None:  # what the running ones have become comes in their gradient's place
             y[:, self.statistics] = self._buffer[:, self.statistics]
             self._buffer[:, self.statistics] = 0
         return self._buffer, losses
-
-    def _dp_arguments(self, own: ExamplePrivacy, batch: Batch) -> tuple[Any, ...]:
-        """What clipping and noising takes besides: norm, deviation, planned samples, keys of the noise."""
-        secret = batch.secret()
-        keys = None if secret.keys is None else secret.keys.ctypes.data
-        return own.clip, own.deviation, secret.planned.data_ptr(), keys
 
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Each example's loss, and the class that it is taken for (None where there are no classes)."""
@@ -191,12 +184,11 @@ class Native:
         inputs, targets = _rows(whole), self._targets(targets)
         losses = torch.empty(len(inputs))
         best = torch.empty(len(inputs), dtype=torch.int64) if self.predicts_classes else None
-        _raise(
-            self._evaluate(
-                x.data_ptr(), self.graph.constants.data_ptr(), inputs.data_ptr(), len(inputs), targets.data_ptr(), losses.data_ptr(),
-                None if best is None else best.data_ptr(), self.threads,
-            )
+        job = EvaluateJob(
+            params=x.data_ptr(), constants=self.graph.constants.data_ptr(), inputs=inputs.data_ptr(), count=len(inputs),
+            targets=targets.data_ptr(), losses=losses.data_ptr(), classes=_address(best), threads=self.threads,
         )  # fmt: skip
+        _raise(self.library.evaluate(job))
         return losses, best
 
     def _whole(self, inputs: Tree) -> Tree | None:
@@ -272,7 +264,7 @@ class Native:
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in slots]
         )
         plain = self.alone()
-        plain.examples, plain._gradient = None, self._sum_gradient
+        plain.examples = None
         got, _ = _aside(plain, y[None].clone(), batch)
         off = float(torch.linalg.vector_norm(got[0, : len(want)] - want))
         if off > 0.01 * float(torch.linalg.vector_norm(want)) + 1e-6:
@@ -333,6 +325,10 @@ def _refuse_beyond(
         bad = low if low < 0 else high if high >= count else None
     if bad is not None:
         raise DataError(why.format(bad, count - 1))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _raise(status: int) -> None:

@@ -48,11 +48,8 @@ OP void noised(float* g, int64_t d, float deviation, float by, uint64_t key) {
     }
 }
 
-struct Examples {
-    Gradient all;
-    float clip, deviation;
-    const float* planned;  // [clients]: what sums are divided by
-    const uint64_t* keys;  // [clients], or none: no noise
+struct Examples : Gradient {
+    using Gradient::Gradient;
 
     double chunk(Chunk& c, const float* p, float* g, bool add, V* workspace) {
         float loss[CHUNK];
@@ -61,60 +58,49 @@ struct Examples {
         for (int s = 0; s < c.samples; s++) c.share[s] = 1;
         int blocks = c.close();
         Model::targets(c.targets, workspace, blocks);
-        Model::forward(p, all.constants, workspace, c.inputs, c.key, blocks, c.samples);
+        Model::forward(p, constants, workspace, c.inputs, c.key, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, load(c.share + n * LANES),
                       loss + n * LANES, workspace + Model::output_gradient + n * Model::outputs, nullptr);
         for (int s = 0; s < c.samples; s++) sum += loss[s];
-        Model::squares(p, all.constants, workspace, c.inputs, c.key, blocks, c.samples, squares);
+        Model::squares(p, constants, workspace, c.inputs, c.key, blocks, c.samples, squares);
         for (int n = 0; n < blocks; n++)
             for (int l = 0; l < LANES; l++) {
                 float norm = std::sqrt(squares[n][l]);
                 factors[n][l] = norm > clip ? clip / norm : 1.f;
             }
-        Model::scaled(p, all.constants, g, workspace, c.inputs, c.key, blocks, c.samples, factors, add);
+        Model::scaled(p, constants, g, workspace, c.inputs, c.key, blocks, c.samples, factors, add);
         return sum;
     }
 
     void client(int64_t i, V* workspace) {
-        float* to = all.g + i * Model::parameters;
+        float* to = grads + i * Model::parameters;
         double loss = 0;
         int64_t count = 0;
-        all.each_chunk(i, -1, [&](Chunk& c, int64_t) {
-            loss += chunk(c, all.y + i * Model::parameters, to, count > 0, workspace);
+        each_chunk(i, -1, [&](Chunk& c, int64_t) {
+            loss += chunk(c, params + i * Model::parameters, to, count > 0, workspace);
             count += c.samples;
         });
         if (!count) std::memset(to, 0, sizeof(float) * Model::parameters);
-        if (keys)
-            noised(to, Model::parameters, deviation, 1.f / planned[i], keys[i]);
+        if (noise_keys)
+            noised(to, Model::parameters, deviation, 1.f / planned[i], noise_keys[i]);
         else
             for (int64_t k = 0; k < Model::parameters; k++) to[k] *= 1.f / planned[i];
-        all.losses[i] = count ? float(loss / count) : 0.f;
+        losses[i] = count ? float(loss / count) : 0.f;
     }
 
     static void work(void* self, V* workspace) {
         Examples& job = *(Examples*)self;
-        for (int64_t i; (i = job.all.next.fetch_add(1)) < job.all.clients && job.all.status == FINE;)
-            job.client(i, workspace);
+        for (int64_t i; (i = job.next.fetch_add(1)) < job.clients && job.status == FINE;) job.client(i, workspace);
     }
 };
 
 }  // namespace
 
-extern "C" int fedbraid_examples(const float* y, const float* constants, const uint64_t* noise, float* g, float* losses,
-                                 int64_t clients, int64_t batch, const int64_t* input_rows, const int64_t* target_rows, const float* weight,
-                                 const float* inputs, int64_t input_count, const void* targets, int64_t target_count,
-                                 int threads, float clip, float deviation, const float* planned, const uint64_t* keys) {
+extern "C" int fedbraid_examples(const GradientJob* given) {
     try {
-        Examples job{{y, constants, noise, g, losses, clients, batch, input_rows, target_rows, weight, inputs, input_count,
-                      (const Loss::Target*)targets, target_count, false, {}, {}},
-                     clip, deviation, planned, keys};
-        if (clients < threads) threads = clients > 1 ? int(clients) : 1;
-        if (threads > 1)
-            crew().run(threads, Examples::work, &job);
-        else
-            Examples::work(&job, workspace());
-        return job.all.status;
+        Examples job(*given);
+        return run(job, job.clients, job.threads);
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     }

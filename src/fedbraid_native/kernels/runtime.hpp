@@ -138,22 +138,14 @@ double chunk_gradient(Chunk& c, const float* p, const float* q, float* g, bool a
     return sum;
 }
 
-struct Gradient {
-    const float *y, *constants;
-    const uint64_t* noise;  // [clients], or none
-    float *g, *losses;
-    int64_t clients, batch;
-    const int64_t *input_rows, *target_rows;  // [clients][batch]; no input_rows: the inputs are [clients][batch] too
-    const float *weight, *inputs;
-    int64_t input_count;
-    const Loss::Target* targets;
-    int64_t target_count;
-    bool split;  // chunks, not clients, go to threads; only if each adds to a parameter once, or bits would differ
+struct Gradient : GradientJob {
+    bool split = false;  // chunks, not clients, go to threads; only if each adds to a parameter once, or bits would differ
     std::vector<float> parts;
     std::vector<double> part_losses;
     std::atomic<int64_t> next{0};
     std::atomic<int> status{FINE};
 
+    Gradient(const GradientJob& job) : GradientJob(job) {}
     int64_t chunks() const { return (batch + CHUNK - 1) / CHUNK; }
 
     // f(chunk, its number) for the client's samples that weigh something, in order.
@@ -170,10 +162,10 @@ struct Gradient {
             int64_t row = input_rows ? input_rows[k] : k, target = target_rows[k];
             if (row < 0 || row >= input_count || target < 0 || target >= target_count) return fail(BAD_ROW);
             c.inputs[c.samples] = inputs + row * Model::inputs;
-            c.targets[c.samples] = targets + target * Loss::targets;
+            c.targets[c.samples] = (const Loss::Target*)targets + target * Loss::targets;
             if (!Loss::valid(c.targets[c.samples])) return fail(BAD_TARGET);
             c.share[c.samples] = float(w / all);
-            c.key[c.samples] = noise ? mixed(noise[client] + mixed(uint64_t(b))) : 0;
+            c.key[c.samples] = dropout_keys ? mixed(dropout_keys[client] + mixed(uint64_t(b))) : 0;
             if (++c.samples < CHUNK) continue;
             if (only < 0 || number == only) f(c, number);
             number++, c.samples = 0;
@@ -184,16 +176,16 @@ struct Gradient {
     void fail(Status s) { status = s; }
 
     void client(int64_t i, V* workspace) {
-        float* to = g + i * Model::parameters;
+        float* to = grads + i * Model::parameters;
         double loss = 0;
         bool any = false;
         each_chunk(i, -1, [&](Chunk& c, int64_t) {
-            loss += chunk_gradient(c, y + i * Model::parameters, constants, to, any, workspace);
+            loss += chunk_gradient(c, params + i * Model::parameters, constants, to, any, workspace);
             any = true;
         });
         if (!any) {  // its running statistics stay as they are
             std::memset(to, 0, sizeof(float) * Model::statistics);
-            std::memcpy(to + Model::statistics, y + i * Model::parameters + Model::statistics,
+            std::memcpy(to + Model::statistics, params + i * Model::parameters + Model::statistics,
                         sizeof(float) * (Model::parameters - Model::statistics));
         }
         losses[i] = float(loss);
@@ -203,14 +195,14 @@ struct Gradient {
         int64_t i = unit / chunks();
         float* to = parts.data() + unit * Model::parameters;
         each_chunk(i, unit % chunks(), [&](Chunk& c, int64_t) {
-            part_losses[unit] = chunk_gradient(c, y + i * Model::parameters, constants, to, false, workspace);
+            part_losses[unit] = chunk_gradient(c, params + i * Model::parameters, constants, to, false, workspace);
         });
     }
 
     void combine() {
         for (int64_t i = 0; i < clients; i++) {
             double loss = 0;
-            float* to = g + i * Model::parameters;
+            float* to = grads + i * Model::parameters;
             std::memcpy(to, parts.data() + i * chunks() * Model::parameters, sizeof(float) * Model::parameters);
             for (int64_t c = 0; c < chunks(); c++) {
                 const float* from = parts.data() + (i * chunks() + c) * Model::parameters;
@@ -249,32 +241,29 @@ struct Gradient {
     }
 };
 
-struct Evaluation {
-    const float *x, *constants, *inputs;
-    int64_t count;
-    const Loss::Target* targets;
-    float* losses;
-    int64_t* best;
+struct Evaluation : EvaluateJob {
     std::atomic<int64_t> next{0};
     std::atomic<int> status{FINE};
+
+    Evaluation(const EvaluateJob& job) : EvaluateJob(job) {}
 
     void chunk(int64_t from, V* workspace) {
         Chunk c;
         for (int64_t k = from; k < count && k < from + CHUNK; k++, c.samples++) {
             c.inputs[c.samples] = inputs + k * Model::inputs;
-            c.targets[c.samples] = targets + k * Loss::targets;
+            c.targets[c.samples] = (const Loss::Target*)targets + k * Loss::targets;
             if (!Loss::valid(c.targets[c.samples])) return status.store(BAD_TARGET);
         }
         float loss[CHUNK];
         int64_t top[CHUNK];
         int blocks = c.close();
         Model::targets(c.targets, workspace, blocks);
-        Model::forward(x, constants, workspace, c.inputs, nullptr, blocks, c.samples);
+        Model::forward(params, constants, workspace, c.inputs, nullptr, blocks, c.samples);
         for (int n = 0; n < blocks; n++)
             Loss::run(workspace + Model::output + n * Model::outputs, c.targets + n * LANES, V{}, loss + n * LANES,
-                      nullptr, best ? top + n * LANES : nullptr);
+                      nullptr, classes ? top + n * LANES : nullptr);
         std::memcpy(losses + from, loss, sizeof(float) * c.samples);
-        if (best) std::memcpy(best + from, top, sizeof(int64_t) * c.samples);
+        if (classes) std::memcpy(classes + from, top, sizeof(int64_t) * c.samples);
     }
 
     static void work(void* self, V* workspace) {
@@ -296,19 +285,15 @@ int run(Job& job, int64_t units, int threads) {
 
 }  // namespace
 
-extern "C" int fedbraid_gradient(const float* y, const float* constants, const uint64_t* noise, float* g, float* losses,
-                                 int64_t clients, int64_t batch, const int64_t* input_rows, const int64_t* target_rows, const float* weight,
-                                 const float* inputs, int64_t input_count, const void* targets, int64_t target_count,
-                                 int threads) {
+extern "C" int fedbraid_gradient(const GradientJob* given) {
     try {
-        Gradient job{y, constants, noise, g, losses, clients, batch, input_rows, target_rows, weight, inputs, input_count,
-                     (const Loss::Target*)targets, target_count, false, {}, {}};
-        int64_t units = clients * job.chunks();
-        job.split = Model::once && clients < threads && job.chunks() > 1 && units * Model::parameters < (1 << 24);
-        if (!job.split) return run(job, clients, threads);
+        Gradient job(*given);
+        int64_t units = job.clients * job.chunks();
+        job.split = Model::once && job.clients < job.threads && job.chunks() > 1 && units * Model::parameters < (1 << 24);
+        if (!job.split) return run(job, job.clients, job.threads);
         job.parts.assign(units * Model::parameters, 0.f);
         job.part_losses.assign(units, 0.);
-        int status = run(job, units, threads);
+        int status = run(job, units, job.threads);
         if (status == FINE) job.combine();
         return status;
     } catch (const std::bad_alloc&) {
@@ -316,11 +301,10 @@ extern "C" int fedbraid_gradient(const float* y, const float* constants, const u
     }
 }
 
-extern "C" int fedbraid_evaluate(const float* x, const float* constants, const float* inputs, int64_t count, const void* targets, float* losses,
-                                 int64_t* best, int threads) {
+extern "C" int fedbraid_evaluate(const EvaluateJob* given) {
     try {
-        Evaluation job{x, constants, inputs, count, (const Loss::Target*)targets, losses, best};
-        return run(job, (count + CHUNK - 1) / CHUNK, threads);
+        Evaluation job(*given);
+        return run(job, (job.count + CHUNK - 1) / CHUNK, job.threads);
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;
     }

@@ -196,7 +196,7 @@ def test_random_convolutions_by_tiles(channels, size, padding):
                      lambda: nn.AdaptiveAvgPool2d(1), *to_three(c))  # fmt: skip
 
     task = make_task(model, (a, *size))
-    assert all(op._tile for op in native._graph(task).ops if isinstance(op, ops.Conv2d))
+    assert all(op.tile for op in native._graph(task).ops if isinstance(op, ops.Conv2d))
     grad = Native(task, threads=2, flags=QUICK)
     assert_equals_autograd(task, grad, 2, 13)
     assert_same_bits(task, grad)

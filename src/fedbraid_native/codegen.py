@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedbraid_native.errors import Unsupported
-from fedbraid_native.ops import Linear, Op
+from fedbraid_native.ops import SEQ_TILE, Linear, Op
 from fedbraid_native.runtime import STRUCTS
 from fedbraid_native.trace import Graph
 
@@ -43,7 +43,7 @@ def generate(graph: Graph, loss: str, lanes: int, batch: int, examples: bool = F
     while blocks > 1 and not graph.is_batch_dependent and writer.workspace * lanes * 4 > room:
         writer = CppEmitter(graph, loss, lanes, blocks := blocks // 2, examples)
     model, parts = writer.model()
-    head = f"#define LANES {lanes}\n#define PARTS {parts}"
+    head = f"#define LANES {lanes}\n#define PARTS {parts}\n#define SEQ_TILE {SEQ_TILE}"
     return "\n".join([head, _ONE_PIECE, *kernels, model, STRUCTS, *runtime, "#endif"])
 
 
@@ -91,8 +91,8 @@ class CppEmitter:
             for v in made
             if v in self.moving or v == graph.output
         }
-        self.kept = {t: self._per_block(op.saved_size, t, 2 * n - t) for t, op in enumerate(graph.ops)}
-        self.scratch = {t: Buffer(op.workspace_size(lanes, blocks), t, t) for t, op in enumerate(graph.ops)}
+        self.kept = {t: self._per_block(sum(op.saved), t, 2 * n - t) for t, op in enumerate(graph.ops)}
+        self.scratch = {t: Buffer(sum(op.workspace(lanes, blocks)), t, t) for t, op in enumerate(graph.ops)}
         self.scratch_back = {t: Buffer(b.size, 2 * n - t, 2 * n - t) for t, b in self.scratch.items()}
         if examples:  # one room, beside all gradients
             shared = Buffer(max((b.size for b in self.scratch.values()), default=0), n, 2 * n)
@@ -156,7 +156,7 @@ class CppEmitter:
     def model(self) -> tuple[str, int]:
         """The model's source, and in how many pieces it is."""
         ops = self.graph.ops
-        types = [f"typedef {op.cpp_type()} L{t};" for t, op in enumerate(ops)]
+        types = [f"typedef {op.cpp_type(self.lanes)} L{t};" for t, op in enumerate(ops)]
         there = {
             t: self._shared(op, [op.forward(f"L{t}", _CallContext(self, t))]) for t, op in enumerate(ops)
         }
@@ -166,7 +166,6 @@ class CppEmitter:
         zeros = [] if self.graph.writes_every_grad_once else [zero]
         return "\n".join([
             *types,
-            *(line for t, op in enumerate(ops) for line in self._size_checks(t, op)),
             *(_function("forward", _FORWARD_ARGS, t, there[t], part["forward", t]) for t in there),
             *(_function("backward", _BACKWARD_ARGS, t, back[t], part["backward", t]) for t in back if back[t]),
             "#if PART <= 0",
@@ -199,7 +198,7 @@ class CppEmitter:
         alike: dict[tuple[str, str], list[int]] = {}
         for way, calls in (("forward", there), ("backward", back)):
             for t in calls:
-                alike.setdefault((way, self.graph.ops[t].cpp_type()), []).append(t)
+                alike.setdefault((way, self.graph.ops[t].cpp_type(self.lanes)), []).append(t)
         work = {
             (way, kind): (4 if self.graph.ops[some[0]].weights else 1) * (1 if way == "forward" else 2)
             for (way, kind), some in alike.items()
@@ -232,7 +231,7 @@ class CppEmitter:
             at = _CallContext(self, t, back=True, only="inputs")
             calls = op.emit_grad_norms(f"L{t}", at)
             if calls is None:
-                raise Unsupported(f"single samples' gradients of {op.cpp_type()} are not compiled")
+                raise Unsupported(f"single samples' gradients of {op.cpp_type(self.lanes)} are not compiled")
             if any(at.grad_input(i) != "nullptr" for i in range(len(op.inputs))):
                 yield from (f"        {line}" for line in op.backward(f"L{t}", at))
                 self.written.update(op.inputs)
@@ -275,10 +274,6 @@ class CppEmitter:
             return lines
         return [f"{{ const int nb = {self.values[op.output].size}; (void)nb; {line} }}" for line in lines]
 
-    def _size_checks(self, t: int, op: Op) -> Iterator[str]:
-        for same in op.size_checks(f"L{t}", _CallContext(self, t)):
-            yield f'static_assert({same}, "room for layer {t}");'
-
 
 _BATCH_ARGS = "const float* const* rows, const uint64_t* key, int nb, int samples"
 _FORWARD_ARGS = f"const float* p, const float* q, V* v, {_BATCH_ARGS}"
@@ -302,9 +297,7 @@ class _CallContext:
     def __init__(self, writer: CppEmitter, t: int, back: bool = False, only: str | None = None) -> None:
         self.writer, self.t, self.op, self.only = writer, t, writer.graph.ops[t], only
         self.packs, self.simd_width = writer.blocks, writer.lanes
-        rooms = writer.scratch_back if back else writer.scratch
-        self.workspace, self.saved = f"v + {rooms[t].offset}", f"v + {writer.kept[t].offset}"
-        self.written: set[int] = set()
+        self.rooms = writer.scratch_back if back else writer.scratch
 
     @property
     def out(self) -> str:
@@ -313,6 +306,14 @@ class _CallContext:
     @property
     def grad_out(self) -> str:
         return f"v + {self.writer.gradients[self.op.output].offset}"
+
+    def saved(self, k: int = 0) -> str:
+        return f"v + {self.writer.kept[self.t].offset + self.packs * sum(self.op.saved[:k])}"
+
+    def workspace(self, k: int | None = None) -> str:
+        sizes = self.op.workspace(self.simd_width, self.packs)
+        some = range(len(sizes)) if k is None else (k,)
+        return ", ".join(f"v + {self.rooms[self.t].offset + sum(sizes[:j])}" for j in some)
 
     def input(self, i: int = 0) -> str:
         return f"v + {self.writer.values[self.op.inputs[i]].offset}"

@@ -172,24 +172,16 @@ struct Points<4> {
     }
 };
 
-constexpr int WIDE_TILES = 256 * 256;  // inputs by outputs up to which tiles of 4 x 4 pay: their weights are many
-
 constexpr int across(int n, int T) { return (n + T - 1) / T; }
 
-// Tiles of a panel whose places of so many channels fit into 576 kB.
-constexpr int winograd_panel(int channels, int T) {
-    int places = (T + 2) * (T + 2), most = 147456 / LANES / places / channels / 4 * 4, least = T == 2 ? 8 : 4;
-    return most < least ? least : most > 64 ? 64 : most;
-}
-
 // A convolution of 3 x 3 and stride 1 by tiles of T x T outputs, each from E x E inputs: where there were 9 T T products
-// there are E E. These places are matrix products of a panel of tiles, [channel][tile], which stays in the cache.
-template <int I, int H, int W, int O, int PY, int PX, int T>
+// there are E E. These places are matrix products of a panel of P tiles, [channel][tile], which stays in the cache.
+template <int I, int H, int W, int O, int PY, int PX, int T, int P>
 struct Winograd {
     typedef Points<T> At;
     static constexpr int E = T + 2, places = E * E;
     static constexpr int OY = H + 2 * PY - 2, OX = W + 2 * PX - 2, TY = across(OY, T), TX = across(OX, T);
-    static constexpr int tiles = TY * TX, IR = round_up(I), P = winograd_panel(I + O, T);
+    static constexpr int tiles = TY * TX, IR = round_up(I);
     static constexpr int plane = O * I + 16;  // of the places of weights, in numbers: beyond a power of two
 
     // f of each column, then of each row: [FROM][FROM] to [TO][TO], which lie so far apart.
@@ -283,9 +275,8 @@ struct Winograd {
     }
 
     template <bool ADD>
-    OP void run(const V* in, const float* u, const float* base, V* out, V* x, int nb) {
+    OP void run(const V* in, const float* u, const float* base, V* out, V* x, V* m, int nb) {
         constexpr int apart = I * P + 2, apart_out = O * P + 2;
-        V* m = x + places * apart;
         for (int first = 0; first < nb * tiles; first += P) {
             const int count = nb * tiles - first < P ? nb * tiles - first : P;
             inputs(in, first, count, x);
@@ -356,10 +347,9 @@ struct Winograd {
         if constexpr (O % tile.n != 0) product<O % tile.n, M>(x, m + whole * P * LANES, du + whole * IR, count);
     }
 
-    OP void weight(const V* in, const V* dy, float* dw, float* du, V* x, int nb, bool add) {
+    OP void weight(const V* in, const V* dy, float* dw, float* du, V* x, V* m, int nb, bool add) {
         constexpr int apart = (IR * P + 2) * LANES, apart_out = (O * P + 2) * LANES, vectors = IR / LANES;
         constexpr int whole = vectors / tile.m * tile.m;
-        V* m = x + places * (IR * P + 2);
         std::memset((void*)du, 0, sizeof(float) * places * O * IR);
         for (int first = 0; first < nb * tiles; first += P) {
             const int count = nb * tiles - first < P ? nb * tiles - first : P;
@@ -386,32 +376,23 @@ struct Winograd {
 
 // Conv2d ----------------------------------------------------------------------------------------------------
 
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY = 1, int DX = 1>
+// By tiles of T x T outputs and panels of P of them, or directly where T is 0. Room: packed weights; then panels of inputs and
+// of outputs, or one block's gradient with its border.
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY, int DX, int T, int P>
 struct Conv2d {
     static_assert((DY == 1 || SY == 1) && (DX == 1 || SX == 1), "a kernel with gaps and a stride");
     static constexpr int HP = H + 2 * PY, WP = W + 2 * PX, FY = DY * (KY - 1), FX = DX * (KX - 1);
     static constexpr int OY = (HP - FY - 1) / SY + 1, OX = (WP - FX - 1) / SX + 1;
     static constexpr int HB = H + FY, WB = W + FX;  // dy, spread out and bordered for the way back
     static constexpr bool padded = PY || PX;
-    static constexpr int in_size = I * H * W, out_size = O * OY * OX;
+    static constexpr int in_size = I * H * W, out_size = O * OY * OX, saved = I * HP * WP;  // the padded input,
+    static constexpr bool saves = padded && T == 0;                                          // of which tiles need none
     static constexpr int weights = O * I * KY * KX;
     typedef DirectConv<I, HP, WP, O, KY, KX, SY, SX, OY, OX, 1, DY, DX> Forward;
     typedef DirectConv<O, HB, WB, I, KY, KX, 1, 1, H, W, SY, DY, DX> Backward;
     static constexpr bool dense = DY == 1 && DX == 1;
-    // Whether tiles pay: not for few channels, nor where many of a tile's outputs fall outside the image; and which.
-    static constexpr int places(int T) {
-        int there = across(OY, T) * across(OX, T), back = across(H, T) * across(W, T);
-        return (T + 2) * (T + 2) * (2 * there + back);
-    }
-    static constexpr int T = I * O <= WIDE_TILES && 10 * places(4) < 9 * places(2) ? 4 : 2;
-    static constexpr bool tiled = dense && KY == 3 && KX == 3 && SY == 1 && SX == 1 && PY <= 2 && PX <= 2 && I >= 8 && O >= 8 &&
-                                  9 * (2 * OY * OX + H * W) * 2 >= 3 * places(T);
-    typedef Winograd<I, H, W, O, PY, PX, T> Tiles;
-    typedef Winograd<O, OY, OX, I, 2 - PY, 2 - PX, T> TilesBack;
-    static constexpr int packed = tiled ? Tiles::places * (O * round_up(I) + 16) / LANES : weights / LANES + 1;
-    static constexpr int spread = tiled ? Tiles::places * ((round_up(I) + O) * Tiles::P + 4) : O * HB * WB;
-    static constexpr int scratch = packed + spread;                    // in V
-    static constexpr int kept = padded && !tiled ? I * HP * WP : 0;  // the padded input, in V per block
+    typedef Winograd<I, H, W, O, PY, PX, T, P> Tiles;
+    typedef Winograd<O, OY, OX, I, 2 - PY, 2 - PX, T, P> TilesBack;
 
     static constexpr int columns = KX, first_row = PY, last_row = PY + H;  // of the kernel; of the padded input that are not zero
 
@@ -423,12 +404,13 @@ struct Conv2d {
     }
 
     template <bool ADD = false>
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
-        if constexpr (tiled) {
-            Tiles::weights(w, I * 9, 9, false, (float*)scratch);
-            Tiles::template run<ADD>(x, (float*)scratch, b, y, scratch + packed, nb);
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* room, V* packed, V* ins, V* outs, int nb) {
+        float* u = (float*)packed;
+        if constexpr (T != 0) {
+            Tiles::weights(w, I * 9, 9, false, u);
+            Tiles::template run<ADD>(x, u, b, y, ins, outs, nb);
         } else {
-            forward_bordered<ADD>(x, w, b, y, room, scratch, nb);
+            forward_bordered<ADD>(x, w, b, y, room, u, nb);
         }
     }
 
@@ -439,33 +421,33 @@ struct Conv2d {
     }
 
     template <bool ADD>
-    static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* room, V* scratch, int nb) {
-        Forward::pack(w, I * KY * KX, KY * KX, false, (float*)scratch);
+    static void forward_bordered(const V* x, const float* w, const float* b, V* y, V* room, float* u, int nb) {
+        Forward::pack(w, I * KY * KX, KY * KX, false, u);
         for (int n = 0; n < nb; n++) {
-            const V* from = bordered(x + n * in_size, room + n * kept);
-            Forward::template run<ADD>(from, (float*)scratch, b, y + n * out_size, first_row, last_row);
+            const V* from = bordered(x + n * in_size, room + n * saved);
+            Forward::template run<ADD>(from, u, b, y + n * out_size, first_row, last_row);
         }
     }
 
     template <bool ADD>
-    OP void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb) {
-        typedef SmallConv<I, H, W, O, KY, KX, PY, PX> HeadStrides;
-        if constexpr (tiled) {
-            TilesBack::weights(w, 9, I * 9, true, (float*)scratch);
-            TilesBack::template run<ADD>(dy, (float*)scratch, nullptr, dx, scratch + packed, nb);
-        } else if constexpr (dense && SY == 1 && SX == 1 && HeadStrides::pays) {
-            for (int n = 0; n < nb; n++) HeadStrides::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
+    OP void backward_input(const V* dy, const float* w, V* dx, V* packed, V* ins, V* outs, int nb) {
+        typedef SmallConv<I, H, W, O, KY, KX, PY, PX> Small;
+        float* u = (float*)packed;
+        if constexpr (T != 0) {
+            TilesBack::weights(w, 9, I * 9, true, u);
+            TilesBack::template run<ADD>(dy, u, nullptr, dx, outs, ins, nb);
+        } else if constexpr (dense && SY == 1 && SX == 1 && Small::pays) {
+            for (int n = 0; n < nb; n++) Small::template run<ADD>(dy + n * out_size, w, dx + n * in_size);
         } else {
-            backward_bordered<ADD>(dy, w, dx, scratch, nb);
+            backward_bordered<ADD>(dy, w, dx, u, ins, nb);
         }
     }
 
     template <bool ADD>
-    static void backward_bordered(const V* dy, const float* w, V* dx, V* scratch, int nb) {
+    static void backward_bordered(const V* dy, const float* w, V* dx, float* u, V* wide, int nb) {
         constexpr int top = FY - PY, left = FX - PX;
-        V* wide = scratch + packed;
-        Backward::pack(w, KY * KX, I * KY * KX, true, (float*)scratch);
-        std::memset((void*)wide, 0, sizeof(V) * spread);
+        Backward::pack(w, KY * KX, I * KY * KX, true, u);
+        std::memset((void*)wide, 0, sizeof(V) * O * HB * WB);
         constexpr int first = top > 0 ? top : (SY - -top % SY) % SY;
         constexpr int last = (OY - 1) * SY + top + 1 < HB ? (OY - 1) * SY + top + 1 : HB;
         for (int n = 0; n < nb; n++) {
@@ -479,7 +461,7 @@ struct Conv2d {
                         if (to_x >= 0 && to_x < WB) wide[(o * HB + to_y) * WB + to_x] = from[(o * OY + y) * OX + x];
                     }
                 }
-            Backward::template run<ADD>(wide, (float*)scratch, nullptr, dx + n * in_size, first, last);
+            Backward::template run<ADD>(wide, u, nullptr, dx + n * in_size, first, last);
         }
     }
 
@@ -534,9 +516,10 @@ struct Conv2d {
             weight_rows<O % tile.n>(from, dy + whole * OY * OX, nb, dw + whole * each, add);
     }
 
-    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* room, V* scratch, int nb, bool add) {
-        if constexpr (tiled) {
-            if (dw) Tiles::weight(x, dy, dw, (float*)scratch, scratch + packed, nb, add);
+    OP void backward_weight(const V* x, const V* dy, float* dw, float* db, const V* room, V* packed, V* ins, V* outs, int nb,
+                            bool add) {
+        if constexpr (T != 0) {
+            if (dw) Tiles::weight(x, dy, dw, (float*)packed, ins, outs, nb, add);
         } else {
             if (dw) weight_bordered(padded ? room : x, dy, dw, nb, add);
         }
@@ -557,18 +540,18 @@ template <class C, int O>
 struct ConvTranspose2d {
     static constexpr int plane = C::in_size / O;
 
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* scratch, int nb) {
-        C::template backward_input<false>(x, w, y, scratch, nb);
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* packed, V* ins, V* outs, int nb) {
+        C::template backward_input<false>(x, w, y, packed, ins, outs, nb);
         for (int k = 0; b && k < O * nb; k++)
             for (int i = 0; i < plane; i++) y[k * plane + i] += b[k % O];
     }
 
     template <bool ADD>
-    OP void backward(const V* x, const float* w, const V* dy, V* dx, float* dw, float* db, V* room, V* scratch, int nb,
-                     bool add) {
-        if (dx) C::template forward<ADD>(dy, w, nullptr, dx, room, scratch, nb);
-        for (int n = 0; !dx && C::kept && n < nb; n++) C::bordered(dy + n * C::in_size, room + n * C::kept);
-        if (dw) C::backward_weight(dy, x, dw, nullptr, room, scratch, nb, add);
+    OP void backward(const V* x, const float* w, const V* dy, V* dx, float* dw, float* db, V* room, V* packed, V* ins, V* outs,
+                     int nb, bool add) {
+        if (dx) C::template forward<ADD>(dy, w, nullptr, dx, room, packed, ins, outs, nb);
+        for (int n = 0; !dx && C::saves && n < nb; n++) C::bordered(dy + n * C::in_size, room + n * C::saved);
+        if (dw) C::backward_weight(dy, x, dw, nullptr, room, packed, ins, outs, nb, add);
         for (int o = 0; db && o < O; o++) {
             V s = {};
             for (int n = 0; n < nb; n++) {
@@ -749,17 +732,15 @@ struct ConstantPad2d {
 
 // A convolution of the model's input and the largest of each window of it ---------------------------------------
 
-// Nothing of the convolution itself is kept but which place of a window was the largest, and of its gradient there are
-// only a few channels of a block at a time, so that both stay in the cache.
+// Nothing of the convolution itself is saved but which place of a window was the largest, and of its gradient there are
+// only a few channels of a block at a time, so that both stay in the cache. Room: packed weights, these channels, and sums
+// for their weights.
 template <class C, class P, int I, int TAPS, bool RECTIFY>
 struct ConvMaxPool2d {
     typedef int8_t VB __attribute__((vector_size(LANES)));
     static constexpr int O = C::out_size / (C::OY * C::OX), plane = C::OY * C::OX, pooled = P::OY * P::OX, each = I * TAPS;
-    static constexpr int most = O < 12 ? O : 12;  // channels at a time
-    static constexpr int packed = C::weights / LANES + 1, scratch = packed + most * (plane + each);
-    static constexpr int kept = C::kept + (P::out_size + 3) / 4;  // the padded input and the places, in V per block
 
-    INLINE int8_t* places(V* all, int n) { return (int8_t*)(all + (int64_t)n * kept + C::kept); }
+    INLINE int8_t* at_block(V* places, int n) { return (int8_t*)places + (int64_t)n * P::out_size * LANES; }
 
     template <int N>
     static void some(const V* from, const float* w, const float* b, V* y, int8_t* at, V* full) {
@@ -782,19 +763,19 @@ struct ConvMaxPool2d {
                 }
     }
 
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* all, V* scratch, int nb) {
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* room, V* places, V* packed, V* full, V*, int nb) {
         constexpr int N = C::Forward::tile.n, whole = O / N * N;
-        C::Forward::pack(w, each, TAPS, false, (float*)scratch);
-        const float* u = (float*)scratch;
+        C::Forward::pack(w, each, TAPS, false, (float*)packed);
+        const float* u = (float*)packed;
         for (int n = 0; n < nb; n++) {
-            const V* from = C::bordered(x + n * C::in_size, all + (int64_t)n * kept);
+            const V* from = C::bordered(x + n * C::in_size, room + (int64_t)n * C::saved);
             V* to = y + n * P::out_size;
-            int8_t* at = places(all, n);
+            int8_t* at = at_block(places, n);
             for (int o = 0; o < whole; o += N)
-                some<N>(from, u + o * each, b ? b + o : b, to + o * pooled, at + o * pooled * LANES, scratch + packed);
+                some<N>(from, u + o * each, b ? b + o : b, to + o * pooled, at + o * pooled * LANES, full);
             if constexpr (O % N != 0)
                 some<O % N>(from, u + whole * each, b ? b + whole : b, to + whole * pooled, at + whole * pooled * LANES,
-                            scratch + packed);
+                            full);
         }
     }
 
@@ -829,11 +810,10 @@ struct ConvMaxPool2d {
 
     // What block n adds to the gradients of N channels' weights and biases, in each lane its own sample's.
     template <int N>
-    INLINE void of_block(const V* x, const V* dy, V* all, int first, V* scratch, int n, V* sums, V* bias) {
+    INLINE void of_block(const V* x, const V* dy, V* room, V* places, int first, V* full, int n, V* sums, V* bias) {
         constexpr int M = C::tile.m, whole = I / M * M, rows = TAPS / C::columns;
-        V* full = scratch + packed;
-        const V* from = C::kept ? all + (int64_t)n * kept : x + n * C::in_size;
-        spread<N>(dy + n * P::out_size + first * pooled, places(all, n) + first * pooled * LANES, full, bias);
+        const V* from = C::padded ? room + (int64_t)n * C::saved : x + n * C::in_size;
+        spread<N>(dy + n * P::out_size + first * pooled, at_block(places, n) + first * pooled * LANES, full, bias);
         for (int ky = 0; ky < rows; ky++) {
             for (int i = 0; i < whole; i += M) add_up<N, M>(from + i * (C::HP * C::WP), full, ky, sums + i * TAPS);
             if constexpr (I % M != 0)
@@ -842,36 +822,38 @@ struct ConvMaxPool2d {
     }
 
     template <int N>
-    OP void weights(const V* x, const V* dy, float* dw, float* db, V* all, int first, V* scratch, int nb, bool add) {
-        V bias[N] = {}, *sums = scratch + packed + most * plane;
+    OP void weights(const V* x, const V* dy, float* dw, float* db, V* room, V* places, int first, V* full, V* sums, int nb,
+                    bool add) {
+        V bias[N] = {};
         std::memset((void*)sums, 0, sizeof(V) * N * each);
-        for (int n = 0; n < nb; n++) of_block<N>(x, dy, all, first, scratch, n, sums, bias);
+        for (int n = 0; n < nb; n++) of_block<N>(x, dy, room, places, first, full, n, sums, bias);
         for (int k = 0; dw && k < N * each; k++) put(dw + first * each + k, total(sums[k]), add);
         for (int o = 0; db && o < N; o++) put(db + first + o, total(bias[o]), add);
     }
 
-    OP void backward(const V* x, const V* dy, float* dw, float* db, V* all, V* scratch, int nb, bool add) {
+    OP void backward(const V* x, const V* dy, float* dw, float* db, V* room, V* places, V*, V* full, V* sums, int nb,
+                     bool add) {
         constexpr int N = C::tile.n, whole = O / N * N;
-        for (int o = 0; o < whole; o += N) weights<N>(x, dy, dw, db, all, o, scratch, nb, add);
-        if constexpr (O % N != 0) weights<O % N>(x, dy, dw, db, all, whole, scratch, nb, add);
+        for (int o = 0; o < whole; o += N) weights<N>(x, dy, dw, db, room, places, o, full, sums, nb, add);
+        if constexpr (O % N != 0) weights<O % N>(x, dy, dw, db, room, places, whole, full, sums, nb, add);
     }
 
     // Squared norms of single samples' gradients of N channels, added to one vector per block.
     template <int N>
-    OP void some_squares(const V* x, const V* dy, V* all, int first, V* scratch, V* to, int nb, bool weight, bool biased) {
-        V* sums = scratch + packed + most * plane;
+    OP void some_squares(const V* x, const V* dy, V* room, V* places, int first, V* full, V* sums, V* to, int nb, bool weight,
+                         bool biased) {
         for (int n = 0; n < nb; n++) {
             V bias[N] = {};
             std::memset((void*)sums, 0, sizeof(V) * N * each);
-            of_block<N>(x, dy, all, first, scratch, n, sums, bias);
+            of_block<N>(x, dy, room, places, first, full, n, sums, bias);
             for (int k = 0; weight && k < N * each; k++) to[n] += sums[k] * sums[k];
             for (int o = 0; biased && o < N; o++) to[n] += bias[o] * bias[o];
         }
     }
 
-    OP void squares(const V* x, const V* dy, V* all, V* scratch, V* to, int nb, bool weight, bool bias) {
+    OP void squares(const V* x, const V* dy, V* room, V* places, V*, V* full, V* sums, V* to, int nb, bool weight, bool bias) {
         constexpr int N = C::tile.n, whole = O / N * N;
-        for (int o = 0; o < whole; o += N) some_squares<N>(x, dy, all, o, scratch, to, nb, weight, bias);
-        if constexpr (O % N != 0) some_squares<O % N>(x, dy, all, whole, scratch, to, nb, weight, bias);
+        for (int o = 0; o < whole; o += N) some_squares<N>(x, dy, room, places, o, full, sums, to, nb, weight, bias);
+        if constexpr (O % N != 0) some_squares<O % N>(x, dy, room, places, whole, full, sums, to, nb, weight, bias);
     }
 };

@@ -16,7 +16,6 @@
 #else
 #define ACCUMULATORS 12  // of 16
 #endif
-#define PIECE 64  // blocks of a sequence whose weights' gradient is taken at a time
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 #define OP static __attribute__((noinline))
@@ -271,8 +270,6 @@ struct Linear {
         run<O, I, I, 1, ADD>(dy, w, nullptr, dx, nb);
     }
 
-    static constexpr int turned = IR + OR;  // scratch: inputs and gradients with samples as rows, in V per block
-
     template <int N, int M>
     INLINE void weight_block(const float* const* x, const float* dy, int samples, float* dw, int tail, bool add) {
         V acc[N][M];
@@ -334,27 +331,28 @@ struct Linear {
         }
     }
 
-    OP void weight(const V* x, const V* dy, float* dw, V* scratch, int nb, int samples, bool add, int64_t step_x = I,
+    // xs and ys: room for the inputs and the gradients of nb blocks with samples as rows, IR and OR numbers each.
+    OP void weight(const V* x, const V* dy, float* dw, V* xs, V* ys, int nb, int samples, bool add, int64_t step_x = I,
                    int64_t step_y = O, int full = 1 << 30, int used = LANES) {
-        float *xt = (float*)scratch, *dyt = xt + nb * LANES * IR;
+        float* xt = (float*)xs;
         const float* rows[nb * LANES];
         for (int n = 0; n < nb; n++) scatter<I>(x + n * step_x, xt + start(n, full, used) * IR);
         for (int s = 0; s < nb * LANES; s++) rows[s] = xt + s * IR;
-        weight_rows(rows, dy, dw, dyt, nb, samples, add, step_y, full, used);
+        weight_rows(rows, dy, dw, (float*)ys, nb, samples, add, step_y, full, used);
     }
 
-    // The same for many blocks, added to dw piece by piece, so that what is turned stays in the cache.
-    static void weight_pieces(const V* x, const V* dy, float* dw, V* scratch, int nb, int64_t step_x = I,
-                              int64_t step_y = O, int full = 1 << 30, int used = LANES) {
-        for (int at = 0; at < nb; at += PIECE) {
-            int n = nb - at < PIECE ? nb - at : PIECE, first = full - at < 0 ? 0 : full - at;
-            weight(x + at * step_x, dy + at * step_y, dw, scratch, n, start(n, first, used), true, step_x, step_y, first, used);
+    // The same for many blocks, added to dw tile by tile, so that what is turned stays in the cache.
+    static void weight_tiles(const V* x, const V* dy, float* dw, V* xs, V* ys, int nb, int64_t step_x = I,
+                             int64_t step_y = O, int full = 1 << 30, int used = LANES) {
+        for (int at = 0; at < nb; at += SEQ_TILE) {
+            int n = nb - at < SEQ_TILE ? nb - at : SEQ_TILE, first = full - at < 0 ? 0 : full - at;
+            weight(x + at * step_x, dy + at * step_y, dw, xs, ys, n, start(n, first, used), true, step_x, step_y, first, used);
         }
     }
 
     // For `each` rows of every sample: empty places of the last samples' blocks are left out.
-    static void weight_sequence(const V* x, const V* dy, float* dw, V* scratch, int nb, int each, int samples) {
-        weight_pieces(x, dy, dw, scratch, nb * each, I, O, samples / LANES * each, samples % LANES);
+    static void weight_sequence(const V* x, const V* dy, float* dw, V* xs, V* ys, int nb, int each, int samples) {
+        weight_tiles(x, dy, dw, xs, ys, nb * each, I, O, samples / LANES * each, samples % LANES);
     }
 };
 
@@ -363,9 +361,8 @@ struct Linear {
 template <int C, int HW, int GROUPS>
 struct GroupNorm {
     static constexpr int size = C * HW, each = size / GROUPS, channels = C / GROUPS;
-    static constexpr int kept = 2 * GROUPS;  // mean and 1 / deviation, in V per block
-    static constexpr int sums = 2 * C;       // scratch, in V
 
+    // stats: mean and 1 / deviation of each group of each block.
     OP void forward(const V* x, const float* w, const float* b, V* y, V* stats, float eps, int nb) {
         for (int g = 0; g < nb * GROUPS; g++) {
             const V* from = x + g * each;
@@ -383,10 +380,10 @@ struct GroupNorm {
     }
 
     template <bool ADD, bool INPUT>
-    OP void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* scratch,
+    OP void backward(const V* x, const float* w, const V* stats, const V* dy, V* dx, float* dw, float* db, V* sums,
                      int nb, bool add) {
-        V *sum_w = scratch, *sum_b = scratch + C;
-        std::memset((void*)scratch, 0, sizeof(V) * 2 * C);
+        V *sum_w = sums, *sum_b = sums + C;
+        std::memset((void*)sums, 0, sizeof(V) * 2 * C);
         for (int g = 0; g < nb * GROUPS; g++) {
             const V *from = x + g * each, *grad = dy + g * each;
             V mean = stats[2 * g], scale = stats[2 * g + 1], all = {}, along = {};
@@ -421,7 +418,6 @@ struct GroupNorm {
 template <int C, int HW>
 struct BatchNorm {
     static constexpr int size = C * HW;
-    static constexpr int kept = 3 * C;  // mean, 1 / deviation and variance, in V; those of the first block are used
 
     // f(place, which lanes are samples) for a channel's places: a full last block repeats its last sample.
     template <class F>
@@ -445,6 +441,7 @@ struct BatchNorm {
         return total(all);
     }
 
+    // stats: mean, 1 / deviation and variance of each channel.
     OP void forward(const V* x, const float* w, const float* b, const float* mean, const float* var, V* y, V* stats,
                     float eps, bool train, int samples, int nb) {
         for (int c = 0; c < C; c++) {

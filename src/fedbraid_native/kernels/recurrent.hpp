@@ -1,10 +1,10 @@
 // Recurrent nets, by blocks of samples side by side or, where they are wide, by samples as rows.
 
-// A cell keeps KEPT * H vectors a step: its gates' inputs at first, their values after the step, their gradients on
+// A cell saves SAVED * H vectors a step: its gates' inputs at first, their values after the step, their gradients on
 // the way back. Gate inputs come from x (all steps in one product) and from h, GATES * H each; the first JOINT of
 // the gates have the same gradient towards both, the others' towards h lies from slot OTHER on.
 struct GruCell {
-    static constexpr int GATES = 3, KEPT = 4, JOINT = 2, OTHER = 3, CARRY = 0;
+    static constexpr int GATES = 3, SAVED = 4, JOINT = 2, OTHER = 3, CARRY = 0;
 
     template <int H>
     INLINE void step(V* k, const V* from_h, const V* before, const V*, V* h, int j) {
@@ -26,7 +26,7 @@ struct GruCell {
 };
 
 struct LstmCell {
-    static constexpr int GATES = 4, KEPT = 5, JOINT = 4, OTHER = 0, CARRY = 1;
+    static constexpr int GATES = 4, SAVED = 5, JOINT = 4, OTHER = 0, CARRY = 1;
 
     template <int H>
     INLINE void step(V* k, const V* from_h, const V*, const V* last, V* h, int j) {
@@ -51,7 +51,7 @@ struct LstmCell {
 };
 
 struct TanhCell {
-    static constexpr int GATES = 1, KEPT = 1, JOINT = 1, OTHER = 0, CARRY = 0;
+    static constexpr int GATES = 1, SAVED = 1, JOINT = 1, OTHER = 0, CARRY = 0;
 
     template <int H>
     INLINE void step(V* k, const V* from_h, const V*, const V*, V* h, int j) {
@@ -70,22 +70,14 @@ struct TanhCell {
 // The same nets with samples as rows of numbers, row t * samples + s: vectors lie along
 // the features, so that none of their places is empty, and weights are read as they come.
 template <class Cell, int I, int H, int T, bool REVERSED, bool CELL>
-struct RecurrentRows {
-    static constexpr int G = Cell::GATES * H, K = Cell::KEPT * H, J = Cell::JOINT * H, IR = round_up(I), HV = H / LANES;
+struct RNNRows {
+    static constexpr int G = Cell::GATES * H, K = Cell::SAVED * H, J = Cell::JOINT * H, IR = round_up(I), HV = H / LANES;
     static constexpr int R = T + CELL;
-    static constexpr bool pays = H % LANES == 0 && H >= WIDE_ROWS;
     typedef RowMap<I, G> Input;
     typedef RowMap<H, G> Hidden;
     typedef RowMap<J, H> Joint;
     typedef RowMap<G == J ? H : G - J, H> Rest;
     typedef RowMap<G, I> Back;
-    static constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-    // Packed weights; inputs, outputs and their gradients as rows; what comes from h, or its gradient and the carry.
-    static constexpr int64_t packed = most(Input::size, most(Hidden::size, Back::size)) / LANES + 1;
-    static constexpr int64_t scratch(int64_t blocks) {
-        return packed + (T * blocks + 1) * (IR + 2 * H) + blocks * most(G, 2 * H) + IR / LANES + 1;
-    }
-
     INLINE int when(int s) { return REVERSED ? T - 1 - s : s; }
 
     // BLOCK rows of F numbers are a block of x, the first T of them the steps.
@@ -118,10 +110,11 @@ struct RecurrentRows {
             }
     }
 
-    OP void forward(const V* x, const float* wi, const float* wh, const float* bi, const float* bh, V* y, V* kept,
-                    V* scratch, int nb, int samples) {
-        float *w = (float*)scratch, *xs = w + packed * LANES, *hs = xs + (T * (int64_t)nb + 1) * LANES * IR;
-        float *from_h = hs + (T * (int64_t)nb + 1) * LANES * 2 * H, *k = (float*)kept;
+    // Room: packed weights; inputs, outputs and their gradients as rows, of one block more than there are; what comes from h,
+    // or its gradient and the carry; a row of inputs.
+    OP void forward(const V* x, const float* wi, const float* wh, const float* bi, const float* bh, V* y, V* saved,
+                    V* packed, V* inputs, V* outputs, V*, V* state, V*, int nb, int samples) {
+        float *w = (float*)packed, *xs = (float*)inputs, *hs = (float*)outputs, *from_h = (float*)state, *k = (float*)saved;
         to_rows<I>(x, xs, nb, samples);
         Input::template pack<true>(wi, w);
         Input::template run<false>(xs, IR, w, bi, k, K, T * samples);
@@ -144,7 +137,7 @@ struct RecurrentRows {
             const float* at[LANES];
             for (int l = 0; l < LANES; l++) {
                 const int s = n * LANES + l < samples ? n * LANES + l : samples - 1;
-                at[l] = k + (when(T - 1) * (int64_t)samples + s) * K + (Cell::KEPT - 1) * H;
+                at[l] = k + (when(T - 1) * (int64_t)samples + s) * K + (Cell::SAVED - 1) * H;
             }
             gather<H>(at, y + (int64_t)(n * R + T) * H);
         }
@@ -152,10 +145,11 @@ struct RecurrentRows {
 
     template <bool ADD>
     OP void backward(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi, float* dwh,
-                     float* dbi, float* dbh, V* kept, V* scratch, int nb, int samples) {
-        const int64_t each = (T * (int64_t)nb + 1) * LANES, rows = T * samples;
-        float *w = (float*)scratch, *xs = w + packed * LANES, *hs = xs + each * IR, *ds = hs + each * H, *k = (float*)kept;
-        float *dh = ds + each * H, *carry = dh + (int64_t)samples * H, *none = dh + (int64_t)nb * LANES * most(G, 2 * H);
+                     float* dbi, float* dbh, V* saved, V* packed, V* inputs, V* outputs, V* slopes, V* state, V* zeros,
+                     int nb, int samples) {
+        const int64_t rows = T * samples;
+        float *w = (float*)packed, *xs = (float*)inputs, *hs = (float*)outputs, *ds = (float*)slopes, *k = (float*)saved;
+        float *dh = (float*)state, *carry = dh + (int64_t)samples * H, *none = (float*)zeros;
         to_rows<H, R>(y, hs, nb, samples), to_rows<H, R>(dy, ds, nb, samples);
         std::memset(dh, 0, sizeof(float) * 2 * samples * H);
         for (int n = 0; CELL && n < nb; n++) scatter<H>(dy + (int64_t)(n * R + T) * H, carry + (int64_t)n * LANES * H);
@@ -179,11 +173,11 @@ struct RecurrentRows {
         if (dwi) to_rows<I>(x, xs, nb, samples), RowWeights<I, G>::run(xs, IR, k, K, rows, dwi);
         if (dbi) RowWeights<I, G>::bias(k, K, rows, dbi);
         const int64_t later = REVERSED ? 0 : samples;  // the first state that follows another
-        const float *states = hs + (samples - later) * H, *slopes = k + later * K;
+        const float *states = hs + (samples - later) * H, *gates = k + later * K;
         if (dwh) {
-            RowWeights<H, J>::run(states, H, slopes, K, rows - samples, dwh);
+            RowWeights<H, J>::run(states, H, gates, K, rows - samples, dwh);
             if constexpr (J < G)
-                RowWeights<H, G == J ? H : G - J>::run(states, H, slopes + Cell::OTHER * H, K, rows - samples, dwh + (int64_t)J * H);
+                RowWeights<H, G == J ? H : G - J>::run(states, H, gates + Cell::OTHER * H, K, rows - samples, dwh + (int64_t)J * H);
         }
         if (dbh) {
             RowWeights<H, J>::bias(k, K, rows, dbh);
@@ -202,20 +196,12 @@ struct RecurrentRows {
 // With CELL, the last cell follows the outputs; with FIRST, it starts from states (and cells) that it is given.
 template <class Cell, int I, int H, int T, bool REVERSED, bool CELL = false, bool FIRST = false>
 struct RNN {
-    static constexpr int G = Cell::GATES * H, K = Cell::KEPT * H, J = Cell::JOINT * H;
-    static constexpr int kept = T * K, R = T + CELL;
+    static constexpr int G = Cell::GATES * H, K = Cell::SAVED * H, J = Cell::JOINT * H;
+    static constexpr int R = T + CELL;
     typedef Linear<I, G> Input;
     typedef Linear<H, G> Hidden;
     typedef Linear<H, J> Joint;
     typedef Linear<H, G == J ? H : G - J> Rest;
-    static constexpr int most(int a, int b) { return a > b ? a : b; }
-    typedef RecurrentRows<Cell, I, H, T, REVERSED, CELL> HeadStrides;
-    static constexpr bool by_rows = HeadStrides::pays && !FIRST;
-    static constexpr int64_t scratch(int blocks) {
-        int64_t here = most(blocks * most(G, 2 * H), PIECE * most(Input::turned, Joint::turned));
-        return by_rows ? HeadStrides::scratch(blocks) : here;
-    }
-
     INLINE int when(int s) { return REVERSED ? T - 1 - s : s; }
 
     struct Start {  // the given states, and their gradients, which may be written or added to
@@ -224,21 +210,14 @@ struct RNN {
         bool add_h, add_c;
     };
 
-    OP void forward(const V* x, const V* h0, const V* c0, const float* wi, const float* wh, const float* bi,
-                    const float* bh, V* y, V* kept, V* from_h, int nb, int samples) {
-        if constexpr (by_rows)
-            HeadStrides::forward(x, wi, wh, bi, bh, y, kept, from_h, nb, samples);
-        else
-            forward_blocks(x, h0, c0, wi, wh, bi, bh, y, kept, from_h, nb);
-    }
-
-    // What the first step finds before it: of block n, from the place where a cell lies in what is kept.
+    // What the first step finds before it: of block n, from the place where a cell lies in what is saved.
     INLINE const V* state(const V* h0, int n) { return FIRST ? h0 + n * H : nullptr; }
-    INLINE const V* cell(const V* c0, int n) { return FIRST && c0 ? c0 + (n - Cell::KEPT + 1) * H : nullptr; }
+    INLINE const V* cell(const V* c0, int n) { return FIRST && c0 ? c0 + (n - Cell::SAVED + 1) * H : nullptr; }
 
-    static void forward_blocks(const V* x, const V* h0, const V* c0, const float* wi, const float* wh, const float* bi,
-                               const float* bh, V* y, V* kept, V* from_h, int nb) {
-        Input::template run<I, G, 1, I, false>(x, wi, bi, kept, nb * T, I, K);
+    // Room: what comes from h, or its gradient and the carry; and what Linear::weight takes for SEQ_TILE blocks.
+    OP void forward(const V* x, const V* h0, const V* c0, const float* wi, const float* wh, const float* bi, const float* bh,
+                    V* y, V* saved, V* from_h, int nb) {
+        Input::template run<I, G, 1, I, false>(x, wi, bi, saved, nb * T, I, K);
         for (int s = 0; s < T; s++) {
             int t = when(s), last = when(s - 1);
             if (s || FIRST)
@@ -247,23 +226,14 @@ struct RNN {
                 for (int n = 0; n < nb; n++)
                     for (int j = 0; j < G; j++) from_h[n * G + j] = splat(bh ? bh[j] : 0.f);
             for (int n = 0; n < nb; n++) {
-                V *k = kept + (n * T + t) * K, *h = y + (n * R + t) * H, *from = from_h + n * G;
+                V *k = saved + (n * T + t) * K, *h = y + (n * R + t) * H, *from = from_h + n * G;
                 const V* before = s ? y + (n * R + last) * H : state(h0, n);
-                const V* k_last = s ? kept + (n * T + last) * K : cell(c0, n);
+                const V* k_last = s ? saved + (n * T + last) * K : cell(c0, n);
                 for (int j = 0; j < H; j++) Cell::template step<H>(k, from, before, k_last, h, j);
             }
         }
         for (int n = 0; CELL && n < nb; n++)
-            std::memcpy((void*)(y + (n * R + T) * H), kept + (n * T + when(T - 1)) * K + (Cell::KEPT - 1) * H, sizeof(V) * H);
-    }
-
-    template <bool ADD>
-    OP void backward(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi,
-                     float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb, int samples, Start at = {}) {
-        if constexpr (by_rows)
-            HeadStrides::template backward<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, samples);
-        else
-            backward_blocks<ADD>(x, y, wi, wh, dy, dx, dwi, dwh, dbi, dbh, kept, scratch, nb, at);
+            std::memcpy((void*)(y + (n * R + T) * H), saved + (n * T + when(T - 1)) * K + (Cell::SAVED - 1) * H, sizeof(V) * H);
     }
 
     INLINE void leave(const V* from, V* to, int nb, bool add) {
@@ -271,17 +241,17 @@ struct RNN {
     }
 
     template <bool ADD>
-    static void backward_blocks(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi,
-                                float* dwh, float* dbi, float* dbh, V* kept, V* scratch, int nb, Start at) {
-        V *dh = scratch, *carry = scratch + nb * H;
-        std::memset((void*)scratch, 0, sizeof(V) * 2 * nb * H);
+    OP void backward(const V* x, const V* y, const float* wi, const float* wh, const V* dy, V* dx, float* dwi, float* dwh,
+                     float* dbi, float* dbh, V* saved, V* dh, V* xs, V* ys, int nb, Start at = {}) {
+        V* carry = dh + nb * H;
+        std::memset((void*)dh, 0, sizeof(V) * 2 * nb * H);
         for (int n = 0; CELL && n < nb; n++) std::memcpy((void*)(carry + n * H), dy + (n * R + T) * H, sizeof(V) * H);
         for (int s = T - 1; s >= 0; s--) {
             int t = when(s), last = when(s - 1);
             for (int n = 0; n < nb; n++) {
-                V *k = kept + (n * T + t) * K, *d = dh + n * H;
+                V *k = saved + (n * T + t) * K, *d = dh + n * H;
                 const V* before = s ? y + (n * R + last) * H : state(at.h0, n);
-                const V* k_last = s ? kept + (n * T + last) * K : cell(at.c0, n);
+                const V* k_last = s ? saved + (n * T + last) * K : cell(at.c0, n);
                 const V* from = dy + (n * R + t) * H;
                 for (int j = 0; j < H; j++) {
                     d[j] += from[j];
@@ -289,29 +259,29 @@ struct RNN {
                 }
             }
             if (!s && !FIRST) break;
-            Joint::template run<J, H, H, 1, true>(kept + t * K, wh, nullptr, dh, nb, T * K, H);
+            Joint::template run<J, H, H, 1, true>(saved + t * K, wh, nullptr, dh, nb, T * K, H);
             if constexpr (J < G)
-                Rest::template run<G - J, H, H, 1, true>(kept + t * K + Cell::OTHER * H, wh + J * H, nullptr, dh, nb, T * K,
+                Rest::template run<G - J, H, H, 1, true>(saved + t * K + Cell::OTHER * H, wh + J * H, nullptr, dh, nb, T * K,
                                                          H);
         }
         if (FIRST) leave(dh, at.dh0, nb, at.add_h), leave(carry, at.dc0, nb, at.add_c);
-        if (dx) Input::template run<G, I, I, 1, ADD>(kept, wi, nullptr, dx, nb * T, K, I);
-        if (dwi) Input::weight_pieces(x, kept, dwi, scratch, nb * T, I, K);
-        if (dbi) Input::bias(kept, dbi, nb * T, K, true);
+        if (dx) Input::template run<G, I, I, 1, ADD>(saved, wi, nullptr, dx, nb * T, K, I);
+        if (dwi) Input::weight_tiles(x, saved, dwi, xs, ys, nb * T, I, K);
+        if (dbi) Input::bias(saved, dbi, nb * T, K, true);
         constexpr int later = REVERSED ? 0 : 1;  // the first state that follows another, in the order of the rows
         for (int n = 0; dwh && n < nb; n++) {
-            const V *k = kept + (n * T + later) * K, *h = y + (n * R + 1 - later) * H;
-            Joint::weight_pieces(h, k, dwh, scratch, T - 1, H, K);
-            if constexpr (J < G) Rest::weight_pieces(h, k + Cell::OTHER * H, dwh + J * H, scratch, T - 1, H, K);
+            const V *k = saved + (n * T + later) * K, *h = y + (n * R + 1 - later) * H;
+            Joint::weight_tiles(h, k, dwh, xs, ys, T - 1, H, K);
+            if constexpr (J < G) Rest::weight_tiles(h, k + Cell::OTHER * H, dwh + J * H, xs, ys, T - 1, H, K);
         }
         if (FIRST && dwh) {
-            const V* k = kept + when(0) * K;
-            Joint::weight_pieces(at.h0, k, dwh, scratch, nb, H, T * K);
-            if constexpr (J < G) Rest::weight_pieces(at.h0, k + Cell::OTHER * H, dwh + J * H, scratch, nb, H, T * K);
+            const V* k = saved + when(0) * K;
+            Joint::weight_tiles(at.h0, k, dwh, xs, ys, nb, H, T * K);
+            if constexpr (J < G) Rest::weight_tiles(at.h0, k + Cell::OTHER * H, dwh + J * H, xs, ys, nb, H, T * K);
         }
         if (dbh) {
-            Joint::bias(kept, dbh, nb * T, K, true);
-            if constexpr (J < G) Rest::bias(kept + Cell::OTHER * H, dbh + J, nb * T, K, true);
+            Joint::bias(saved, dbh, nb * T, K, true);
+            if constexpr (J < G) Rest::bias(saved + Cell::OTHER * H, dbh + J, nb * T, K, true);
         }
     }
 };

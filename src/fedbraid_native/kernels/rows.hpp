@@ -1,8 +1,6 @@
 // Products with samples as rows of numbers, not side by side: vectors lie along the features, so that none of their places
 // is empty where a batch does not fill a block.
 
-constexpr int WIDE_ROWS = 64;  // numbers of a row from which that pays
-
 // A matrix [R][C] that rows of R numbers are multiplied with: packed by columns that fit into registers.
 template <int R, int C>
 struct RowMap {
@@ -129,55 +127,44 @@ struct RowWeights {
     }
 };
 
-// A linear map of each of `each` rows of every sample.
+// A linear map of each of `each` rows of every sample, where I and O are wide whole vectors. Room: SEQ_TILE blocks of inputs
+// and of outputs as rows, packed weights, a block of the wider of both, and a row of it.
 template <int I, int O>
 struct Sequence {
-    static constexpr bool wide = I % LANES == 0 && O % LANES == 0 && I >= WIDE_ROWS && O >= WIDE_ROWS;
-    static constexpr int larger = I > O ? I : O;
-    static constexpr int64_t packed = (int64_t)I * O / LANES, rows = (int64_t)PIECE * (I + O);
-    static constexpr int64_t scratch(int64_t turned) {  // or what the weights' gradient takes
-        return wide ? packed + rows + larger + larger / LANES : turned;
-    }
-
     // Whether many places of so many blocks are empty.
-    INLINE bool suits(int samples, int nb) { return wide && samples * 6 <= nb * LANES * 5; }
+    INLINE bool suits(int samples, int nb) { return samples * 6 <= nb * LANES * 5; }
 
-    OP void forward(const V* x, const float* w, const float* b, V* y, V* scratch, int nb, int each, int samples) {
-        if constexpr (wide)
-            if (suits(samples, nb)) {
-                RowMap<I, O>::template pack<true>(w, (float*)scratch);
-                return run<I, O, false, false>(x, (float*)scratch, b, y, scratch + packed, nb * each, samples / LANES * each, samples % LANES);
-            }
-        Linear<I, O>::forward(x, w, b, y, nb * each);
+    OP void forward(const V* x, const float* w, const float* b, V* y, V* xs, V* ys, V* packed, V* block, V* none, int nb,
+                    int each, int samples) {
+        if (!suits(samples, nb)) return Linear<I, O>::forward(x, w, b, y, nb * each);
+        RowMap<I, O>::template pack<true>(w, (float*)packed);
+        run<I, O, false, false>(x, packed, b, y, xs, ys, block, none, nb * each, samples / LANES * each, samples % LANES);
     }
 
     template <bool ADD>
-    OP void backward_input(const V* dy, const float* w, V* dx, V* scratch, int nb, int each, int samples) {
-        if constexpr (wide)
-            if (suits(samples, nb)) {
-                RowMap<O, I>::template pack<false>(w, (float*)scratch);
-                return run<O, I, ADD, true>(dy, (float*)scratch, nullptr, dx, scratch + packed, nb * each, samples / LANES * each,
-                                            samples % LANES);
-            }
-        Linear<I, O>::template backward_input<ADD>(dy, w, dx, nb * each);
+    OP void backward_input(const V* dy, const float* w, V* dx, V* xs, V* ys, V* packed, V* block, V* none, int nb, int each,
+                           int samples) {
+        if (!suits(samples, nb)) return Linear<I, O>::template backward_input<ADD>(dy, w, dx, nb * each);
+        RowMap<O, I>::template pack<false>(w, (float*)packed);
+        run<O, I, ADD, true>(dy, packed, nullptr, dx, ys, xs, block, none, nb * each, samples / LANES * each, samples % LANES);
     }
 
     // The blocks from `full` on have only so many samples; their empty places get the last one's numbers, or ZERO.
     template <int R, int C, bool ADD, bool ZERO>
-    static void run(const V* x, const float* w, const float* base, V* y, V* room, int nb, int full, int used) {
-        float *in = (float*)room, *out = in + PIECE * LANES * R, *none = out + PIECE * LANES * C;
-        V* more = room + rows + larger / LANES;
-        std::memset(none, 0, sizeof(float) * C);
-        for (int at = 0; at < nb; at += PIECE, x += PIECE * R, y += PIECE * C) {
-            const int n = nb - at < PIECE ? nb - at : PIECE, first = full - at < 0 ? 0 : full - at < n ? full - at : n;
+    static void run(const V* x, const V* packed, const float* base, V* y, V* xs, V* ys, V* block, V* none, int nb, int full,
+                    int used) {
+        float *in = (float*)xs, *out = (float*)ys, *zeros = (float*)none;
+        std::memset(zeros, 0, sizeof(float) * C);
+        for (int at = 0; at < nb; at += SEQ_TILE, x += SEQ_TILE * R, y += SEQ_TILE * C) {
+            const int n = nb - at < SEQ_TILE ? nb - at : SEQ_TILE, first = full - at < 0 ? 0 : full - at < n ? full - at : n;
             for (int k = 0; k < n; k++) scatter<R>(x + k * R, in + Linear<I, O>::start(k, first, used) * R);
-            RowMap<R, C>::template run<false>(in, R, w, base, out, C, Linear<I, O>::start(n, first, used));
+            RowMap<R, C>::template run<false>(in, R, (const float*)packed, base, out, C, Linear<I, O>::start(n, first, used));
             for (int k = 0; k < n; k++) {
                 const int there = k < first ? LANES : used;
                 const float *from = out + Linear<I, O>::start(k, first, used) * C, *each[LANES];
-                for (int l = 0; l < LANES; l++) each[l] = l < there ? from + l * C : ZERO ? none : from + (there - 1) * C;
-                gather<C>(each, ADD ? more : y + k * C);
-                for (int c = 0; ADD && c < C; c++) y[k * C + c] += more[c];
+                for (int l = 0; l < LANES; l++) each[l] = l < there ? from + l * C : ZERO ? zeros : from + (there - 1) * C;
+                gather<C>(each, ADD ? block : y + k * C);
+                for (int c = 0; ADD && c < C; c++) y[k * C + c] += block[c];
             }
         }
     }

@@ -4,8 +4,6 @@
 // Rows of a table by number, T numbers a sample; numbers beyond the table were refused before.
 template <int COUNT, int F, int T, int SKIP>
 struct Embedding {
-    static constexpr int scratch = round_up(F);
-
     INLINE int at(V ids, int lane) {
         int id = int(ids[lane]);
         return id < 0 || id >= COUNT ? 0 : id;
@@ -19,14 +17,14 @@ struct Embedding {
         }
     }
 
-    OP void backward(const V* x, const V* dy, float* dw, V* scratch, int nb, int samples) {
+    OP void backward(const V* x, const V* dy, float* dw, V* rows, int nb, int samples) {
         for (int k = 0; k < nb * T; k++) {
-            scatter<F>(dy + (int64_t)k * F, (float*)scratch);
+            scatter<F>(dy + (int64_t)k * F, (float*)rows);
             int used = samples - k / T * LANES;
             for (int l = 0; l < LANES && l < used; l++) {
                 int id = at(x[k], l);
                 if (id == SKIP) continue;
-                float *to = dw + (int64_t)id * F, *from = (float*)scratch + l * round_up(F);
+                float *to = dw + (int64_t)id * F, *from = (float*)rows + l * round_up(F);
                 for (int f = 0; f < F; f++) to[f] += from[f];
             }
         }
@@ -184,8 +182,6 @@ INLINE V inverse_root(V x) {
 
 template <int N>
 struct RMSNorm {
-    static constexpr int kept = 1;
-
     OP void forward(const V* x, const float* w, V* y, V* stats, float eps, int rows) {
         for (int64_t r = 0; r < rows; r++, x += N, y += N) {
             V scale = stats[r] = inverse_root(sum(N, [=](int k) { return x[k] * x[k]; }) * (1.f / N) + eps);
@@ -295,14 +291,14 @@ struct CrossEntropyLoss {
         return sum;
     }
 
-    OP void forward(const V* x, const V* t, const float* w, V* y, V* kept, float smooth, int nb) {
+    OP void forward(const V* x, const V* t, const float* w, V* y, V* saved, float smooth, int nb) {
         float weights = all(w);
         for (int64_t k = 0; k < (int64_t)nb * T; k++) {
             const V* z = x + k / T * C * T + k % T * TS;
             V top = z[0], sum = {}, along = {};
             for (int c = 1; c < C; c++) top = max(z[c * CS], top);
             for (int c = 0; c < C; c++) sum += exp(z[c * CS] - top);
-            V base = kept[k] = top + log(sum);
+            V base = saved[k] = top + log(sum);
             if (smooth != 0)
                 for (int c = 0; c < C; c++) along += (base - z[c * CS]) * (w ? w[c] : 1.f);
             Named at(t[k], w, smooth);
@@ -313,14 +309,14 @@ struct CrossEntropyLoss {
     }
 
     template <bool ADD>
-    OP void backward(const V* x, const V* t, const float* w, const V* kept, const V* dy, V* dx, float smooth, int nb) {
+    OP void backward(const V* x, const V* t, const float* w, const V* saved, const V* dy, V* dx, float smooth, int nb) {
         float weights = all(w);
         for (int64_t k = 0; k < (int64_t)nb * T; k++) {
             const int64_t from = k / T * C * T + k % T * TS;
             Named at(t[k], w, smooth);
             V whole = (at.mine + at.any * weights) * dy[k], any = at.any * dy[k], mine = at.mine * dy[k];
             for (int c = 0; c < C; c++) {
-                V g = exp(x[from + c * CS] - kept[k]) * whole - any * (w ? w[c] : 1.f);
+                V g = exp(x[from + c * CS] - saved[k]) * whole - any * (w ? w[c] : 1.f);
                 V& to = dx[from + c * CS];
                 to = ADD ? to + g : g;
             }
@@ -615,13 +611,11 @@ struct HeadStrides {
 // each; `absent` says which places of a sample are no keys, V[S].
 template <int T, int S, int D, int E, int HEADS, class Q, class K, class W, class O, uint32_t LAYER>
 struct ScaledDotProductAttention {
-    static constexpr int kept = HEADS * T * S, scratch = 2 * T * S;
-
-    OP void forward(const V* qs, const V* ks, const V* vs, const float* mask, int each, const V* absent, V* y, V* kept,
-                    V* scratch, const uint64_t* key, float root, float drop, float scale, int nb) {
+    OP void forward(const V* qs, const V* ks, const V* vs, const float* mask, int each, const V* absent, V* y, V* saved,
+                    V* used, const uint64_t* key, float root, float drop, float scale, int nb) {
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
-                V* p = kept + (int64_t)(n * HEADS + h) * T * S;
+                V* p = saved + (int64_t)(n * HEADS + h) * T * S;
                 BatchMatmul<T, S, D, Q::row, 1, K::row, 1, S, 1>::template run<false>(qs + Q::at(n, h), ks + K::at(n, h), p);
                 for (int i = 0; i < T; i++) {
                     for (int j = 0; j < S; j++) {
@@ -632,7 +626,7 @@ struct ScaledDotProductAttention {
                     }
                     softmax_row<S>(p + i * S);
                 }
-                if (drops(key) && drop > 0) p = dropped(p, scratch, key + n * LANES, h, drop, scale);
+                if (drops(key) && drop > 0) p = dropped(p, used, key + n * LANES, h, drop, scale);
                 BatchMatmul<T, E, S, S, 1, 1, W::row, O::row, 1>::template run<false>(p, vs + W::at(n, h), y + O::at(n, h));
             }
     }
@@ -645,12 +639,11 @@ struct ScaledDotProductAttention {
     }
 
     template <bool ADD_Q, bool ADD_K, bool ADD_V>
-    OP void backward(const V* qs, const V* ks, const V* vs, const V* dy, V* dq, V* dk, V* dv, V* kept, V* scratch,
+    OP void backward(const V* qs, const V* ks, const V* vs, const V* dy, V* dq, V* dk, V* dv, V* saved, V* used, V* ds,
                      const uint64_t* key, float root, float drop, float scale, int nb) {
-        V *ds = scratch, *used = scratch + T * S;
         for (int n = 0; n < nb; n++)
             for (int h = 0; h < HEADS; h++) {
-                const V *p = kept + (int64_t)(n * HEADS + h) * T * S, *o = dy + O::at(n, h);
+                const V *p = saved + (int64_t)(n * HEADS + h) * T * S, *o = dy + O::at(n, h);
                 bool some = drops(key) && drop > 0;
                 const V* u = some ? dropped(p, used, key + n * LANES, h, drop, scale) : p;
                 if (dv) BatchMatmul<S, E, T, 1, S, 1, O::row, W::row, 1>::template run<ADD_V>(u, o, dv + W::at(n, h));

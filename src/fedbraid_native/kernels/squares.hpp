@@ -68,9 +68,10 @@ struct Squares<Linear<I, O>> {
     }
 };
 
-template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY, int DX>
-struct Squares<Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX>> {
-    typedef Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX> C;
+template <int I, int H, int W, int O, int KY, int KX, int SY, int SX, int PY, int PX, int DY, int DX,
+          int T, int P>
+struct Squares<Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX, T, P>> {
+    typedef Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX, T, P> C;
     static constexpr int HP = C::HP, WP = C::WP, OY = C::OY, OX = C::OX;
     static constexpr Tile tile = C::tile;
 
@@ -133,7 +134,7 @@ struct Squares<Conv2d<I, H, W, O, KY, KX, SY, SX, PY, PX, DY, DX>> {
     // Of one block.
     OP void of(const V* x, const V* dy, const V* bordered, V* to, bool weight, bool bias) {
         if (weight) {
-            if constexpr (C::tiled) {
+            if constexpr (T != 0) {
                 constexpr int N = 8, whole = O / N * N;
                 for (int i = 0; i < I; i++) {
                     for (int o = 0; o < whole; o += N) *to += unbordered<N>(x + i * H * W, dy + o * OY * OX);

@@ -1,7 +1,7 @@
 """The operations that native code is made of: one class each, which says its C++ type and emits its two calls."""
 
 from fedbraid_native.ops.base import (
-    PIECE,
+    SEQ_TILE,
     WIDE_ROWS,
     WIDE_TILES,
     CallContext,
@@ -54,8 +54,8 @@ from fedbraid_native.ops.shapes import Cat, Expand, Mean, Permute, Slice
 from fedbraid_native.ops.unbatched import Detach, LoadParam, Matmul, Sum
 
 __all__ = [
-    "PIECE",
     "RNN",
+    "SEQ_TILE",
     "WIDE_ROWS",
     "WIDE_TILES",
     "AdaptiveAvgPool2d",

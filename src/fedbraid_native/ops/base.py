@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 Shape = tuple[int, ...]
-PIECE = 64  # blocks of a sequence whose weights' gradient is taken at a time, as in kernels.hpp
-WIDE_ROWS = 64  # numbers of a row from which samples may be taken as rows, as in rows.hpp
-WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay, as in images.hpp
+SEQ_TILE = 64  # packs of a sequence whose weights' gradient is taken at a time, given to the kernels by the same name
+WIDE_ROWS = 64  # numbers of a row from which samples may be taken as rows
+WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay: their weights are many
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,8 @@ class CallContext(Protocol):
     def out(self) -> str: ...
     @property
     def grad_out(self) -> str: ...
-    @property
-    def saved(self) -> str: ...
-    @property
-    def workspace(self) -> str: ...
+    def saved(self, k: int = 0) -> str: ...  # the k-th array that the forward pass saves
+    def workspace(self, k: int | None = None) -> str: ...  # the k-th of the workspace, or all, with commas
     def input(self, i: int = 0) -> str: ...
     def grad_input(self, i: int = 0) -> str: ...  # "nullptr" where nobody asks for it
     def accumulate(self, i: int = 0) -> str: ...  # whether dx holds another operation's share already
@@ -85,15 +83,15 @@ class Op:
         return True
 
     @property
-    def saved_size(self) -> int:
-        """What the forward pass saves for the backward pass, in vectors per block."""
-        return 0
+    def saved(self) -> Shape:
+        """The sizes of the arrays that the forward pass saves for the backward pass, in vectors per pack."""
+        return ()
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        """Room that a call needs for itself, in vectors."""
-        return 0
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        """The sizes of the arrays that a call needs for itself, in vectors."""
+        return ()
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         raise NotImplementedError
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -111,13 +109,13 @@ class Op:
         """
         return None if self.has_trainable_weights else iter(())
 
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        """That the room made here is what the kernels take."""
-        return iter(())
-
     def _trained(self) -> str:
         """Whether the weight is trained, and the bias, as two arguments."""
         return ", ".join(flag(w is not None and w.trained) for w in self.weights)
+
+
+def round_up(n: int, lanes: int) -> int:
+    return -(-n // lanes) * lanes
 
 
 def flag(value: object) -> str:

@@ -18,7 +18,7 @@ class Unary(Op):
     backward_needs_input: ClassVar[bool] = False
     backward_needs_output: ClassVar[bool] = True
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Unary<{self.function}, {self.n}>"
 
 
@@ -29,7 +29,7 @@ class Add(Op):
     n: int
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Add<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -50,7 +50,7 @@ class AffineScalar(Op):
     b: float = 0.0
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"AffineScalar<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -66,7 +66,7 @@ class Mul(Op):
 
     n: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Mul<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -85,7 +85,7 @@ class Div(Op):
     n: int
     backward_needs_output: ClassVar[bool] = True
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Div<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -105,7 +105,7 @@ class AddParam(Op):
     rows: int
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"AddParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -123,7 +123,7 @@ class MulParam(Op):
     n: int
     rows: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"MulParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -141,7 +141,7 @@ class ExpandParam(Op):
 
     n: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"ExpandParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -160,7 +160,7 @@ class MaskedFill(Op):
     rows: int
     value: float
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"MaskedFill<{self.n}>"
 
     def _mask(self, at: CallContext) -> str:
@@ -184,7 +184,7 @@ class Where(Op):
 
     n: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Where<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -203,7 +203,7 @@ class MinMax(Op):
     n: int
     larger: bool
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"MinMax<{self.n}, {flag(self.larger)}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -225,7 +225,7 @@ class Amax(Op):
     shared: bool
     backward_needs_output: ClassVar[bool] = True
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Amax<{self.outer}, {self.dim}, {self.inner}, {flag(self.shared)}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
@@ -241,7 +241,7 @@ class CompareScalar(Op):
     how: str  # = ! < > l g, the last two for at most and at least
     is_differentiable: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"CompareScalar<{self.n}, '{self.how}'>"
 
     def forward(self, L: str, at: CallContext) -> str:

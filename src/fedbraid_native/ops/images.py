@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from fedbraid_native.ops.base import WIDE_TILES, CallContext, Op, flag, number
+from fedbraid_native.ops.base import WIDE_TILES, CallContext, Op, Shape, flag, number, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,11 @@ class Conv2d(Op):
         return self.groups == 1
 
     @property
-    def _tile(self) -> int:
-        """How wide the tiles are by which it goes, 0 if by none, as in images.hpp."""
+    def tile(self) -> int:
+        """How wide the tiles are by which it goes (Winograd's algorithm), 0 if by none.
+
+        Not for few channels, nor where many of a tile's outputs fall outside the image.
+        """
         if self.kernel != (3, 3) or self.stride != (1, 1) or max(self.padding) > 2 or min(self.i, self.o) < 8:
             return 0
         if self.dilation != (1, 1):
@@ -45,45 +48,53 @@ class Conv2d(Op):
         tile = 4 if self.i * self.o <= WIDE_TILES and 10 * places(4) < 9 * places(2) else 2
         return tile if 18 * (2 * math.prod(there) + math.prod(back)) >= 3 * places(tile) else 0
 
+    def _panel(self, lanes: int) -> int:
+        """Tiles of a panel, whose places of all channels fit into 576 kB."""
+        if not (tile := self.tile):
+            return 0
+        most = 147456 // lanes // (tile + 2) ** 2 // (self.i + self.o) // 4 * 4
+        return max(8 if tile == 2 else 4, min(64, most))
+
     @property
-    def _kept(self) -> int:
+    def bordered(self) -> int:
+        """The size of an input with its border, where there is one and it is saved."""
         (py, px) = self.padding
-        bordered = (py or px) and not self._tile
-        return self.i * (self.h + 2 * py) * (self.w + 2 * px) if bordered else 0
+        return self.i * (self.h + 2 * py) * (self.w + 2 * px) if (py or px) and not self.tile else 0
 
     @property
-    def saved_size(self) -> int:
-        return self._kept * self.groups * self.rows
+    def saved(self) -> Shape:
+        return (self.bordered * self.groups * self.rows,)
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        if tile := self._tile:
-            places, inputs, both = (tile + 2) ** 2, -(-self.i // lanes) * lanes, self.i + self.o
-            panel = max(8 if tile == 2 else 4, min(64, 147456 // lanes // places // both // 4 * 4))
-            return places * (self.o * inputs + 16) // lanes + places * ((inputs + self.o) * panel + 4)
-        weights = self.o * self.i * math.prod(self.kernel)
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        if tile := self.tile:
+            places, inputs, panel = (tile + 2) ** 2, round_up(self.i, lanes), self._panel(lanes)
+            weights = places * (self.o * inputs + 16) // lanes  # with a gap between the places'
+            return weights, places * (inputs * panel + 2), places * (self.o * panel + 2)
         far = [n + d * (k - 1) for n, d, k in zip((self.h, self.w), self.dilation, self.kernel)]
-        return weights // lanes + 1 + self.o * math.prod(far)
+        return self.o * self.i * math.prod(self.kernel) // lanes + 1, self.o * math.prod(far), 0
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         numbers = (self.i, self.h, self.w, self.o, *self.kernel, *self.stride, *self.padding)
-        more = () if self.dilation == (1, 1) else self.dilation
+        more = (*self.dilation, self.tile, self._panel(lanes))
         return f"Conv2d<{', '.join(map(str, (*numbers, *more)))}>"
 
     def forward(self, L: str, at: CallContext) -> str:
-        x, w, b, y, kept, loop, nb = self._where(L, at.input(), at.weight(0), at.weight(1), at.out, at.saved)
-        return f"{loop}{L}::forward({x}, {w}, {b}, {y}, {kept}, {at.workspace}, {nb});"
+        x, w, b, y, kept, loop, nb = self._where(
+            L, at.input(), at.weight(0), at.weight(1), at.out, at.saved()
+        )
+        return f"{loop}{L}::forward({x}, {w}, {b}, {y}, {kept}, {at.workspace()}, {nb});"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         x, dw, db, dy, kept, loop, nb = self._where(
-            L, at.input(), at.grad_weight(0), at.grad_weight(1), at.grad_out, at.saved
+            L, at.input(), at.grad_weight(0), at.grad_weight(1), at.grad_out, at.saved()
         )
         if (dw, db) != ("nullptr", "nullptr"):
-            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {at.workspace}, {nb}, add);"
+            yield f"{loop}{L}::backward_weight({x}, {dy}, {dw}, {db}, {kept}, {at.workspace()}, {nb}, add);"
         if at.grad_input() != "nullptr":
             dx, w, _, dy, _, loop, nb = self._where(
-                L, at.grad_input(), at.weight(0), "nullptr", at.grad_out, at.saved
+                L, at.grad_input(), at.weight(0), "nullptr", at.grad_out, at.saved()
             )
-            yield f"{loop}{L}::backward_input<{at.accumulate()}>({dy}, {w}, {dx}, {at.workspace}, {nb});"
+            yield f"{loop}{L}::backward_input<{at.accumulate()}>({dy}, {w}, {dx}, {at.workspace()}, {nb});"
 
     def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
         if self.rows > 1:
@@ -91,9 +102,7 @@ class Conv2d(Op):
         loop = (
             f"for (int n = 0; n < nb; n++) for (int k = n * {self.groups}; k < (n + 1) * {self.groups}; k++) "
         )
-        each = (
-            f"{at.input()} + k * {L}::in_size, {at.grad_out} + k * {L}::out_size, {at.saved} + k * {L}::kept"
-        )
+        each = f"{at.input()} + k * {L}::in_size, {at.grad_out} + k * {L}::out_size, {at.saved()} + k * {self.bordered}"
         return iter([f"{loop}Squares<{L}>::of({each}, squares + n, {self._trained()});"])
 
     def _where(self, L: str, x: str, w: str, b: str, y: str, kept: str) -> tuple[str, ...]:
@@ -104,11 +113,15 @@ class Conv2d(Op):
         loop = f"for (int n = 0; n < {nb}; n++) for (int s = 0, k = n * {self.groups}; s < {self.groups}; s++, k++) "
         each = [f"{x} + k * {L}::in_size", f"{w} + s * {L}::weights", f"{b} + s * {self.o}"]
         each = ["nullptr" if at.startswith("nullptr") else at for at in each]
-        return each[0], each[1], each[2], f"{y} + k * {L}::out_size", f"{kept} + k * {L}::kept", loop, "1"
-
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
-        yield f"{L}::kept == {self._kept}"
+        return (
+            each[0],
+            each[1],
+            each[2],
+            f"{y} + k * {L}::out_size",
+            f"{kept} + k * {self.bordered}",
+            loop,
+            "1",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +136,7 @@ class Pool2d(Op):
     padding: tuple[int, int] = (0, 0)
     beyond: tuple[int, int] = (0, 0)  # how far the last windows reach out
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         numbers = (self.c, self.h, self.w, *self.kernel, *self.stride, *self.padding, *self.beyond)
         return f"Pool2d<{', '.join(map(str, numbers))}>"
 
@@ -153,7 +166,7 @@ class ConvMaxPool2d(Conv2d):
     def suits(cls, conv: Conv2d, pool: MaxPool2d) -> bool:
         """Whether a convolution of an input and a pooling of what it gives are one."""
         whole = pool.kernel == pool.stride and pool.padding == pool.beyond == (0, 0)
-        return conv.groups == conv.rows == 1 and not conv._tile and whole
+        return conv.groups == conv.rows == 1 and not conv.tile and whole
 
     @classmethod
     def of(cls, conv: Conv2d, pool: MaxPool2d) -> ConvMaxPool2d:
@@ -161,30 +174,30 @@ class ConvMaxPool2d(Conv2d):
         return cls(**given | {"output": pool.output}, pool=pool)
 
     @property
-    def saved_size(self) -> int:
+    def saved(self) -> Shape:
+        """Inputs with their borders, and which place of each window was the largest, a byte each."""
         pooled = [(n - k) // k + 1 for n, k in zip((self.pool.h, self.pool.w), self.pool.kernel)]
-        return self._kept + (self.o * math.prod(pooled) + 3) // 4
+        return self.bordered, (self.o * math.prod(pooled) + 3) // 4
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        taps = self.i * math.prod(self.kernel)
-        return self.o * taps // lanes + 1 + min(12, self.o) * (self.pool.h * self.pool.w + taps)
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        taps, some = (
+            self.i * math.prod(self.kernel),
+            min(12, self.o),
+        )  # channels at a time, as a tile may have
+        return self.o * taps // lanes + 1, some * self.pool.h * self.pool.w, some * taps
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         taps, rectify = math.prod(self.kernel), flag(self.pool.rectify)
-        return f"ConvMaxPool2d<{super().cpp_type()}, {self.pool.cpp_type()}, {self.i}, {taps}, {rectify}>"
+        return f"ConvMaxPool2d<{super().cpp_type(lanes)}, {self.pool.cpp_type(lanes)}, {self.i}, {taps}, {rectify}>"
 
     def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.saved}, {at.workspace}, nb);"
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.saved(0)}, {at.saved(1)}, {at.workspace()}, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward({at.input()}, {at.grad_out}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.saved}, {at.workspace}, nb, add);"
+        yield f"{L}::backward({at.input()}, {at.grad_out}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.saved(0)}, {at.saved(1)}, {at.workspace()}, nb, add);"
 
     def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::squares({at.input()}, {at.grad_out}, {at.saved}, {at.workspace}, squares, nb, {self._trained()});"
-
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
-        yield f"{L}::kept == {self.saved_size}"
+        yield f"{L}::squares({at.input()}, {at.grad_out}, {at.saved(0)}, {at.saved(1)}, {at.workspace()}, squares, nb, {self._trained()});"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,25 +221,22 @@ class ConvTranspose2d(Op):
     conv: Conv2d  # from the output to the input
 
     @property
-    def saved_size(self) -> int:
-        return self.conv.saved_size
+    def saved(self) -> Shape:
+        return self.conv.saved
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        return self.conv.workspace_size(lanes, blocks)
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        return self.conv.workspace(lanes, packs)
 
-    def cpp_type(self) -> str:
-        return f"ConvTranspose2d<{self.conv.cpp_type()}, {self.conv.i}>"
+    def cpp_type(self, lanes: int) -> str:
+        return f"ConvTranspose2d<{self.conv.cpp_type(lanes)}, {self.conv.i}>"
 
     def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.workspace}, nb);"
+        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {at.workspace()}, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         add = at.accumulate() if at.grad_input() != "nullptr" else "false"
-        to = f"{at.grad_input()}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.saved}, {at.workspace}, nb, add"
+        to = f"{at.grad_input()}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.saved()}, {at.workspace()}, nb, add"
         yield f"{L}::backward<{add}>({at.input()}, {at.weight(0)}, {at.grad_out}, {to});"
-
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        yield from self.conv.size_checks(f"{self.conv.cpp_type()}", at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +249,7 @@ class AdaptiveAvgPool2d(Op):
     out: tuple[int, int]
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"AdaptiveAvgPool2d<{self.c}, {self.h}, {self.w}, {self.out[0]}, {self.out[1]}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
@@ -257,7 +267,7 @@ class ConstantPad2d(Op):
     out: tuple[int, int]
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"ConstantPad2d<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
@@ -278,7 +288,7 @@ class Im2colDepth(Op):
     dilation: int
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         numbers = (
             self.c,
             self.d,
@@ -306,24 +316,24 @@ class GroupNorm(Op):
     rows: int = 1
 
     @property
-    def saved_size(self) -> int:
-        return 2 * self.groups * self.rows
+    def saved(self) -> Shape:
+        return (2 * self.groups * self.rows,)
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        return 2 * self.c
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        return (2 * self.c,)
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"GroupNorm<{self.c}, {self.each}, {self.groups}>"
 
     def forward(self, L: str, at: CallContext) -> str:
-        rest = f"{at.saved}, {number(self.eps)}, nb * {self.rows}"
+        rest = f"{at.saved()}, {number(self.eps)}, nb * {self.rows}"
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.weight(1)}, {at.out}, {rest});"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         wanted = at.grad_input() != "nullptr"
         flags = f"{at.accumulate() if wanted else 'false'}, {flag(wanted)}"
-        rest = f"{at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.workspace}, nb * {self.rows}, add"
-        yield f"{L}::backward<{flags}>({at.input()}, {at.weight(0)}, {at.saved}, {rest});"
+        rest = f"{at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, {at.grad_weight(1)}, {at.workspace()}, nb * {self.rows}, add"
+        yield f"{L}::backward<{flags}>({at.input()}, {at.weight(0)}, {at.saved()}, {rest});"
 
     def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
         if not all(w is not None and w.trained for w in self.weights):
@@ -332,15 +342,11 @@ class GroupNorm(Op):
 
     def _squares(self, L: str, at: CallContext) -> Iterator[str]:
         step = self.rows * self.c * self.each
-        given = f"{at.input()} + n * {step}, {at.weight(0)}, {at.saved} + n * {self.saved_size}, {at.grad_out} + n * {step}"
+        given = f"{at.input()} + n * {step}, {at.weight(0)}, {at.saved()} + n * {self.saved[0]}, {at.grad_out} + n * {step}"
         yield (
-            f"for (int n = 0; n < nb; n++) {L}::backward<false, false>({given}, nullptr, nullptr, nullptr, {at.workspace},"
-            f" {self.rows}, false), squares[n] += square_sum({at.workspace}, {L}::sums);"
+            f"for (int n = 0; n < nb; n++) {L}::backward<false, false>({given}, nullptr, nullptr, nullptr, {at.workspace()},"
+            f" {self.rows}, false), squares[n] += square_sum({at.workspace()}, {2 * self.c});"
         )
-
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::sums == {self.workspace_size(at.simd_width, at.packs)}"
-        yield f"{L}::kept * {self.rows} == {self.saved_size}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,22 +360,19 @@ class BatchNorm(Op):
     is_batch_dependent: ClassVar[bool] = True
 
     @property
-    def saved_size(self) -> int:
-        return 3 * self.c
+    def saved(self) -> Shape:
+        return (3 * self.c,)
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"BatchNorm<{self.c}, {self.each}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         weights = ", ".join(at.weight(k) for k in range(4))
-        return f"{L}::forward({at.input()}, {weights}, {at.out}, {at.saved}, {number(self.eps)}, key, samples, nb);"
+        return f"{L}::forward({at.input()}, {weights}, {at.out}, {at.saved()}, {number(self.eps)}, key, samples, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         wanted = at.grad_input() != "nullptr"
         flags = f"{at.accumulate() if wanted else 'false'}, {flag(wanted)}"
         grads = ", ".join(at.grad_weight(k) for k in range(4))
-        given = f"{at.input()}, {at.weight(0)}, {at.weight(2)}, {at.weight(3)}, {at.saved}, {at.grad_out}, {at.grad_input()}"
+        given = f"{at.input()}, {at.weight(0)}, {at.weight(2)}, {at.weight(3)}, {at.saved()}, {at.grad_out}, {at.grad_input()}"
         yield f"{L}::backward<{flags}>({given}, {grads}, {number(self.momentum)}, samples, nb, add);"
-
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::kept == {self.saved_size}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedbraid_native.ops.base import CallContext, Op, number
+from fedbraid_native.ops.base import CallContext, Op, Shape, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +20,19 @@ class CrossEntropyLoss(Op):
     skip: int
 
     @property
-    def saved_size(self) -> int:
-        return self.t
+    def saved(self) -> Shape:
+        return (self.t,)
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"CrossEntropyLoss<{self.c}, {self.t}, {self.steps[0]}, {self.steps[1]}, {self.skip}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}"
-        return f"{L}::forward({given}, {at.out}, {at.saved}, {number(self.smooth)}, nb);"
+        return f"{L}::forward({given}, {at.out}, {at.saved()}, {number(self.smooth)}, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         if at.grad_input() != "nullptr":
-            given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}, {at.saved}, {at.grad_out}"
+            given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}, {at.saved()}, {at.grad_out}"
             yield f"{L}::backward<{at.accumulate()}>({given}, {at.grad_input()}, {number(self.smooth)}, nb);"
 
 
@@ -46,7 +46,7 @@ class Gather(Op):
     inner: int
     skip: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Gather<{self.outer}, {self.n}, {self.k}, {self.inner}, {self.skip}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -65,5 +65,5 @@ class OneHot(Op):
     c: int
     is_differentiable: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"OneHot<{self.n}, {self.c}>"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedbraid_native.ops.base import CallContext, Op, number
+from fedbraid_native.ops.base import CallContext, Op, Shape, number
 from fedbraid_native.ops.elementwise import Unary
 
 
@@ -27,21 +27,21 @@ class RMSNorm(Op):
     eps: float
 
     @property
-    def saved_size(self) -> int:
-        return self.rows
+    def saved(self) -> Shape:
+        return (self.rows,)
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        return self.n
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        return (self.n,)
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"RMSNorm<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
-        rest = f"{at.out}, {at.saved}, {number(self.eps)}, nb * {self.rows}"
+        rest = f"{at.out}, {at.saved()}, {number(self.eps)}, nb * {self.rows}"
         return f"{L}::forward({at.input()}, {at.weight(0)}, {rest});"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        rest = f"{at.saved}, {at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, {at.workspace}, nb * {self.rows}, add"
+        rest = f"{at.saved()}, {at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, {at.workspace()}, nb * {self.rows}, add"
         add = at.accumulate() if at.grad_input() != "nullptr" else "false"
         yield f"{L}::backward<{add}>({at.input()}, {at.weight(0)}, {rest});"
 
@@ -57,7 +57,7 @@ class Softmax(Op):
     backward_needs_input: ClassVar[bool] = False
     backward_needs_output: ClassVar[bool] = True
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"{'LogSoftmax' if self.log else 'Softmax'}<{self.n}, {self.inner}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -76,7 +76,7 @@ class Dropout(Op):
     p: float
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Dropout<{self.n}, {self.each}, {self.output}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -122,13 +122,13 @@ class ScaledDotProductAttention(Op):
     each: bool = False
 
     @property
-    def saved_size(self) -> int:
-        return self.heads * self.t * self.s
+    def saved(self) -> Shape:
+        return (self.heads * self.t * self.s,)
 
-    def workspace_size(self, lanes: int, blocks: int) -> int:
-        return 2 * self.t * self.s
+    def workspace(self, lanes: int, packs: int) -> Shape:
+        return self.t * self.s, self.t * self.s
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         sizes = (self.t, self.s, self.d, self.e, self.heads, *self.where, self.output)
         return f"ScaledDotProductAttention<{', '.join(map(str, sizes))}>"
 
@@ -138,7 +138,7 @@ class ScaledDotProductAttention(Op):
     def forward(self, L: str, at: CallContext) -> str:
         absent = at.input(3) if len(self.inputs) > 3 else "nullptr"
         mask = f"{at.weight(0)}, {self.t * self.s if self.each else 0}"
-        rest = f"{at.out}, {at.saved}, {at.workspace}, key, {number(self.scale)}, {_drop(self.p)}, nb"
+        rest = f"{at.out}, {at.saved()}, {at.workspace(0)}, key, {number(self.scale)}, {_drop(self.p)}, nb"
         return f"{L}::forward({self._given(at)}, {mask}, {absent}, {rest});"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
@@ -149,7 +149,7 @@ class ScaledDotProductAttention(Op):
             for i in range(3)
         ]
         add = ", ".join(self._add(at, i) for i in range(3))
-        rest = f"{at.saved}, {at.workspace}, key, {number(self.scale)}, {_drop(self.p)}, nb"
+        rest = f"{at.saved()}, {at.workspace()}, key, {number(self.scale)}, {_drop(self.p)}, nb"
         yield f"{L}::backward<{add}>({self._given(at)}, {at.grad_out}, {', '.join(to)}, {rest});"
 
     def _add(self, at: CallContext, i: int) -> str:
@@ -160,9 +160,6 @@ class ScaledDotProductAttention(Op):
             if self.inputs[j] == self.inputs[i] and self.where[j].start != self.where[i].start
         ]
         return at.accumulate(beside[0] if beside else i)
-
-    def size_checks(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::kept == {self.saved_size} && {L}::scratch == {self.workspace_size(at.simd_width, at.packs)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +173,7 @@ class BatchMatmul(Op):
     a: tuple[int, int, int]  # steps of count, m and k
     b: tuple[int, int, int]  # of count, n and k
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Products<{', '.join(map(str, (self.count, self.m, self.n, self.k, *self.a, *self.b)))}>"
 
     def forward(self, L: str, at: CallContext) -> str:

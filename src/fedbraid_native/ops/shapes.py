@@ -22,7 +22,7 @@ class Slice(Op):
     step: int = 1
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         numbers = (self.outer, self.dim, self.inner, self.start, self.count, self.step)
         return f"Slice<{', '.join(map(str, numbers))}>"
 
@@ -39,7 +39,7 @@ class Cat(Op):
     b: int
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Cat<{self.outer}, {self.a}, {self.b}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -60,7 +60,7 @@ class Permute(Op):
     rows: int = 1
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         steps = [math.prod(self.sizes[d + 1 :]) for d in self.order]
         sizes = [self.sizes[d] for d in self.order]
         pad = 4 - len(sizes)
@@ -83,7 +83,7 @@ class Mean(Op):
     scale: float
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -102,7 +102,7 @@ class Expand(Op):
     inner: int
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
 
     def forward(self, L: str, at: CallContext) -> str:

@@ -19,7 +19,7 @@ class LoadParam(Op):
 
     n: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"LoadParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -41,7 +41,7 @@ class Sum(Op):
     spread: bool = False
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Sums<{self.outer}, {self.dim}, {self.inner}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -61,7 +61,7 @@ class Matmul(Op):
     k: int
     n: int
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"Matmul<{self.m}, {self.k}, {self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
@@ -81,7 +81,7 @@ class Detach(Op):
     n: int
     is_differentiable: ClassVar[bool] = False
 
-    def cpp_type(self) -> str:
+    def cpp_type(self, lanes: int) -> str:
         return f"AffineScalar<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:

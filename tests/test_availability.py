@@ -42,10 +42,10 @@ def test_here_is_who_the_table_says(period):
     table = {0: [[0, 10]], 1: [[5, 20], [30, 40]], 3: [[22, 24.5]]}
     when = availability(table, period=period)
     for t in [*np.arange(0, 45, 0.5), *np.arange(45, 120, 7.5)]:
-        assert when.here(5, t).tolist() == [c for c in range(5) if naive(table, period, c, t)], t
-        coming = when.coming(5, t)
+        assert when.available(5, t).tolist() == [c for c in range(5) if naive(table, period, c, t)], t
+        coming = when.next_start(5, t)
         later = np.arange(t + 0.5, t + (1001 if period else 50), 0.5)
-        comes = (u for u in later if set(when.here(5, u)) - set(when.here(5, u - 0.5)))
+        comes = (u for u in later if set(when.available(5, u)) - set(when.available(5, u - 0.5)))
         assert coming <= next(comes, math.inf)
         if t > 40 and period is None:
             assert coming == math.inf
@@ -60,7 +60,7 @@ def test_idle_clients_are_those_who_are_there_and_have_no_job(period):
     pool, busy, draw = Reachable(5, when), set(), np.random.default_rng(0)
     for t in np.arange(0, 150, 0.25):
         pool.move(t)
-        assert sorted(pool.free) == [c for c in when.here(5, t) if c not in busy], t
+        assert sorted(pool.free) == [c for c in when.available(5, t) if c not in busy], t
         if pool.free and draw.random() < 0.3:
             busy.add(pool.take(draw.random()))
         elif busy and draw.random() < 0.3:
@@ -82,8 +82,13 @@ def test_jobs_end_are_lost_or_rest():
 
 def test_a_span_goes_on_where_the_period_begins_again():
     night = availability({0: [[20, 28]]}, period=24)
-    assert night.here(1, 2).tolist() == night.here(1, 23).tolist() == night.here(1, 240 + 22).tolist() == [0]
-    assert night.here(1, 5).tolist() == []
+    assert (
+        night.available(1, 2).tolist()
+        == night.available(1, 23).tolist()
+        == night.available(1, 240 + 22).tolist()
+        == [0]
+    )
+    assert night.available(1, 5).tolist() == []
     assert night.ends(0, 22, 5) == (27, True)
     assert night.ends(0, 240 + 1, 5) == (244, False)
     always = availability({0: [[3, 40]]}, period=24)
@@ -93,15 +98,15 @@ def test_a_span_goes_on_where_the_period_begins_again():
 
 def test_rows_are_dealt_and_begin_again():
     when = availability({5: [[0, 1]], 9: [[1, 2]]}, deal=True)
-    assert when.here(5, 0).tolist() == [0, 2, 4]
-    assert when.here(5, 1).tolist() == [1, 3]
-    assert when.here(1, 1).tolist() == []
+    assert when.available(5, 0).tolist() == [0, 2, 4]
+    assert when.available(5, 1).tolist() == [1, 3]
+    assert when.available(1, 1).tolist() == []
     assert {c for t, comes, c in when.changes(5) if comes and t == 1} == {1, 3}
     assert fb.rounds(1, clients=2, availability=when).caution(5) is None
 
 
 def test_who_is_never_there_is_said_once():
-    assert "2 of 5 clients are never there" in fb.rounds(
+    assert "2 of 5 clients are never available" in fb.rounds(
         1, availability=availability(TABLE), clients=2
     ).caution(5)
     assert "2 of 5" in fb.buffered(1, availability=availability(TABLE)).caution(5)
@@ -198,12 +203,12 @@ def test_a_long_night_takes_no_time_to_simulate(arrivals):
 @pytest.mark.parametrize("schedule", [fb.rounds(9, clients=1), fb.buffered(9, 1, 1), fb.buffered(9, 1, 1, arrivals="closed")])  # fmt: skip
 def test_nobody_left_and_jobs_nobody_can_finish_are_told(schedule):
     gone = replace(schedule, availability=availability({0: [[0, 3]]}), durations=clock.constant(1.0))
-    with pytest.raises(fb.FedbraidError, match="nobody can be reached after time"):
+    with pytest.raises(fb.FedbraidError, match="no client is available after time"):
         ticks(gone, 1)
     short = replace(
         schedule, availability=availability({0: [[0, 3]]}, period=5), durations=clock.constant(4.0)
     )
-    with pytest.raises(fb.FedbraidError, match=r"tries|in a row were lost"):
+    with pytest.raises(fb.FedbraidError, match=r"attempts|in a row were lost"):
         ticks(short, 1)
 
 
@@ -244,7 +249,7 @@ def test_an_availability_prints_as_it_can_be_read_again(tmp_path):
         again = evaluate(repr(when), SCHEDULES, "availability")
         assert again == when
         assert hash(again) == hash(when)
-        assert again.here(9, 3.0).tolist() == when.here(9, 3.0).tolist()
+        assert again.available(9, 3.0).tolist() == when.available(9, 3.0).tolist()
     links = clock.devices("phones")
     assert evaluate(repr(links), SCHEDULES, "bandwidth") == links
     took = clock.measured({3: [1.0, 2.0], 1: [4.0]})
@@ -258,14 +263,14 @@ def test_an_availability_prints_as_it_can_be_read_again(tmp_path):
         ({0: [[5, 3]]}, {}, "from 5 to 3"),
         ({0: [[-1, 3]]}, {}, "from -1 to 3"),
         ({0: [["1", 3]]}, {}, "from '1' to 3"),
-        ({0: [[1, 3, 5]]}, {}, "no table"),
-        ({0: [1, 3]}, {}, "no table"),
-        ({-1: [[1, 3]]}, {}, "-1 is no client's number"),
-        ({"x": [[1, 3]]}, {}, "no table"),
-        ({0: [[1, 3], [2, 4]]}, {}, "client 0 twice there at time 2"),
+        ({0: [[1, 3, 5]]}, {}, "is not a table"),
+        ({0: [1, 3]}, {}, "is not a table"),
+        ({-1: [[1, 3]]}, {}, "-1 is not a client's number"),
+        ({"x": [[1, 3]]}, {}, "is not a table"),
+        ({0: [[1, 3], [2, 4]]}, {}, "overlapping spans of client 0 at time 2"),
         ({0: []}, {}, "makes no client available"),
         ({}, {}, "makes no client available"),
-        (7, {}, "no table"),
+        (7, {}, "is not a table"),
         ("no/such.json", {}, "cannot be read"),
         ({0: [[0, 1]]}, {"away": "gone"}, "away must be"),
         ({0: [[0, 1]]}, {"period": 0}, "period must be"),
@@ -290,7 +295,7 @@ def test_what_cannot_go_with_an_availability_is_refused(blobs):
         fb.rounds(1, clients=[[0]], availability=when)
     with pytest.raises(fb.FedbraidError, match="requires durations="):
         fb.buffered(1, durations=clock.constant(0), availability=when)
-    with pytest.raises(fb.FedbraidError, match="says no times"):
+    with pytest.raises(fb.FedbraidError, match="is not an availability"):
         fb.rounds(1, availability={0: [[0, 1]]})
     private = fb.private(fb.fedavg(), clip=1.0, noise=1.0)
     with pytest.raises(fb.FedbraidError, match="sampling='poisson'"):
@@ -311,10 +316,10 @@ def test_the_phones_ship_with_their_licence_in_a_hundred_kilobytes():
 
 def test_phones_are_there_at_night():
     phones = availability("phones")
-    hours = [len(phones.here(1500, h * 3600)) for h in range(24)]
+    hours = [len(phones.available(1500, h * 3600)) for h in range(24)]
     assert max(hours) in hours[:7]
     assert 100 < min(hours) < 0.7 * max(hours) < 600
-    assert [len(phones.here(3000, h * 3600)) for h in (3, 15)] == [2 * hours[3], 2 * hours[15]]
+    assert [len(phones.available(3000, h * 3600)) for h in (3, 15)] == [2 * hours[3], 2 * hours[15]]
 
 
 def test_links_of_phones_are_slow_for_some():
@@ -357,7 +362,7 @@ def test_a_deployments_records_say_who_was_away(tmp_path):
     with pytest.raises(fb.FedbraidError, match=r"metrics\.jsonl cannot be read"):
         clock.from_run(tmp_path / "none")
     (tmp_path / "metrics.jsonl").write_text('{"clients": [1]}\n')
-    with pytest.raises(fb.FedbraidError, match="how long it took"):
+    with pytest.raises(fb.FedbraidError, match="records no durations"):
         clock.from_run(tmp_path)
 
 

@@ -43,16 +43,16 @@ def run(task, select, steps=8, **options):
 def test_a_choice_sees_step_availability_and_last_losses(blobs):
     seen = []
 
-    def select(step, available, losses, sizes, wanted, last_participation):
-        seen.append((step, available.tolist(), losses, sizes.tolist(), wanted, last_participation))
+    def select(step, available, losses, sizes, count, last_participation):
+        seen.append((step, available.tolist(), losses, sizes.tolist(), count, last_participation))
         return available[step % 3 : step % 3 + 2]
 
     result = run(blobs, select)
     last, when = np.full(blobs.clients, np.nan), np.full(blobs.clients, -1)
-    for record, (step, available, losses, sizes, wanted, last_participation) in zip(
+    for record, (step, available, losses, sizes, count, last_participation) in zip(
         result.history, seen, strict=True
     ):
-        assert (step, available, wanted) == (record["step"] - 1, list(range(6)), 2)
+        assert (step, available, count) == (record["step"] - 1, list(range(6)), 2)
         assert sizes == blobs.sizes.tolist()
         np.testing.assert_array_equal(losses, last)
         np.testing.assert_array_equal(last_participation, when)
@@ -94,7 +94,7 @@ def test_a_function_of_ones_own_is_passed_again(blobs, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(blobs, worst, out=tmp_path / "run", callbacks=[Stop()])
-    with pytest.raises(fb.FedbraidError, match=r"a function of your own, worst; pass it again"):
+    with pytest.raises(fb.FedbraidError, match=r"your function worst; pass it again"):
         fb.resume(tmp_path / "run", task=blobs)
 
 
@@ -139,7 +139,7 @@ def test_oort_explores_and_then_takes_the_useful():
     [
         (lambda step, available, losses: [], "at least one client"),
         (lambda step, available, losses: [0, 0], "a client twice"),
-        (lambda step, available, losses: [99], "client 99, who cannot be asked"),
+        (lambda step, available, losses: [99], "client 99, which is not available"),
         (lambda step, available, losses: losses[99], "fails at step 0"),
         (lambda step, available, losses: "ab", "at least one client"),
     ],

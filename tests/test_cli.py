@@ -203,7 +203,7 @@ def test_more_clients_than_there_are_are_not_taken_in_silence(
     call: Call, caplog: pytest.LogCaptureFixture
 ) -> None:
     call("run", "digits", "fedavg", "--clients", "20", "--per-round", "21", "--rounds", "1", "-q")
-    assert "21 clients a round were asked for and there are 20" in caplog.text
+    assert "21 clients per round were requested and there are 20" in caplog.text
     caplog.clear()
     call("run", "digits", "fedavg", "--clients", "20", "--per-round", "20", "--rounds", "1", "-q")
     assert not caplog.text

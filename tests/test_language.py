@@ -134,6 +134,7 @@ CLEAN = (  # files and folders whose names keep to these words; the others are t
     "links/wrappers.py",
     "models",
     "parse.py",
+    "schedule",
     "user_files.py",
 )
 PAGES = [

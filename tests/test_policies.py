@@ -16,12 +16,12 @@ def view(step=0, available=(), **facts):
 @pytest.mark.parametrize(
     ("facts", "decision"),
     [
-        ({"uploads": 2, "pending": 1, "attempts": 1, "wanted": 3}, Wait(3, 10.0)),
-        ({"uploads": 3, "pending": 1, "attempts": 1, "wanted": 3}, Close()),
-        ({"uploads": 2, "pending": 1, "attempts": 1, "wanted": 3, "elapsed": 10.0}, Close()),
-        ({"uploads": 1, "pending": 1, "attempts": 1, "wanted": 3, "elapsed": 10.0}, Wait(3, 10.0)),
-        ({"uploads": 2, "pending": 0, "attempts": 1, "wanted": 3}, Close()),
-        ({"uploads": 1, "pending": 0, "attempts": 1, "wanted": 3}, Wait(3, 10.0)),
+        ({"uploads": 2, "pending": 1, "attempts": 1, "required": 3}, Wait(3, 10.0)),
+        ({"uploads": 3, "pending": 1, "attempts": 1, "required": 3}, Close()),
+        ({"uploads": 2, "pending": 1, "attempts": 1, "required": 3, "elapsed": 10.0}, Close()),
+        ({"uploads": 1, "pending": 1, "attempts": 1, "required": 3, "elapsed": 10.0}, Wait(3, 10.0)),
+        ({"uploads": 2, "pending": 0, "attempts": 1, "required": 3}, Close()),
+        ({"uploads": 1, "pending": 0, "attempts": 1, "required": 3}, Wait(3, 10.0)),
         ({"available": [4], "pending": 0}, Wait(0, 10.0)),  # fewer than the minimum can be asked
     ],
 )
@@ -30,7 +30,7 @@ def test_when_a_round_closes(facts, decision):
 
 
 def test_a_round_fails_only_where_it_is_told_to():
-    late = view(uploads=1, pending=1, attempts=1, wanted=3, elapsed=10.0)
+    late = view(uploads=1, pending=1, attempts=1, required=3, elapsed=10.0)
     assert RoundPolicy(3, 0, limit=10.0, minimum=2, retries=False).next(late) == Fail()
     assert RoundPolicy(3, 0, limit=10.0, minimum=1, retries=False).next(late) == Close()
 
@@ -39,13 +39,13 @@ def test_who_failed_is_replaced_by_as_many_as_are_missing():
     policy = RoundPolicy(4, 7, over_select=1.5)
     first = policy.next(view(available=range(10)))
     assert isinstance(first, Select)
-    assert (len(first.clients), first.wanted) == (6, 4)
-    again = policy.next(view(available=[7, 8, 9], uploads=2, attempts=1, wanted=4))
+    assert (len(first.clients), first.required) == (6, 4)
+    again = policy.next(view(available=[7, 8, 9], uploads=2, attempts=1, required=4))
     assert isinstance(again, Close)  # of the minimum, nobody is pending
     policy = RoundPolicy(4, 7, over_select=1.5, minimum=4)
-    again = policy.next(view(available=[7, 8, 9], uploads=2, attempts=1, wanted=4))
+    again = policy.next(view(available=[7, 8, 9], uploads=2, attempts=1, required=4))
     assert isinstance(again, Select)
-    assert (sorted(again.clients.tolist()), again.wanted) == ([7, 8, 9], 4)
+    assert (sorted(again.clients.tolist()), again.required) == ([7, 8, 9], 4)
 
 
 def test_given_cohorts_wait_for_all_of_them_until_the_time_is_over():
@@ -53,7 +53,7 @@ def test_given_cohorts_wait_for_all_of_them_until_the_time_is_over():
     assert policy.next(view(available=[2, 5])) == Wait(0, 10.0)
     late = policy.next(view(available=[2, 5], elapsed=10.0))
     assert isinstance(late, Select)
-    assert (late.clients.tolist(), late.wanted) == ([5, 2], 3)
+    assert (late.clients.tolist(), late.required) == ([5, 2], 3)
 
 
 @pytest.mark.parametrize("over_select", [1.0, 1.6])
@@ -76,7 +76,7 @@ def test_rounds_event_by_event_are_the_simulators(over_select, timeout):
             for time, i in events:
                 done.append(i)
                 pending = len(first.clients) - len(done)
-                if isinstance(policy.next(_at(tick, time, done, pending, attempts, first.wanted)), Close):
+                if isinstance(policy.next(_at(tick, time, done, pending, attempts, first.required)), Close):
                     break
             attempts += 1
             last = sorted(done) if done else None
@@ -84,7 +84,7 @@ def test_rounds_event_by_event_are_the_simulators(over_select, timeout):
 
 
 def _at(tick, time, done, pending, attempts, wanted):
-    return view(tick.step, elapsed=time, uploads=len(done), pending=pending, attempts=attempts + 1, wanted=wanted)  # fmt: skip
+    return view(tick.step, elapsed=time, uploads=len(done), pending=pending, attempts=attempts + 1, required=wanted)  # fmt: skip
 
 
 def test_buffers_keep_as_many_at_work_as_the_simulator_does():

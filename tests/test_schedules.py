@@ -436,7 +436,7 @@ def test_a_round_that_nobody_came_to_moves_nothing(blobs, tmp_path):
 
 def test_bad_poisson_rounds_are_refused(blobs):
     with pytest.raises(
-        fb.FedbraidError, match=r"7 of 6 clients is a Poisson rate of 1\.17, above 1; ask for at most 6"
+        fb.FedbraidError, match=r"7 of 6 clients is a Poisson rate of 1\.17, above 1; use at most 6"
     ):
         fb.simulate(blobs, fb.fedavg(), fb.Work(), fb.rounds(1, clients=7, sampling="poisson"))
     with pytest.raises(fb.FedbraidError, match="unknown sampling 'poison'; did you mean 'poisson'"):

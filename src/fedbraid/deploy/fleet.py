@@ -163,7 +163,7 @@ class Fleet:
         clients, versions = (
             np.array([getattr(a, k) for a in self.closed], np.int64) for k in ("client", "version")
         )
-        selected = None if seen is None else seen.asked.get(t, [])
+        selected = None if seen is None else seen.selected.get(t, [])
         return Tick(
             t, now, clients, versions, np.array([], np.int64), frozenset(waiting), self.late, intervals=intervals,
             selected=selected,
@@ -275,7 +275,7 @@ class Fleet:
     def _ask(self, selection: Select) -> None:
         clients = selection.clients.tolist()
         self.open.asked += [c for c in clients if c not in self.open.asked]
-        self.open.wanted, self.open.attempts = selection.wanted, self.open.attempts + 1
+        self.open.wanted, self.open.attempts = selection.required, self.open.attempts + 1
         has = {a.client for a in self._counted()} if isinstance(self.schedule, Rounds) else set()
         nodes = {n.client: n for n in self.table.members}
         self.orders.train([nodes[c] for c in clients if c not in has], self.state, time.monotonic())

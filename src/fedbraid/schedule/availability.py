@@ -1,4 +1,4 @@
-"""When clients can be reached: spans of time by client, from a table, a file, or the phones that come with the package."""
+"""When clients can be reached: intervals of time by client, from a table, a file, or the bundled trace of phones."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ MOST = 10**7  # clients that a table may name
 class availability:
     """When each client can be reached: `{client: [[start, end], …]}`, a JSON file of it (or .json.gz), or "phones".
 
-    An end of None is for good; a client that is not named is never there. `deal=True` gives client i the i-th row
-    instead, and begins with the first again when there are more clients than rows. A job whose client goes away is
-    "lost" at that moment, or with `away="delayed"` rests until the client is back. After a `period` all begins again:
-    spans are taken modulo it. "phones" are 1,500 real ones, dealt, in seconds with a period of a day.
+    An end of None means forever; a client that is not listed is never available. `deal=True` assigns client i the
+    i-th row instead, and starts again with the first if there are more clients than rows. A job whose client
+    disconnects is "lost" at that moment, or with `away="delayed"` pauses until the client is back. With a `period` all
+    intervals repeat: they are folded modulo it. "phones" is the trace of 1,500 real phones, dealt, in seconds with a
+    period of a day.
     """
 
     source: str | tuple[tuple[int, tuple[tuple[float, float | None], ...]], ...]
     away: str = "lost"
     period: float | None = None
     deal: bool = False
-    digest: str = ""  # of a file's bytes: a run that goes on is told when they are others
+    digest: str = ""  # of a file's bytes: resuming a run is refused if they changed
     _rows: dict[int, Row] = field(init=False, repr=False, compare=False)
     _owners: Ints = field(init=False, repr=False, compare=False)
     _spans: Floats = field(init=False, repr=False, compare=False)
@@ -59,35 +60,35 @@ class availability:
         one_of("away", away, ("lost", "delayed"))
         if period is not None:
             number("period", period, "(0, inf)")
-        kept: Any = source
+        stored: Any = source
         if isinstance(source, str | os.PathLike):
-            kept = os.fspath(source)
-            if kept in SAMPLES:
-                name, usual = SAMPLES[kept]
+            stored = os.fspath(source)
+            if stored in SAMPLES:
+                name, usual = SAMPLES[stored]
                 data, deal = resources.files("fedbraid.schedule").joinpath("files", name).read_bytes(), True
                 period = usual if period is None else period
             else:
-                kept = os.path.abspath(kept)
-                data = _bytes(kept)
-            found = hashlib.sha256(data).hexdigest()[:16]
-            if digest and digest != found:
+                stored = os.path.abspath(stored)
+                data = _bytes(stored)
+            actual = hashlib.sha256(data).hexdigest()[:16]
+            if digest and digest != actual:
                 raise ConfigError(
-                    f"{kept} is not what it was when the run began; restore it, or start a new run"
+                    f"{stored} is not what it was when the run began; restore it, or start a new run"
                 )
-            table, digest = _table(_json(data, kept), kept), found
+            table, digest = _table(_json(data, stored), stored), actual
         else:
             table = _table(source, "availability")
-            kept = tuple(
+            stored = tuple(
                 (client, tuple((s, None if e == math.inf else e) for s, e in row))
                 for client, row in table.items()
             )
-        values = {"source": kept, "away": away, "period": period, "deal": deal, "digest": digest}
+        values = {"source": stored, "away": away, "period": period, "deal": deal, "digest": digest}
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._index(table)
 
     def _index(self, table: dict[int, Row]) -> None:
-        """Rows as they are asked for: folded into the period, and all spans side by side."""
+        """Index the rows: folded into the period, and all spans in one array."""
         rows = {c: _joined(_folded(row, self.period)) for c, row in sorted(table.items())}
         if self.deal:
             rows = dict(enumerate(rows.values()))
@@ -96,9 +97,9 @@ class availability:
         object.__setattr__(self, "_owners", np.array([c for c, _, _ in spans], np.int64))
         object.__setattr__(self, "_spans", np.array([(s, e) for _, s, e in spans]).reshape(-1, 2))
 
-    # Who, and until when ------------------------------------------------------------------------------
+    # Queries ------------------------------------------------------------------------------------------
 
-    def here(self, N: int, now: float) -> Ints:
+    def available(self, N: int, now: float) -> Ints:
         """Which of N clients can be reached now, in order."""
         at = now if self.period is None else now % self.period
         rows: Ints = self._owners[(self._spans[:, 0] <= at) & (at < self._spans[:, 1])]
@@ -108,8 +109,8 @@ class availability:
         on[rows] = True
         return np.flatnonzero(on[np.arange(N) % len(on)])
 
-    def coming(self, N: int, now: float) -> float:
-        """When the next client comes after now; never is infinity."""
+    def next_start(self, N: int, now: float) -> float:
+        """The time after now at which the next client connects; infinity if none does."""
         starts = self._spans[self._owners < N, 0]
         if not len(starts):
             return math.inf
@@ -119,9 +120,9 @@ class availability:
             return float(later.min() + base)
         return math.inf if self.period is None else float(starts.min() + base + self.period)
 
-    def ends(self, client: int, start: float, took: float) -> tuple[float, bool]:
-        """(when a job that a reachable client starts is over, whether it is handed in)."""
-        left, last = took, start
+    def ends(self, client: int, start: float, duration: float) -> tuple[float, bool]:
+        """(when a job that an available client starts ends, whether its upload arrives)."""
+        left, last = duration, start
         for s, e in self._from(client, start):
             begin, last = max(s, start), e
             if begin + left <= e:
@@ -132,37 +133,37 @@ class availability:
         return last, False
 
     def changes(self, N: int) -> Iterator[tuple[float, bool, int]]:
-        """(when, whether it comes or goes, client) in order of time, from the first moment on."""
-        mine = self._owners < N
-        owners, spans = self._owners[mine].tolist(), self._spans[mine].tolist()
+        """(time, whether the client connects rather than disconnects, client) in order of time, from 0 on."""
+        listed = self._owners < N
+        owners, spans = self._owners[listed].tolist(), self._spans[listed].tolist()
         edge = {c for c, row in self._rows.items() if row and (row[0][0], row[-1][1]) == (0, self.period)}
         once = sorted(
-            (t, comes, c)
+            (t, is_start, c)
             for c, (s, e) in zip(owners, spans)
-            for t, comes in ((s, True), (e, False))
-            if t < math.inf and (comes or t != self.period or c not in edge)
+            for t, is_start in ((s, True), (e, False))
+            if t < math.inf and (is_start or t != self.period or c not in edge)
         )
         again = [change for change in once if change[0] or change[2] not in edge]
         laps = count(1) if self.period is not None and again else ()
-        for lap, found in chain([(0, once)], ((lap, again) for lap in laps)):
-            for t, comes, row in found:
+        for lap, edges in chain([(0, once)], ((lap, again) for lap in laps)):
+            for t, is_start, row in edges:
                 for client in range(row, N if self.deal else row + 1, len(self._rows)):
-                    yield t + lap * (self.period or 0.0), comes, client
+                    yield t + lap * (self.period or 0.0), is_start, client
 
     def spans(self, N: int, until: float) -> Iterator[tuple[int, float, float]]:
-        """(client, from, to) of all times that a client can be reached before then."""
+        """(client, start, end) of every interval in which a client is available before `until`."""
         for client in range(N):
             for s, e in takewhile(lambda span: span[0] < until, self._from(client, 0.0)):
                 yield client, s, min(e, until)
 
     def caution(self, N: int) -> str | None:
-        """Who is never there, in a sentence."""
+        """A sentence on clients that are never available, or None."""
         if self.deal or not (missing := N - sum(c < N and bool(row) for c, row in self._rows.items())):
             return None
-        return f"{missing} of {N} clients are never there by this availability; deal=True gives out its rows in order"
+        return f"{missing} of {N} clients are never available; deal=True assigns the rows to clients in order"
 
     def _from(self, client: int, now: float) -> Iterator[tuple[float, float]]:
-        """A client's spans that end after now, joined where the period begins again."""
+        """A client's spans that end after now, joined across the ends of periods."""
         row = self._rows.get(client % len(self._rows) if self.deal else client, [])
         if self.period is None or not row:
             yield from ((s, e) for s, e in row if e > now)
@@ -174,14 +175,14 @@ class availability:
         laps = (
             (s + lap * self.period, e + lap * self.period) for lap in count(max(first - 1, 0)) for s, e in row
         )
-        held = next(laps)
+        span = next(laps)
         for s, e in laps:
-            if s - held[1] < 1e-9 * self.period:
-                held = held[0], e
+            if s - span[1] < 1e-9 * self.period:
+                span = span[0], e
                 continue
-            if held[1] > now:
-                yield held
-            held = s, e
+            if span[1] > now:
+                yield span
+            span = s, e
 
 
 # Reading ----------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def _json(data: bytes, name: str) -> Any:
     try:
         return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except (ValueError, OSError, EOFError, zlib.error, RecursionError) as error:
-        raise ConfigError(f"{name} is no JSON ({error}); write {{client: [[start, end], …]}}") from error
+        raise ConfigError(f"{name} is not JSON ({error}); write {{client: [[start, end], …]}}") from error
 
 
 def _table(source: Any, name: str) -> dict[int, Row]:
@@ -211,21 +212,23 @@ def _table(source: Any, name: str) -> dict[int, Row]:
         pairs = dict(source).items()
         table = {_client(c): [_span(span, c) for span in row] for c, row in pairs}
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} is no table ({error}); write {{client: [[start, end], …]}}") from error
+        raise ConfigError(f"{name} is not a table ({error}); write {{client: [[start, end], …]}}") from error
     if not any(table.values()):
         raise ConfigError(f"{name} makes no client available; write {{client: [[start, end], …]}}")
     for client, row in table.items():
         row.sort()
         for (_, end), (start, _) in pairwise(row):
             if start < end:
-                raise ConfigError(f"{name} has client {client} twice there at time {start:g}; join its spans")
+                raise ConfigError(
+                    f"{name} has overlapping spans of client {client} at time {start:g}; join them"
+                )
     return table
 
 
 def _client(key: Any) -> int:
     client = int(key)
     if isinstance(key, float | bool) or not 0 <= client < MOST:
-        raise ValueError(f"{key!r} is no client's number")
+        raise ValueError(f"{key!r} is not a client's number")
     return client
 
 
@@ -238,7 +241,7 @@ def _span(span: Any, client: Any) -> tuple[float, float]:
         or not 0 <= start < end
         or start == math.inf
     ):
-        raise ValueError(f"client {client} is there from {start!r} to {end!r}")
+        raise ValueError(f"client {client} is available from {start!r} to {end!r}")
     return float(start), float(end)
 
 
@@ -246,33 +249,33 @@ def _folded(row: Row, period: float | None) -> Row:
     """Spans modulo the period."""
     if period is None:
         return row
-    found: Row = []
+    spans: Row = []
     for start, end in row:
         if end - start >= period:
             return [(0.0, float(period))]
         start, end = start % period, start % period + (end - start)
-        found += [(start, min(end, period))] + ([(0.0, end - period)] if end > period else [])
-    return found
+        spans += [(start, min(end, period))] + ([(0.0, end - period)] if end > period else [])
+    return spans
 
 
 def _joined(row: Row) -> Row:
     """Spans that touch or overlap as one."""
-    found: Row = []
+    spans: Row = []
     for start, end in sorted(row):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
         else:
-            found.append((start, end))
-    return found
+            spans.append((start, end))
+    return spans
 
 
 # Idle clients -------------------------------------------------------------------------------------------
 
 
 class Idle:
-    """Clients without a job, of whom one is taken at random."""
+    """Clients without a job, one of which is drawn at random."""
 
-    change = math.inf  # when somebody comes or goes next
+    change = math.inf  # when a client connects or disconnects next
 
     def __init__(self, N: int) -> None:
         self.free = list(range(N))
@@ -289,16 +292,16 @@ class Idle:
         self.free.append(client)
 
     def move(self, now: float) -> None:
-        """Let time go on."""
+        """Advance the time."""
 
 
 class Reachable(Idle):
-    """Those of them that can be reached."""
+    """Clients without a job that are available."""
 
     def __init__(self, N: int, when: availability) -> None:
         self.free: list[int] = []
-        self.place: dict[int, int] = {}  # client -> where in `free`
-        self.there: set[int] = set()
+        self.index: dict[int, int] = {}  # client -> its index in `free`
+        self.online: set[int] = set()
         self.busy: set[int] = set()
         self.changes = when.changes(N)
         self.next = next(self.changes, None)
@@ -316,28 +319,28 @@ class Reachable(Idle):
 
     def give(self, client: int) -> None:
         self.busy.discard(client)
-        if client in self.there:
+        if client in self.online:
             self._add(client)
 
     def move(self, now: float) -> None:
         while self.next is not None and self.next[0] <= now:
-            _, comes, client = self.next
-            if comes:
-                self.there.add(client)
+            _, is_start, client = self.next
+            if is_start:
+                self.online.add(client)
                 if client not in self.busy:
                     self._add(client)
             else:
-                self.there.discard(client)
-                if client in self.place:
+                self.online.discard(client)
+                if client in self.index:
                     self._remove(client)
             self.next = next(self.changes, None)
 
     def _add(self, client: int) -> None:
-        self.place[client] = len(self.free)
+        self.index[client] = len(self.free)
         self.free.append(client)
 
     def _remove(self, client: int) -> None:
-        at, last = self.place.pop(client), self.free.pop()
+        at, last = self.index.pop(client), self.free.pop()
         if last != client:
             self.free[at] = last
-            self.place[last] = at
+            self.index[last] = at

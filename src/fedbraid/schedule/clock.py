@@ -1,4 +1,4 @@
-"""How long things take on the simulated clock: durations of local work, arrivals, and links.
+"""Durations on the simulated clock: of local training, of transfers, and between arrivals.
 
 A model turns counted uniform draws into times, many at once; it keeps no state.
 """
@@ -37,7 +37,7 @@ def _normal(u: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Durations:
-    """How long a client's local work takes, drawn anew for each job."""
+    """The duration of a client's local training, drawn anew for each job."""
 
     @property
     def mean(self) -> float:
@@ -48,11 +48,11 @@ class Durations:
         raise NotImplementedError
 
     def factor(self, client: int) -> float:
-        """By what this client is slower than the rest."""
+        """The factor by which this client is slower than the others."""
         return 1.0
 
     def of(self, client: int, drawn: float) -> float:
-        """What a draw is for this client."""
+        """The duration of this client for a draw."""
         return drawn * self.factor(client)
 
 
@@ -110,7 +110,7 @@ class lognormal(Durations):
 
 @dataclass(frozen=True)
 class exponential(Durations):
-    """Memoryless work of a given mean."""
+    """Exponential (memoryless) durations of mean `scale`."""
 
     scale: float = 1.0
 
@@ -148,37 +148,37 @@ class trace(Durations):
 
 @dataclass(frozen=True)
 class classes(Durations):
-    """Speed classes over another model: client i is `factors[class]` times slower, classes drawn by share."""
+    """Speed classes over another model: client i is `factors[class]` times slower, and classes are drawn by `fractions`."""
 
     base: Durations
     factors: tuple[float, ...] = (1.0, 4.0)
-    shares: tuple[float, ...] = (0.5, 0.5)
+    fractions: tuple[float, ...] = (0.5, 0.5)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
-        object.__setattr__(self, "shares", tuple(self.shares))
-        if len(self.factors) != len(self.shares) or abs(sum(self.shares) - 1) > 1e-9:
+        object.__setattr__(self, "fractions", tuple(self.fractions))
+        if len(self.factors) != len(self.fractions) or abs(sum(self.fractions) - 1) > 1e-9:
             raise ConfigError(
-                f"speed classes need one share per factor, adding up to 1; got {self.shares} for {self.factors}"
+                f"speed classes need one fraction per factor, adding up to 1; got {self.fractions} for {self.factors}"
             )
         for f in self.factors:
             _positive("factor", f)
 
     @property
     def mean(self) -> float:
-        return self.base.mean * float(np.dot(self.factors, self.shares))
+        return self.base.mean * float(np.dot(self.factors, self.fractions))
 
     def draw(self, u: Floats) -> Floats:
         return self.base.draw(u)
 
     def factor(self, client: int) -> float:
         u = float(rng.uniform(0, "speed class", client)[0])
-        return self.factors[int(np.searchsorted(np.cumsum(self.shares)[:-1], u, side="right"))]
+        return self.factors[int(np.searchsorted(np.cumsum(self.fractions)[:-1], u, side="right"))]
 
 
 @dataclass(frozen=True)
 class measured(Durations):
-    """Each client's own measured durations, `{client: [seconds, …]}`, drawn at random with repetition.
+    """Each client's measured durations, `{client: [seconds, …]}`, drawn at random with repetition.
 
     A client that was never measured draws from all.
     """
@@ -200,7 +200,7 @@ class measured(Durations):
 
     @property
     def mean(self) -> float:
-        """Of a client's mean, so that those who were asked often count no more than others."""
+        """The mean of the clients' means, so that clients selected often count no more than others."""
         return float(np.mean([np.mean(row) for row in self._rows.values()]))
 
     def draw(self, u: Floats) -> Floats:
@@ -213,13 +213,13 @@ class measured(Durations):
 
 @dataclass(frozen=True)
 class Network:
-    """How long a message is on its way."""
+    """Transfer times of messages."""
 
     def seconds(self, client: int, bytes_down: float, bytes_up: float) -> float:
         raise NotImplementedError
 
     def mean(self, bytes_down: float, bytes_up: float) -> float:
-        """Of an average client."""
+        """The transfer time of an average client."""
         raise NotImplementedError
 
 
@@ -249,7 +249,7 @@ class bandwidth(Network):
 
 @dataclass(frozen=True)
 class devices(Network):
-    """Links as they were measured, `[[down, up], …]` in bytes per unit of time: each client has one of them by a draw.
+    """Measured links, `[[down, up], …]` in bytes per unit of time: each client draws one of them.
 
     `devices("phones")` are 19 phones, in bytes a second.
     """
@@ -260,16 +260,16 @@ class devices(Network):
         if isinstance(rates, str):
             if rates != "phones":
                 raise unknown("devices", rates, ["phones"])
-            kept: Any = rates
+            stored: Any = rates
             table = json.loads(resources.files("fedbraid.schedule").joinpath("files/speeds.json").read_text())
         else:
-            kept = table = tuple((float(down), float(up)) for down, up in rates)
+            stored = table = tuple((float(down), float(up)) for down, up in rates)
         if not table:
             raise ConfigError("devices need at least one pair of rates, [[down, up], …]")
         for down, up in table:
             _positive("down", down)
             _positive("up", up)
-        object.__setattr__(self, "rates", kept)
+        object.__setattr__(self, "rates", stored)
         object.__setattr__(self, "_table", np.asarray(table, np.float64))
 
     _table: Floats = field(init=False, repr=False, compare=False)
@@ -283,35 +283,37 @@ class devices(Network):
 
 
 def from_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The clock of a run that was: `durations`, and `availability` where clients were away, as a schedule takes them.
+    """The timing of an earlier run as keywords of a schedule: `durations`, and `availability` if clients were offline.
 
     >>> fb.rounds(50, clients=3, **fb.clock.from_run("runs/fleet"))  # doctest: +SKIP
     """
-    took: dict[int, list[float]] = {}
-    there: dict[int, list[list[float]]] = {}
+    durations: dict[int, list[float]] = {}
+    online: dict[int, list[list[float]]] = {}
     for record in _records(folder):
         for client, began, ended in zip(
             record["clients"], record.get("start_times", ()), record.get("end_times", ())
         ):
-            took.setdefault(client, []).append(ended - began)
+            durations.setdefault(client, []).append(ended - began)
         for client, at in record.get("came", ()):
-            spans = there.setdefault(client, [])
-            if not spans or spans[-1][1] < math.inf:  # else the server was started again, and met it anew
+            spans = online.setdefault(client, [])
+            if (
+                not spans or spans[-1][1] < math.inf
+            ):  # otherwise the server was restarted and registered the client again
                 spans.append([at, math.inf])
         for client, at in record.get("went", ()):
-            there[client][-1][1] = at
-    if not took:
+            online[client][-1][1] = at
+    if not durations:
         raise ConfigError(
-            f"{folder} says of no client how long it took; a deployment's folder does, and that of a run with durations"
+            f"{folder} records no durations; give the folder of a deployment or of a run with durations="
         )
-    made: dict[str, Any] = {"durations": measured(took)}
-    if any(len(spans) > 1 or spans[0][1] < math.inf for spans in there.values()):
-        first = min(spans[0][0] for spans in there.values())
-        made["availability"] = availability(
-            {c: [[s - first, e - first] for s, e in spans if s < e] for c, spans in there.items()},
+    options: dict[str, Any] = {"durations": measured(durations)}
+    if any(len(spans) > 1 or spans[0][1] < math.inf for spans in online.values()):
+        first = min(spans[0][0] for spans in online.values())
+        options["availability"] = availability(
+            {c: [[s - first, e - first] for s, e in spans if s < e] for c, spans in online.items()},
             away="delayed",
         )
-    return made
+    return options
 
 
 def _records(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

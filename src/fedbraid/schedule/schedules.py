@@ -1,7 +1,7 @@
-"""Schedules: what a run is told about when clients train and when the server steps.
+"""Schedules: when clients train and when the server steps.
 
-A schedule never looks at the numbers, so resuming is replaying it. `policies.py` decides by it; in a simulation
-`simulated_clock.py` makes ticks of it, one for each server step, and a fleet does so by the real clock.
+A schedule never reads the numbers, so that resuming replays it. `policies.py` decides by it; in a simulation
+`simulated_clock.py` turns it into ticks, one for each server step, and a fleet does so by the real clock.
 """
 
 from __future__ import annotations
@@ -28,19 +28,25 @@ class Schedule:
         integer("steps", self.steps)
         link, durations = getattr(self, "bandwidth", None), getattr(self, "durations", None)
         if durations is not None and not isinstance(durations, clock.Durations):
-            raise ConfigError(f"durations={durations!r} says no times; use one such as fb.clock.constant(1)")
+            raise ConfigError(
+                f"durations={durations!r} is not a model of durations; use one such as fb.clock.constant(1)"
+            )
         if link is not None and not isinstance(link, clock.Network):
-            raise ConfigError(f"bandwidth={link!r} says no rates; use fb.clock.bandwidth(down, up)")
+            raise ConfigError(f"bandwidth={link!r} is not a model of links; use fb.clock.bandwidth(down, up)")
         when = getattr(self, "availability", None)
         if when is not None and not isinstance(when, clock.availability):
             raise ConfigError(
-                f"availability={when!r} says no times; use fb.clock.availability(file or table)"
+                f"availability={when!r} is not an availability; use fb.clock.availability(file or table)"
             )
 
     def ticks(
-        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
+        self,
+        N: int,
+        seed: int,
+        message: tuple[float, float] = (0.0, 0.0),
+        history: ClientHistory | None = None,
     ) -> Iterator[Tick]:
-        """One tick per server step; `message` is the bytes down and up, for transfer times, `seen` for choices."""
+        """One tick per server step; `message` is the bytes down and up, for transfer times, `history` for client selection."""
         raise NotImplementedError
 
     @property
@@ -48,7 +54,7 @@ class Schedule:
         return False
 
     def caution(self, N: int) -> str | None:
-        """What was asked for and N clients cannot give, in a sentence."""
+        """A sentence on what the schedule requests and N clients cannot provide, or None."""
         when: clock.availability | None = getattr(self, "availability", None)
         return None if when is None else when.caution(N)
 
@@ -57,11 +63,11 @@ class Schedule:
 class Rounds(Schedule):
     """Sample a cohort uniformly without replacement, wait for it, step.
 
-    With `over` > 1 more are asked than needed and the first `clients` count; with a `timeout` those
-    that take longer are dropped. A round in which nobody is in time is asked anew. With `sampling="poisson"` each
-    client takes part with probability clients/N, by itself: cohorts have any size, and some are empty. With an
-    `availability` those are asked who can be reached, fewer where there are fewer; who goes away is not waited for.
-    With `choose` a function says who is asked of these.
+    With `over_select` > 1 more clients are selected than needed and the first `clients` count; with a `timeout` those
+    that take longer are dropped. A round without an upload in time is repeated. With `sampling="poisson"` each
+    client participates independently with probability clients/N: cohorts have any size, and some are empty. With an
+    `availability` only available clients are selected, possibly fewer; clients that disconnect are not waited for.
+    With `select` a function selects among them.
     """
 
     clients: int | float | tuple[tuple[int, ...], ...] = 10
@@ -78,7 +84,7 @@ class Rounds(Schedule):
         object.__setattr__(self, "select", checked(self.select))
         if self.select is not None and (isinstance(self.clients, tuple) or self.sampling != "fixed"):
             raise ConfigError(
-                "select= says who is asked, and so do given cohorts or Poisson rounds; leave out one of the two"
+                "select= selects clients, and so do given cohorts or Poisson rounds; leave out one of the two"
             )
         if self.sampling not in ("fixed", "poisson"):
             raise unknown("sampling", str(self.sampling), ["fixed", "poisson"])
@@ -97,7 +103,7 @@ class Rounds(Schedule):
             integer("clients", self.clients)
         elif not isinstance(self.clients, tuple):
             raise ConfigError(
-                f"clients={self.clients!r} names no cohort; use an integer, a fraction in (0, 1] or a list of cohorts"
+                f"clients={self.clients!r} is not a cohort; use an integer, a fraction in (0, 1] or a list of cohorts"
             )
         elif len(self.clients) < self.steps or not all(self.clients):
             raise ConfigError(
@@ -106,17 +112,17 @@ class Rounds(Schedule):
         times = (self.over_select, self.timeout, self.bandwidth, self.availability)
         if isinstance(self.clients, tuple) and times != (1, None, None, None):
             raise ConfigError(
-                "given cohorts are waited for as they are; leave out over, timeout, bandwidth and availability"
+                "given cohorts do not combine with over_select, timeout, bandwidth and availability; leave these out"
             )
-        number("over_select", self.over_select, "[1, inf)", "asks fewer clients than are needed")
+        number("over_select", self.over_select, "[1, inf)", "selects fewer clients than are needed")
         if self.timeout is not None:
             number("timeout", self.timeout, "(0, inf)", "leaves no time to finish")
 
     def cohort(self, N: int) -> int:
-        """How many clients a round waits for."""
+        """The number of clients that a round waits for."""
         assert isinstance(self.clients, int | float)
-        wanted = round(self.clients * N) if isinstance(self.clients, float) else self.clients
-        return max(1, min(wanted, N))
+        count = round(self.clients * N) if isinstance(self.clients, float) else self.clients
+        return max(1, min(count, N))
 
     def caution(self, N: int) -> str | None:
         if self.sampling == "poisson":
@@ -124,31 +130,35 @@ class Rounds(Schedule):
             return super().caution(N)
         if not isinstance(self.clients, int) or self.clients <= N:
             return super().caution(N)
-        return f"{self.clients} clients a round were asked for and there are {N}; all of them take part in every round"
+        return f"{self.clients} clients per round were requested and there are {N}; all of them participate in every round"
 
     def ticks(
-        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
+        self,
+        N: int,
+        seed: int,
+        message: tuple[float, float] = (0.0, 0.0),
+        history: ClientHistory | None = None,
     ) -> Iterator[Tick]:
-        return simulated_clock.rounds(self, N, seed, message, seen)
+        return simulated_clock.rounds(self, N, seed, message, history)
 
     def rate(self, N: int) -> float:
-        """With which probability a client takes part in a round."""
+        """The probability that a client participates in a round."""
         assert isinstance(self.clients, int | float)
         rate = self.clients if isinstance(self.clients, float) else self.clients / N
         if rate > 1:
             raise ConfigError(
-                f"{self.clients} of {N} clients is a Poisson rate of {rate:.3g}, above 1; ask for at most {N} clients a round"
+                f"{self.clients} of {N} clients is a Poisson rate of {rate:.3g}, above 1; use at most {N} clients per round"
             )
         return rate
 
 
 @dataclass(frozen=True)
 class Buffered(Schedule):
-    """Clients arrive, train for a random time and hand in; every `buffer` uploads the server steps.
+    """Clients arrive, train for a random time and upload; every `buffer` uploads the server steps.
 
     `arrivals` is "constant" or "poisson", at the rate that keeps `concurrency` clients busy on
     average (concurrency / mean duration); "closed", which keeps exactly that many busy; or a
-    sequence of arrival times. With an `availability` only those start who can be reached.
+    sequence of arrival times. With an `availability` only available clients start.
     """
 
     buffer: int = 10
@@ -178,7 +188,11 @@ class Buffered(Schedule):
         return True
 
     def ticks(
-        self, N: int, seed: int, message: tuple[float, float] = (0.0, 0.0), seen: ClientHistory | None = None
+        self,
+        N: int,
+        seed: int,
+        message: tuple[float, float] = (0.0, 0.0),
+        history: ClientHistory | None = None,
     ) -> Iterator[Tick]:
         queue = simulated_clock.EventQueue(self, N, seed, message)
         for step in range(self.steps):
@@ -197,11 +211,12 @@ def rounds(
     select: ClientSelection | None = None,
     availability: clock.availability | None = None,
 ) -> Rounds:
-    """Synchronous rounds of `clients` each: a number, a share of all, or a given cohort for each round.
+    """Synchronous rounds of `clients` each: a number, a fraction of all, or a given cohort for each round.
 
-    With sampling="poisson" that many take part on average, each by its own draw. `choose(step, available, losses)`
-    gives the clients to ask, of those `available`, by each one's last loss, NaN before its first visit; arguments called
-    `wanted` (how many), `sizes`, `last_participation` (the step of each one's last) and `random` (a counted generator) are given, too.
+    With sampling="poisson" that many participate on average, by independent draws. `select(step, available, losses)`
+    returns the clients to select among those `available`, by each one's last loss (NaN before its first participation);
+    parameters named `count` (how many), `sizes`, `last_participation` (the step of each one's last) and `random` (a
+    counted generator) are passed, too.
     """
     if isinstance(clients, Sequence) and not isinstance(clients, str):
         try:

@@ -1,6 +1,6 @@
-"""The simulated clock: events of clients that do not exist, given to the policies that real fleets run by.
+"""The simulated clock: events of simulated clients, decided by the same policies that real fleets use.
 
-A client has at most one job in flight; whatever ends at one instant is handed in before anything new starts. Rounds jump
+A client has at most one job in flight; all jobs that end at one instant upload before a new one starts. Rounds jump
 from one decision of the policy to the next. The event queue of buffered schedules applies its policy's two rules itself,
 without a view for each event: a step closes at `buffer` uploads, and `openings` says how many clients start.
 """
@@ -37,31 +37,40 @@ from fedbraid.schedule.selection import ClientHistory
 if TYPE_CHECKING:
     from fedbraid.schedule.schedules import Buffered, Rounds
 
-ATTEMPTS = 1000  # at one round, in which nobody is in time
+ATTEMPTS = 1000  # at one round without an upload in time
 Message = tuple[float, float]  # bytes down and up
-NOBODY = np.array([], np.int64)
+NO_CLIENTS = np.array([], np.int64)
 
 
 def rounds(
-    schedule: Rounds, N: int, seed: int, message: Message = (0.0, 0.0), seen: ClientHistory | None = None
+    schedule: Rounds, N: int, seed: int, message: Message = (0.0, 0.0), history: ClientHistory | None = None
 ) -> Iterator[Tick]:
     """Synchronous rounds."""
     now = 0.0
-    seen = seen or ClientHistory(np.ones(N, np.int64), seed)
+    history = history or ClientHistory(np.ones(N, np.int64), seed)
     for step in range(schedule.steps):
-        clients, took, dropped, intervals = _round(schedule, N, seed, step, message, now, seen)
+        clients, elapsed, dropped, intervals = _round(schedule, N, seed, step, message, now, history)
         versions = np.full(len(clients), step, np.int64)
         intervals = None if intervals is None else intervals + now
-        now += took
+        now += elapsed
         yield Tick(
-            step, now, clients, versions, clients, frozenset(), dropped, True, intervals, seen.asked.get(step)
+            step,
+            now,
+            clients,
+            versions,
+            clients,
+            frozenset(),
+            dropped,
+            True,
+            intervals,
+            history.selected.get(step),
         )
 
 
 def _round(
-    schedule: Rounds, N: int, seed: int, step: int, message: Message, now: float, seen: ClientHistory
+    schedule: Rounds, N: int, seed: int, step: int, message: Message, now: float, history: ClientHistory
 ) -> tuple[Ints, float, int, Floats | None]:
-    """Who hands in, how long the round takes, how many come too late, and each one's interval."""
+    """(clients that upload, duration of the round, number of dropped clients, the interval of each upload)."""
     if isinstance(schedule.clients, tuple):
         fixed = np.asarray(schedule.clients[step], np.int64)
         if fixed.min() < 0 or fixed.max() >= N or len(np.unique(fixed)) < len(fixed):
@@ -72,48 +81,50 @@ def _round(
     if schedule.sampling == "poisson":
         return _drawn(schedule, N, seed, step, message, now)
     limit = math.inf if schedule.timeout is None else schedule.timeout
-    choose = None if schedule.select is None else partial(seen.choose, schedule.select)
+    choose = None if schedule.select is None else partial(history.choose, schedule.select)
     policy = RoundPolicy(schedule.cohort(N), seed, schedule.over_select, limit, choose=choose)
     waited = 0.0
     for attempt in range(ATTEMPTS):
-        here, pause = _here(schedule, N, now + waited)
+        available, pause = _available(schedule, N, now + waited)
         waited += pause
-        selection = policy.next(View(step, N if here is None else here, attempts=attempt))
+        selection = policy.next(View(step, N if available is None else available, attempts=attempt))
         assert isinstance(selection, Select)
-        asked = selection.clients
+        selected = selection.clients
         if _steady(schedule) and schedule.over_select == 1 and schedule.durations.mean <= limit:
-            return asked, schedule.durations.mean, 0, None  # all at once, and in time
-        took, arrives = _took(schedule, asked, seed, step, attempt, message, now + waited)
-        kept, end = _play(policy, selection, View(step, NOBODY, attempts=attempt + 1), took, arrives)
-        if len(kept):
-            intervals = waited + np.stack([np.zeros(len(kept)), took[kept]], 1)
-            return asked[kept], waited + end, len(asked) - len(kept), intervals
+            return selected, schedule.durations.mean, 0, None  # all at once, and in time
+        durations, arrives = _durations(schedule, selected, seed, step, attempt, message, now + waited)
+        counted, end = _play(
+            policy, selection, View(step, NO_CLIENTS, attempts=attempt + 1), durations, arrives
+        )
+        if len(counted):
+            intervals = waited + np.stack([np.zeros(len(counted)), durations[counted]], 1)
+            return selected[counted], waited + end, len(selected) - len(counted), intervals
         waited += end
     raise ConfigError(
-        f"no client finished round {step + 1} in {ATTEMPTS} tries (timeout={schedule.timeout}); raise the timeout, shorten"
-        " the work, or let clients be there for longer"
+        f"no client finished round {step + 1} in {ATTEMPTS} attempts (timeout={schedule.timeout}); raise the timeout, shorten"
+        " local training, or make clients available for longer"
     )
 
 
 def _play(
-    policy: RoundPolicy, selection: Select, view: View, took: Floats, arrives: NDArray[np.bool_]
+    policy: RoundPolicy, selection: Select, view: View, durations: Floats, arrives: NDArray[np.bool_]
 ) -> tuple[Ints, float]:
-    """(which of those asked count, when the round or its attempt ends)."""
-    order = np.argsort(np.where(arrives, took, np.inf), kind="stable")[: selection.wanted]
+    """(indices of the selected clients that count, when the round or its attempt ends)."""
+    order = np.argsort(np.where(arrives, durations, np.inf), kind="stable")[: selection.required]
     order = order[arrives[order]]
-    kept, at = order[:0], 0.0
+    counted, at = order[:0], 0.0
     while True:
         decision = policy.next(
             View(
-                view.step, NOBODY, at, len(kept), int((took > at).sum()), view.attempts, selection.wanted
+                view.step, NO_CLIENTS, at, len(counted), int((durations > at).sum()), view.attempts, selection.required
             )
         )  # fmt: skip
-        if not isinstance(decision, Wait) or (at > 0 and not len(kept)):
+        if not isinstance(decision, Wait) or (at > 0 and not len(counted)):
             assert isinstance(decision, Close | Wait)
-            return np.sort(kept), at
-        enough = float(took[order[decision.uploads - 1]]) if len(order) >= decision.uploads else math.inf
-        at = min(enough, float(took.max()), decision.until)
-        kept = order[took[order] <= at]
+            return np.sort(counted), at
+        enough = float(durations[order[decision.uploads - 1]]) if len(order) >= decision.uploads else math.inf
+        at = min(enough, float(durations.max()), decision.until)
+        counted = order[durations[order] <= at]
 
 
 def _steady(schedule: Rounds) -> bool:
@@ -125,44 +136,49 @@ def _steady(schedule: Rounds) -> bool:
     )
 
 
-def _here(schedule: Rounds, N: int, now: float) -> tuple[Ints | None, float]:
-    """(who can be asked, None for all; how long the server waits for somebody)."""
+def _available(schedule: Rounds, N: int, now: float) -> tuple[Ints | None, float]:
+    """(clients that can be selected, None for all; how long the server waits for the first of them)."""
     if schedule.availability is None:
         return None, 0.0
     at = now
-    while not len(here := schedule.availability.here(N, at)):
-        at = schedule.availability.coming(N, at)
+    while not len(available := schedule.availability.available(N, at)):
+        at = schedule.availability.next_start(N, at)
         if at == math.inf:
-            raise _nobody(now)
-    return here, at - now
+            raise _no_client(now)
+    return available, at - now
 
 
 def _drawn(
     schedule: Rounds, N: int, seed: int, step: int, message: Message, now: float
 ) -> tuple[Ints, float, int, Floats | None]:
-    """A Poisson round: an empty one takes as long as one of average clients."""
+    """A Poisson round: an empty one takes as long as an average client."""
     draw = rng.uniform(seed, "poisson", step, np.arange(N))
     drawn = np.flatnonzero(draw < schedule.rate(N)).astype(np.int64)
     when, steady = schedule.availability, _steady(schedule)
-    here = drawn if when is None else np.intersect1d(drawn, when.here(N, now))
-    if steady or not len(here):
-        return here, schedule.durations.mean, len(drawn) - len(here), None if steady else np.zeros((0, 2))
-    took, arrives = _took(schedule, here, seed, step, 0, message, now)
-    intervals = np.stack([np.zeros(len(here)), took], 1)[arrives]
-    return here[arrives], float(took.max()), len(drawn) - len(intervals), intervals
+    available = drawn if when is None else np.intersect1d(drawn, when.available(N, now))
+    if steady or not len(available):
+        return (
+            available,
+            schedule.durations.mean,
+            len(drawn) - len(available),
+            None if steady else np.zeros((0, 2)),
+        )
+    durations, arrives = _durations(schedule, available, seed, step, 0, message, now)
+    intervals = np.stack([np.zeros(len(available)), durations], 1)[arrives]
+    return available[arrives], float(durations.max()), len(drawn) - len(intervals), intervals
 
 
-def _took(
-    schedule: Rounds, asked: Ints, seed: int, step: int, attempt: int, message: Message, now: float
+def _durations(
+    schedule: Rounds, clients: Ints, seed: int, step: int, attempt: int, message: Message, now: float
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """(how long each of them takes, or until it is lost; whether it hands in)."""
-    drawn = schedule.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(asked))))
-    took = np.array([schedule.durations.of(int(c), v) for c, v in zip(asked, drawn.tolist())])
+    """(the duration of each client's job, or the time until it is lost; whether its upload arrives)."""
+    drawn = schedule.durations.draw(rng.uniform(seed, "duration", step, attempt, np.arange(len(clients))))
+    durations = np.array([schedule.durations.of(int(c), v) for c, v in zip(clients, drawn.tolist())])
     if schedule.bandwidth is not None:
-        took = took + [schedule.bandwidth.seconds(int(c), *message) for c in asked]
+        durations = durations + [schedule.bandwidth.seconds(int(c), *message) for c in clients]
     if schedule.availability is None:
-        return took, np.ones(len(asked), bool)
-    ends = [schedule.availability.ends(int(c), now, float(v)) for c, v in zip(asked, took)]
+        return durations, np.ones(len(clients), bool)
+    ends = [schedule.availability.ends(int(c), now, float(v)) for c, v in zip(clients, durations)]
     return np.array([end for end, _ in ends]) - now, np.array([arrives for _, arrives in ends])
 
 
@@ -174,7 +190,7 @@ class EventQueue:
     def __init__(self, schedule: Buffered, N: int, seed: int, message: tuple[float, float]) -> None:
         self.schedule, self.seed, self.message = schedule, seed, message
         self.idle = Idle(N) if schedule.availability is None else Reachable(N, schedule.availability)
-        # (end, job, client, version, start, whether it hands in)
+        # (end, job, client, version, start, whether its upload arrives)
         self.running: list[tuple[float, int, int, int, float, bool]] = []
         self.lost = 0  # jobs in a row
         self.job = 0
@@ -183,8 +199,8 @@ class EventQueue:
         self.busy_versions: Counter[int] = Counter()
         self.transfer: dict[int, float] = {}
         kind = type(schedule.durations)
-        own = (kind.factor, kind.of) != (Durations.factor, Durations.of)
-        self.plain = not own and schedule.bandwidth is None
+        is_custom = (kind.factor, kind.of) != (Durations.factor, Durations.of)
+        self.plain = not is_custom and schedule.bandwidth is None
         self.draws: deque[tuple[float, float]] = deque()
         self.gaps: deque[float] = deque()
         self.policy = BufferPolicy(schedule.buffer, min(schedule.concurrency, N))
@@ -227,7 +243,7 @@ class EventQueue:
                 self.next_arrival = self._arrival()
                 if moves:
                     self.idle.move(self.now)
-                if self.idle.free:  # with every client busy, an arrival passes by
+                if self.idle.free:  # an arrival is skipped if every client is busy
                     self._start(step, started)
             else:
                 raise ConfigError(
@@ -239,19 +255,19 @@ class EventQueue:
         )  # fmt: skip
 
     def _wake(self, closed: bool) -> float:
-        """When to look again for clients, where it is for them that work waits."""
+        """The time at which a client becomes available, if the queue waits for one."""
         if closed and len(self.running) < self.policy.concurrency:
             if not self.running and self.idle.change == math.inf:
-                raise _nobody(self.now)
+                raise _no_client(self.now)
             return self.idle.change
         if not closed and not self.running and not self.idle.free:
             if self.idle.change == math.inf:
-                raise _nobody(self.now)
+                raise _no_client(self.now)
             self._skip(self.idle.change)
         return math.inf
 
     def _skip(self, until: float) -> None:
-        """Let arrivals pass by while nobody is there."""
+        """Skip arrivals until then, while no client is available."""
         if self.schedule.arrivals == "constant":
             self.arrived = max(self.arrived, math.ceil(until / self.gap))
         elif self.schedule.arrivals == "poisson":
@@ -263,12 +279,12 @@ class EventQueue:
         self.lost += 1
         if self.lost > 10_000:
             raise ConfigError(
-                f"before step {step + 1}, {self.lost:,} jobs in a row were lost because their clients went away; shorten the"
-                " work, let clients be there for longer, or use away='delayed'"
+                f"before step {step + 1}, {self.lost:,} jobs in a row were lost because their clients disconnected;"
+                " shorten local training, make clients available for longer, or use away='delayed'"
             )
 
     def _refill(self, step: int, started: list[int]) -> None:
-        """Keep exactly `concurrency` jobs in flight, but let all that end now hand in first."""
+        """Keep exactly `concurrency` jobs in flight, after all jobs that end now have uploaded."""
         if self.running and self.running[0][0] <= self.now:
             return
         for _ in range(self.policy.openings(len(self.running), len(self.idle.free))):
@@ -286,7 +302,7 @@ class EventQueue:
             end, arrives = self.schedule.availability.ends(client, self.now, duration)
         heapq.heappush(self.running, (end, self.job, client, step, self.now, arrives))
         self.job += 1
-        if arrives:  # who is lost never ran
+        if arrives:  # a lost job never ran
             self.busy_versions[step] += 1
             started.append(client)
 
@@ -316,8 +332,8 @@ class EventQueue:
         return (self.now if k else 0.0) + self.gaps.popleft()
 
 
-def _nobody(now: float) -> ConfigError:
+def _no_client(now: float) -> ConfigError:
     return ConfigError(
-        f"nobody can be reached after time {now:g} by this availability; give it a period= after which it begins again,"
-        " or ask for fewer steps"
+        f"no client is available after time {now:g}; give the availability a period= after which it repeats, or use fewer"
+        " steps"
     )

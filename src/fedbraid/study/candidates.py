@@ -112,7 +112,7 @@ class Situation:
                 "objective='worst-tenth' is seen on local test sets; give client_tests=, natural ids or"
                 " load(…, test_shares=True)"
             )
-        if self.online is not None and not math.isfinite(self.online.coming(task.clients, -1.0)):
+        if self.online is not None and not math.isfinite(self.online.next_start(task.clients, -1.0)):
             raise ConfigError(
                 f"online= has none of the {task.clients} clients reachable at any time; name clients from 0 on, or use"
                 " availability(…, deal=True)"

@@ -18,7 +18,7 @@ from fedbraid.run.config import SCHEDULES
 from fedbraid.run.formatting import Record
 from fedbraid.schedule import Buffered, Rounds, Schedule
 from fedbraid.schedule.clock import constant, halfnormal
-from fedbraid.schedule.selection import Own
+from fedbraid.schedule.selection import CustomSelection
 
 Sections = dict[str, dict[str, Any]]
 
@@ -88,7 +88,7 @@ def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
             said |= {"over_select": schedule.over_select} if schedule.over_select != 1 else {}
             said |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
             said |= {"sampling": schedule.sampling} if schedule.sampling != "fixed" else {}
-            if isinstance(schedule.select, Own):
+            if isinstance(schedule.select, CustomSelection):
                 return None
             said |= {"select": repr(schedule.select)} if schedule.select is not None else {}
             plain: Any = constant()

@@ -152,6 +152,7 @@ def test_a_fading_sum_is_of_what_clients_hold_faded(blobs, build, schedule):
 def test_noise_gathers_in_the_sum_and_fades(rho):
     """Of clients that change nothing, noise is all there is: N(0, t (zC)²), or no more than a geometric series of it."""
     from fedbraid.core.context import ServerContext
+    from fedbraid.core.exact_sum import ExactSum
     from fedbraid.core.gather import Sums
     from fedbraid.core.layout import Layout
     from fedbraid.privacy.parts import Noised
@@ -166,7 +167,7 @@ def test_noise_gathers_in_the_sum_and_fades(rho):
         ctx = ServerContext(
             t, 10, N, 10.0 * N, 0.1, 1.0, 1.0, 0.0, layout, np.ones(N, np.int64), sent={"x": x[None]}
         )
-        cohort = replace(gather.zero(x), sums=Sums({"change": torch.zeros(d)}, 10.0, 10))
+        cohort = replace(gather.zero(x), sums=Sums({"change": ExactSum(d)}, 10.0, 10))
         u, _, _ = gather.close(cohort, {}, ctx)
         _, server = a.server.update(u, server, x, ctx)
         sums = next(s for s in server if hasattr(s, "total"))

@@ -111,6 +111,12 @@ def _path(command: list[str], flags: tuple[str, ...], source: str) -> Path:
     return cache_folder() / f"{key}.so"
 
 
+def is_compiled(source: str, flags: tuple[str, ...] = FLAGS) -> bool:
+    """Whether `library` would find this source in the cache."""
+    command = compiler()
+    return command is not None and _is_intact(_path(command, flags, source))
+
+
 def library(source: str, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The library of this source, from the cache or compiled now."""
     command = compiler()

@@ -32,7 +32,9 @@ class Mixing(Mean):
     """FedAsync's own form: x ← (1 − α s(τ)) x + α s(τ) y_i, the model y_i being the client's."""
 
     def traits(self) -> GatherTraits:
-        return replace(super().traits(), is_weighted_mean=False, requires_updates=True)
+        return replace(
+            super().traits(), is_weighted_mean=False, needs_every_upload=True, requires_updates=True
+        )
 
     def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
         apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i

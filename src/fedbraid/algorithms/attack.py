@@ -139,7 +139,7 @@ class Colluding(Gather):
     server: Transform = field(default_factory=Transform, repr=False, compare=False)
 
     def traits(self) -> GatherTraits:
-        return replace(self.inner.traits(), is_weighted_mean=False, memory=None)
+        return replace(self.inner.traits(), is_weighted_mean=False, needs_every_upload=True, memory=None)
 
     def init(self, x: Tensor, layout: Layout) -> Tree:
         return self.inner.init(x, layout)

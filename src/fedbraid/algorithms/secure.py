@@ -73,7 +73,7 @@ class SecureMean(Mean):
     both: bool = field(default=False, repr=False)  # every vector is summed by samples and uniformly
 
     def traits(self) -> GatherTraits:
-        return replace(super().traits(), is_weighted_mean=False, sums_only=True)
+        return replace(super().traits(), is_weighted_mean=False, sums_only=True, needs_every_upload=False)
 
     @property
     def age_bits(self) -> int:
@@ -115,7 +115,20 @@ class SecureMean(Mean):
                     sums[key] = sums[key] + made if key in sums else made
         return CodeSums(
             sums, acc.weight + float(weights[False].sum()), acc.count + len(up.n), frozenset(),
-            acc.samples + float(up.n.sum()), saturated, codes, tuple(groups.items()),
+            acc.samples + float(up.n.double().sum()), saturated, codes, tuple(sorted(groups.items())),
+        )  # fmt: skip
+
+    def merge(self, a: Sums, b: Sums) -> CodeSums:
+        assert isinstance(a, CodeSums)
+        assert isinstance(b, CodeSums)
+        sums, groups = dict(a.vectors), dict(a.clients)
+        for key, total in b.vectors.items():
+            sums[key] = sums[key] + total if key in sums else total
+        for bits, count in b.clients:
+            groups[bits] = groups.get(bits, 0) + count
+        return CodeSums(
+            sums, a.weight + b.weight, a.count + b.count, frozenset(), a.samples + b.samples,
+            a.saturated + b.saturated, a.codes + b.codes, tuple(sorted(groups.items())),
         )  # fmt: skip
 
     def _groups(self, clients: NDArray[np.int64]) -> list[tuple[Any, list[int]]]:

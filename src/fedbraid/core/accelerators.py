@@ -53,3 +53,17 @@ def no_trimmed(v: Tensor, f: int) -> Tensor | None:
 products: Callable[[Tensor, Tensor | None], Tensor | None] = no_products
 combined: Callable[[Tensor, Tensor], Tensor | None] = no_combined
 trimmed: Callable[[Tensor, int], Tensor | None] = no_trimmed
+
+
+def no_reach(v: Tensor) -> Numbers | None:
+    """Nothing compiled."""
+    return None
+
+
+def no_fold(v: Tensor, rows: list[int], w: Numbers, into: list[Tensor], quanta: Numbers) -> bool:
+    """Nothing compiled."""
+    return False
+
+
+reach: Callable[[Tensor], Numbers | None] = no_reach
+fold: Callable[[Tensor, list[int], Numbers, list[Tensor], Numbers], bool] = no_fold

@@ -209,6 +209,9 @@ class Staleness:
 _STALENESS: dict[str, Any] = {
     "constant": lambda s, tau: torch.ones_like(tau),
     "sqrt": lambda s, tau: (1 + tau).rsqrt(),
-    "polynomial": lambda s, tau: (1 + tau) ** -s.a,
+    # one by one: the last bit of a vectorized power depends on its place in the vector
+    "polynomial": lambda s, tau: (
+        torch.tensor([(1 + t) ** -s.a for t in tau.flatten().tolist()]).to(tau).view_as(tau)
+    ),
     "hinge": lambda s, tau: 1 / (1 + s.a * (tau - s.b).clamp_min(0)),
 }

@@ -1,4 +1,23 @@
-"""The server half of a round, first stroke: gathers fold uploads into one update."""
+"""The server half of a round, first stroke: gathers fold uploads into one update.
+
+A gather is a fold: `zero`, `add` for each block of uploads, `close`. The server must not be the only one that can fold:
+with 1,000 clients on two workers it would take in 1,000 uploads where two accumulators say the same.
+
+*The policy.* A gather that is a sum says so (`needs_every_upload=False`) and has `merge(a, b)`. Worker processes, Ray nodes
+and edge aggregators then `add` their own clients' uploads, with what server parts make of each (`Transform.account`), and
+hand over one accumulator; the server merges. Nothing else may be folded far away: medians, Krum, server-held memory and
+colluding attackers read single uploads, and get them at the server.
+
+*Invariants.*
+
+1. `merge` is associative and commutative, and `zero` is neutral, in every bit of what `close` returns: an update does not
+   depend on blocks, processes, the order of arrival or the tree. `core/exact_sum.py` says how, and why floats alone fail.
+2. `add` of such a gather reads the uploads alone: not its state, which only the server has, and not the server's model, which
+   a client that trained from an older or encoded version was never sent.
+3. No client is in two accumulators. Who folds decides that, and who merges may not look inside.
+4. Numbers of single clients (bytes, losses, norms) are no part of an accumulator: they are few, and travel beside it.
+5. An accumulator crosses a wire as `links/accumulators.py` writes it: float64 vectors by name and level, and its counts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +29,7 @@ from torch import Tensor
 
 from fedbraid.core.check import one_of
 from fedbraid.core.context import ServerContext, Staleness, Tree, Uploads, Vectors
+from fedbraid.core.exact_sum import ExactSum
 from fedbraid.core.layout import Layout
 from fedbraid.core.traits import GatherTraits
 
@@ -32,6 +52,10 @@ class Gather:
         """Fold a block of uploads in; no client is in it twice."""
         raise NotImplementedError
 
+    def merge(self, a: Tree, b: Tree) -> Tree:
+        """The accumulator of the clients of both, whose storage may be used, where no upload is needed by itself."""
+        raise NotImplementedError
+
     def close(self, acc: Tree, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
         """(the update, the new state, numbers for the record of the step).
 
@@ -52,8 +76,8 @@ class Gather:
 class Sums:
     """Weighted sums so far, by name, and what they are divided by in the end."""
 
-    vectors: Vectors
-    weight: float
+    vectors: dict[str, Any]  # an `ExactSum` of each name
+    weight: float  # of whole samples, or clients, so exact in any order
     count: int
     uniform: frozenset[str] = frozenset()  # the names that count once for each client
 
@@ -72,7 +96,12 @@ class Mean(Gather):
         check_weights(self.weights)
 
     def traits(self) -> GatherTraits:
-        return GatherTraits(weights=self.weights, is_weighted_mean=True, defined_for_async=True)
+        return GatherTraits(
+            weights=self.weights,
+            is_weighted_mean=True,
+            needs_every_upload=type(self).add is not Mean.add,
+            defined_for_async=True,
+        )
 
     def zero(self, x: Tensor) -> Sums:
         return Sums({}, 0.0, 0)
@@ -82,19 +111,28 @@ class Mean(Gather):
         for name, v in up.vectors.items():
             what = up.declared[name]
             weight = torch.ones_like(p) if what.uniform else p
-            total = sums[name] if name in sums else torch.zeros_like(v[0])
-            sums[name] = add_weighted_(total, (weight * age if what.discounts_staleness else weight, v))
+            if name not in sums:
+                sums[name] = ExactSum(v.shape[1], v.device)
+            sums[name].add(weight * age if what.discounts_staleness else weight, v)
         uniform = frozenset(name for name in sums if up.declared[name].uniform)
-        return Sums(sums, acc.weight + float(p.sum()), acc.count + len(p), uniform)
+        return Sums(sums, acc.weight + float(p.double().sum()), acc.count + len(p), uniform)
+
+    def merge(self, a: Sums, b: Sums) -> Sums:
+        vectors = dict(a.vectors)
+        for name, total in b.vectors.items():
+            vectors[name] = vectors[name].merge(total) if name in vectors else total
+        return Sums(vectors, a.weight + b.weight, a.count + b.count, a.uniform | b.uniform)
 
     def totals(self, acc: Sums, ctx: ServerContext) -> tuple[Vectors, Metrics]:
         """The weighted sums, and numbers for the record of the step."""
-        return acc.vectors, {}
+        return {name: total.value().float() for name, total in acc.vectors.items()}, {}
 
     def close(self, acc: Sums, s: Tree, ctx: ServerContext) -> tuple[Vectors, Tree, Metrics]:
-        totals, metrics = self.totals(acc, ctx)
-        mean = {name: v / (acc.count if name in acc.uniform else acc.weight) for name, v in totals.items()}
-        return mean, s, metrics
+        mean = {
+            name: total.value().div_(acc.count if name in acc.uniform else acc.weight).float()
+            for name, total in acc.vectors.items()
+        }
+        return mean, s, {}
 
 
 @dataclass(frozen=True)

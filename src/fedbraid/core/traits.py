@@ -125,6 +125,7 @@ class GatherTraits:
     weights: str = "uniform"  # how it weighs clients, by "samples" or "uniform"
     is_weighted_mean: bool = False  # it averages every vector by name, and does nothing else
     sums_only: bool = False  # it is given sums of uploads, and no single one
+    needs_every_upload: bool = True  # False: `add` reads neither state nor x, so workers fold and `merge`
     requires_updates: bool = False  # `delta` must be each client's x − y
     steps_when_empty: bool = False  # a step without uploads makes an update all the same
     planned_cohort: float | None = None  # divide by this, not by the number of uploads

@@ -27,7 +27,7 @@ from fedbraid.data.batches import Batch
 from fedbraid.data.call import Loss, by_signature, logits
 from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded, Tree
-from fedbraid.engines.accelerators import normals, robust, swap
+from fedbraid.engines.accelerators import normals, robust, sums, swap
 from fedbraid.engines.autograd import TorchGradient
 from fedbraid.errors import DataError, EngineError, NativeUnavailable
 from fedbraid_native.build import FLAGS, compiler, lanes
@@ -43,6 +43,7 @@ R = TypeVar("R")
 swap.hang_in()
 normals.hang_in()
 robust.hang_in()
+sums.hang_in()
 
 ROOM = 64  # samples of a client that a library has room for at first, where they depend on each other
 

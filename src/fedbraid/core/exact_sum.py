@@ -1,0 +1,193 @@
+"""Sums whose bits do not depend on the order, on blocks, on processes or on the tree in which they are added.
+
+*The obvious way fails.* Floats are rounded after every addition, so (a + b) + c is not a + (b + c), and a sum that workers
+or edges added in parts differs from one that the server added alone. Sorting needs all terms at once; more precision makes
+a difference rarer and not impossible; one grid for the cohort needs its largest number before the first is added.
+
+*The policy.* Each term w·v of a row v is rounded once, to a multiple of a grid that the row alone decides: 2^(44 j − 26) for
+the largest whole j that leaves it 50 bits or more below the row's largest term. After that every sum is exact. A number of
+the total is held in digits, one float64 for each j that occurred ("levels", mostly two), each a whole multiple of its
+2^(44 j − 26) that stays below 2^52 of them; what grows larger is carried into the next level.
+
+*Invariants.*
+
+1. The value is Σ_i round_i(w_i v_i), where round_i depends on nothing but term i; digits may differ, the value may not.
+2. w and v are float32, so that their product is exact in float64; (t + M) − M with M = 1.5·2^52·q then rounds t to a multiple
+   of q, whatever a compiler makes of it, as long as it does not reorder additions.
+3. A level holds at most 2^52 of its quanta, which `load` bounds from above before anything is added.
+4. `value` carries every digit into [0, next quantum) first. These digits are unique, and it adds them from the top.
+   Two digits need no carrying: their sum is rounded once, whatever they are.
+
+Compared with a running sum in float32: a number that is at least 2⁻²⁶ of its row's largest is rounded later than a float32
+would round it, and no addition rounds again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedbraid.core import accelerators as passes
+
+WIDTH, ORIGIN = 44, -26  # level j consists of multiples of 2^(WIDTH·j + ORIGIN)
+PRECISION = 50  # bits below a row's largest term that are kept at the least
+TOP = 45  # bits of a term in the level in which it begins, at the most
+FULL = 2.0**52  # quanta that a level may hold
+ROWS = 64  # that are added at a time: 64·2^TOP is below FULL
+CHUNK = 2**17  # numbers that torch takes at a time, so that they stay in the cache
+
+
+class ExactSum:
+    """Σ_i w_i v_i of rows `[d]` of float32, exact but for one rounding of each term.
+
+    >>> v = torch.tensor([[1e8, 1.0], [1.0, 1.0], [-1e8, 1.0]])
+    >>> w = torch.ones(3)
+    >>> a, b = ExactSum(2).add(w[:1], v[:1]), ExactSum(2).add(w[1:], v[1:])
+    >>> a.merge(b).value()
+    tensor([1., 3.], dtype=torch.float64)
+    """
+
+    def __init__(self, width: int, device: torch.device | None = None) -> None:
+        self.width, self.device = width, device
+        self.levels: dict[int, Tensor] = {}
+        self.load: dict[int, float] = {}  # a bound on the largest number of quanta in each level
+        self.is_finite = True
+
+    def add(self, w: Tensor, v: Tensor) -> ExactSum:
+        """Add w_i v_i of a block, w `[m]` or `[m, 1]`, v `[m, d]`."""
+        v = v.expand(w.numel(), -1).float()
+        weights = w.reshape(-1).float().tolist()
+        largest = [abs(p) * most for p, most in zip(weights, _reach(v), strict=True)]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i, term in enumerate(largest):
+            if not math.isfinite(term):
+                self.is_finite = False
+            elif term:
+                groups.setdefault(_levels(math.frexp(term)[1]), []).append(i)
+        for (first, last), rows in groups.items():
+            quanta = [quantum(j) for j in range(first, last - 1, -1)]
+            for lo in range(0, len(rows), ROWS):
+                some = rows[lo : lo + ROWS]
+                into = self._prepare(first, last, len(some), sum(largest[i] for i in some))
+                _fold(v, some, [weights[i] for i in some], into, quanta)
+        return self
+
+    def merge(self, other: ExactSum) -> ExactSum:
+        """Add another sum, whose storage may be used."""
+        lowest, highest = min(other.levels, default=0), max(other.levels, default=0)
+        for j in range(lowest, highest + 3):  # carrying may make two more
+            if j in other.levels and j in self.levels and self.load[j] + other.load[j] > FULL:
+                other._carry(j)
+                self._carry(j)
+        for j, level in other.levels.items():
+            if j in self.levels:
+                self.levels[j] += level
+                self.load[j] += other.load[j]
+            else:
+                self.levels[j], self.load[j] = level, other.load[j]
+        self.is_finite &= other.is_finite
+        return self
+
+    def value(self) -> Tensor:
+        """The sum in float64, not a number anywhere where a row was not finite."""
+        if not self.is_finite:
+            return torch.full((self.width,), math.nan, dtype=torch.float64, device=self.device)
+        if len(self.levels) > 2:  # two digits make one rounding, whatever they are
+            self.settle()
+        digits = [self.levels[j] for j in sorted(self.levels, reverse=True)]
+        if len(digits) < 2:
+            zero = torch.zeros(self.width, dtype=torch.float64, device=self.device)
+            return zero.add_(digits[0]) if digits else zero
+        total = torch.add(*digits[:2])
+        for digit in digits[2:]:
+            total += digit
+        return total
+
+    def settle(self) -> ExactSum:
+        """Make the digits those that the value alone decides, but for levels of zeros at the ends."""
+        if self.levels:
+            for j in range(min(self.levels), max(self.levels)):
+                if j in self.levels:
+                    self._carry(j)
+        return self
+
+    def set_level(self, j: int, numbers: Tensor) -> None:
+        """Put in a level that another sum had; refuses what is no whole number of quanta or too many."""
+        quanta = numbers * (1 / quantum(j))
+        most = float(quanta.abs().max()) if numbers.numel() else 0.0
+        if not most <= FULL or bool((quanta != quanta.round()).any()):
+            raise ValueError(f"level {j} consists of whole multiples of {quantum(j)}, at most 2^52")
+        self.levels[j], self.load[j] = numbers, most
+
+    def _prepare(self, first: int, last: int, count: int, largest: float) -> list[Tensor]:
+        """The levels from `first` down to `last`, able to take so many rows whose largest terms add up to `largest`."""
+        for j in range(first, last - 1, -1):
+            more = largest / quantum(j) + count if j == first else count * 2.0 ** (WIDTH - 1)
+            if self.load.get(j, 0.0) + more > FULL:
+                self._carry(j)
+            self._level(j)
+            self.load[j] += more
+        return [self.levels[j] for j in range(first, last - 1, -1)]
+
+    def _level(self, j: int) -> Tensor:
+        if j not in self.levels:
+            self.levels[j] = torch.zeros(self.width, dtype=torch.float64, device=self.device)
+            self.load[j] = 0.0
+        return self.levels[j]
+
+    def _carry(self, j: int) -> None:
+        """Leave digits in [0, quantum above) at level j, and the rest in the level above."""
+        above, up = self._level(j + 1), quantum(j + 1)
+        more = self.load[j] * 2.0**-WIDTH + 1
+        if self.load[j + 1] + more > FULL:
+            self._carry(j + 1)
+        whole = torch.floor(self.levels[j] * (1 / up)).mul_(up)
+        above += whole
+        self.levels[j] -= whole
+        self.load[j + 1] += more
+        self.load[j] = 2.0**WIDTH
+
+
+def quantum(j: int) -> float:
+    """What a 1 in level j stands for."""
+    return math.ldexp(1.0, WIDTH * j + ORIGIN)
+
+
+def _levels(exponent: int) -> tuple[int, int]:
+    """(the first, the last level) of a row whose largest term is below 2^exponent."""
+    return -((TOP + ORIGIN - exponent) // WIDTH), (exponent - PRECISION - ORIGIN) // WIDTH
+
+
+def _reach(v: Tensor) -> Sequence[float]:
+    """The largest |v| of every row."""
+    found = passes.reach(v)
+    if found is None:
+        found = torch.maximum(v.amax(1), -v.amin(1)).tolist() if v.numel() else [0.0] * len(v)
+    return found
+
+
+def _fold(v: Tensor, rows: list[int], w: list[float], into: list[Tensor], quanta: list[float]) -> None:
+    """Add w_i v_i of these rows to the levels, from the top down."""
+    if passes.fold(v, rows, w, into, quanta):
+        return
+    weights = torch.tensor(w, dtype=torch.float64, device=v.device)[:, None]
+    together, wide = max(1, CHUNK // max(v.shape[1], 1)), min(v.shape[1], CHUNK)
+    scratch = torch.empty(2, min(together, len(rows)), wide, dtype=torch.float64, device=v.device)
+    for i in range(0, len(rows), together):
+        some = (
+            v[rows[i : i + together]]
+            if together > 1 and len(rows) < len(v)
+            else v[rows[i] : rows[i] + together]
+        )
+        for lo in range(0, v.shape[1], CHUNK):
+            part = some[:, lo : lo + CHUNK]
+            t, whole = scratch[:, : len(part), : part.shape[1]]
+            t.copy_(part).mul_(weights[i : i + together])
+            for level, q in zip(into, quanta, strict=True):
+                M = 1.5 * FULL * q
+                torch.add(t, M, out=whole).sub_(M)
+                t.sub_(whole)
+                level[lo : lo + CHUNK].add_(whole.sum(0) if together > 1 else whole[0])

@@ -82,7 +82,7 @@ def _short(home: Path) -> str:
 
 def _hours(home: Path) -> str:
     rows = [[*row[:2], *map(str, row[2:4]), row[4]] for row in parts(home)]
-    return markdown(["paper", "part", "cells", "done", "hours of one core left"], rows)
+    return markdown(["paper", "part", "cells", "done", "hours of one core left"], rows, text=(0, 1))
 
 
 def parts(home: Path) -> list[tuple[str, str, int, int, str]]:

@@ -711,7 +711,7 @@ def _logarithmic(axes: Any, which: str, values: Sequence[float]) -> None:
     axis = getattr(axes, f"{which}axis")
     positive = [v for v in values if v > 0]
     if positive and max(positive) < 100 * min(positive):
-        steps = (1, 2, 3, 5) if max(positive) < 10 * min(positive) else (1, 3)
+        steps: tuple[int, ...] = (1, 2, 3, 5) if max(positive) < 10 * min(positive) else (1, 3)
         if max(positive) < 2 * min(positive):
             steps = tuple(range(1, 10))
         axis.set_major_locator(LogLocator(subs=steps))

@@ -438,10 +438,14 @@ def versus(done: Done, which: str, target: float) -> str:
     rows = []
     for row in ROWS:
         if row is not BRAIDED and (common := gains(done, which, row)):
-            costs = [judged(ratios(done, which, row, key, target))[0] for key in PAIRED]
-            rows.append([row.name, str(len(common)), *costs, in_points(common)[0]])
+            costs = [judged(ratios(done, which, row, key, target))[0].partition(",")[0] for key in PAIRED]
+            lines = of_row(done, which, row).values()
+            there = sum(reached(line, target) is not None for line in lines)
+            rows.append(
+                [row.name, str(len(common)), f"{there} of {len(lines)}", *costs, in_points(common)[0]]
+            )
     head = [
-        f"scenario {which}: the row's for the braid's", "seeds", f"{SCENARIOS[which].unit} to {100 * target:.0f} %", "MB up", "MB down",
+        f"scenario {which}: the row's for the braid's", "seeds", f"that reach {100 * target:.0f} %", SCENARIOS[which].unit, "MB up", "MB down",
         "joules", "the braid's accuracy less the row's, points",
     ]  # fmt: skip
     return markdown(head, rows)

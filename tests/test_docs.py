@@ -348,3 +348,41 @@ def test_where_to_change_names_what_there_is():
         assert there, f"docs/design.md names {file}, which does not exist"
         defined = rf"^(class|def) {symbol}\b|^{symbol}\b.*="
         assert not symbol or re.search(defined, there[0].read_text(), re.MULTILINE), f"{file} has no {symbol}"
+
+
+# What a newcomer meets first ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/index.md"], ids=name_of)
+def test_landing_pages_are_short_and_show_the_braid_first(page):
+    text = page.read_text()
+    assert len(text.splitlines()) < 120
+    screen = "\n".join(text.splitlines()[:30])
+    assert "<!-- table: braid, first screen -->" in screen
+    assert "experiments/braid/scenario_A.png)" in screen
+    assert "`fedbraid reproduce braid`" in screen
+    assert len(re.findall(r"```(?:python|console)\n", text)) >= 3
+    assert re.search(r"\$ (make|fedbraid) demo", text)
+
+
+GUIDES = [p for p in PAGES if p.is_relative_to(ROOT / "docs")]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_a_page_says_first_what_it_is_for(page):
+    """Between the title and all else stands a sentence."""
+    title, first = [part for part in page.read_text().split("\n\n") if part.strip()][:2]
+    assert title.startswith("# ")
+    assert re.match(r"[A-Z\"`*]", first), first[:80]
+    assert not first.startswith(("```", "**"))
+    assert re.search(r"[.:](\s|$)", first)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["straggler", "cross-device", "cross-silo", "macOS", "non-IID", "heterogeneous", "secure aggregation", "differential privacy",
+     "compression", "personalization", "byzantine", "dropout", "label skew", "partial participation", "learning rate schedule"],
+)  # fmt: skip
+def test_the_search_finds_the_fields_words(word):
+    texts = [p.read_text().lower() for p in GUIDES]
+    assert any(word.lower() in text for text in texts), f"no page has the word {word!r}"

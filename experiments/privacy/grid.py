@@ -306,10 +306,23 @@ def sentences(done: Done) -> list[str]:
         ends = {n: [final(x) for x in lines(done, which, n, _epsilon(least))] for n in TUNED[which]}
         whole = {n: v for n, v in ends.items() if len(v) == len(SEEDS)}
         if whole:
-            best = max(whole, key=lambda n: sum(whole[n]))
+            first, second = sorted(whole, key=lambda n: -sum(whole[n]))[:2]
+            more = " / ".join(f"{a - b:+.1f}" for a, b in zip(whole[first], whole["DP-FedAvg"]))
             said.append(
-                f"{NAMES[which]}, {_epsilon(least)}: {best} is best with {spread(whole[best])} %; DP-FedAvg has {spread(whole['DP-FedAvg'])} %."
+                f"{NAMES[which]}, {_epsilon(least)}: {first} has {spread(whole[first])} %, {second} {spread(whole[second])} %;"
+                f" {first} less DP-FedAvg is {more} points by seed."
             )
+    behind = [
+        sum(map(final, b)) / len(b) - sum(map(final, a)) / len(a)
+        for which in DATA
+        for e in DATA[which].epsilons
+        if (a := lines(done, which, "FedAdaVR, held by clients", _epsilon(e)))
+        and (b := lines(done, which, "DP-FedAdam", _epsilon(e)))
+    ]
+    if behind and min(behind) > 0:
+        said.append(
+            f"Under noise the memory does not pay here: FedAdaVR, held by clients, is below DP-FedAdam in all {len(behind)} columns, by {min(behind):.1f} to {max(behind):.1f} points."
+        )
     pairs = [[lines(done, "held", n, c, h) for h in HELD] for n in ("FedAdaVR", "FedVARP") for c in CODECS]
     gaps = [sum(map(final, b)) / len(b) - sum(map(final, a)) / len(a) for a, b in pairs if a and b]
     if gaps:

@@ -134,7 +134,16 @@ CLEAN = (  # files and folders whose names keep to these words; the others are t
     "links/wrappers.py",
     "models",
     "parse.py",
+    "report",
     "schedule",
+    "study/campaign.py",
+    "study/compare.py",
+    "study/cost.py",
+    "study/energy.py",
+    "study/flops.py",
+    "study/recipe.py",
+    "study/stats.py",
+    "study/sweep.py",
     "user_files.py",
 )
 PAGES = [

@@ -231,7 +231,7 @@ def test_a_search_goes_by_it(task, tmp_path):
     def build(settings):
         return fb.Entry("x", fb.fedavg(), fb.Work(lr=settings["lr"], batch=4), ROUNDS)
 
-    plan = fb.sweep.SweepConfig("grid", metric="mae", prune="none", share=0.3)
+    plan = fb.sweep.SweepConfig("grid", metric="mae", prune="none", fraction=0.3)
     space = {"lr": fb.sweep.Categorical([1e-6, 0.3])}
     assert fb.sweep.sweep(task, build, space, out=tmp_path / "s", plan=plan, jobs=1).best.settings == {
         "lr": 0.3

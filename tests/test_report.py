@@ -388,21 +388,21 @@ def test_connections_have_a_limit(watched):
 
 def test_a_reader_who_leaves_is_no_error(watched, single, capfd):
     """Such as a tab that is closed while its answer is on the way."""
-    asked, left, look = threading.Event(), threading.Event(), watched.watch.look
+    asked, left, look = threading.Event(), threading.Event(), watched.watch.refresh
 
     def slow():
         asked.set()
         left.wait(60)
         return look() | {"title": "long " * 2_000_000}
 
-    watched.watch.look = slow
+    watched.watch.refresh = slow
     with socket.create_connection(watched.server_address) as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         reader.sendall(b"GET /data.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert asked.wait(60)
     left.set()
     for _ in range(watch.MOST):  # its place is free again once it is done
-        assert watched.room.acquire(timeout=60)
+        assert watched.slots.acquire(timeout=60)
     assert capfd.readouterr().err == ""
 
 
@@ -410,7 +410,7 @@ def test_a_run_that_makes_no_steps_is_not_called_running(grid, single, tmp_path)
     def told(place, ago):
         for path in place.rglob("metrics.jsonl"):
             os.utime(path, (time.time() - ago,) * 2)
-        found = watch.Watch([place]).look()
+        found = watch.Watch([place]).refresh()
         return found["silent"], found["again"]
 
     run, several = tmp_path / "a run", tmp_path / "grid"

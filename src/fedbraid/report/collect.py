@@ -1,4 +1,4 @@
-"""From run folders to what a report shows: runs grouped by everything but their seed."""
+"""Run folders as data for reports: runs grouped by everything but their seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
 
 @dataclass(frozen=True)
 class Stored:
-    """A run as its folder has it."""
+    """A run as its folder stores it."""
 
     path: Path
     config: Record
@@ -36,19 +36,19 @@ class Stored:
 
     @property
     def steps(self) -> int:
-        """How many server steps the run is to make."""
+        """The number of server steps of the finished run."""
         _, args, settings = call(self.config["schedule"])
         return int(settings.get("steps", args[0] if args else 0))
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What runs have in common that differ in their seed alone."""
+        """The settings that runs share if they differ only in their seed."""
         return tuple(str(self.config.get(k)) for k in ("parts", "work", "schedule"))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     name: str
     runs: list[Stored]
@@ -65,9 +65,9 @@ class Collection:
     groups: list[Group]
     target: float | None
     failed: dict[str, int] = field(default_factory=dict)
-    known: TaskSummary | None = None
-    why: str = ""  # why nothing is known of the task
-    metric: str | None = None  # what a comparison said that its runs are compared by
+    task_summary: TaskSummary | None = None
+    why: str = ""  # why there is no summary of the task
+    metric: str | None = None  # the metric that a comparison sets
 
     @property
     def config(self) -> Record:
@@ -86,27 +86,35 @@ class Collection:
         ]
 
     def _flops(self, group: Group) -> list[list[float] | None]:
-        """FLOPs by step, where the task is known and the algorithm can be built again."""
+        """FLOPs by step; None unless there is a summary of the task and the algorithm can be rebuilt."""
         from fedbraid.algorithms.registry import algorithm_from
         from fedbraid.core.work import WORK
         from fedbraid.parse import evaluate
         from fedbraid.study import flops
 
-        visit = None
+        client_flops = None
         name = group.config["algorithm"]
-        if self.known is not None and not files.names_file(name or "") and is_built_by_name(group.config):
+        if (
+            self.task_summary is not None
+            and not files.names_file(name or "")
+            and is_built_by_name(group.config)
+        ):
             algorithm = algorithm_from(name)
-            visit = flops.of_known(self.known, algorithm, evaluate(group.config["work"], WORK, "work"))
-        return [None if visit is None else flops.by_step(visit, run.records) for run in group.runs]
+            client_flops = flops.of_summary(
+                self.task_summary, algorithm, evaluate(group.config["work"], WORK, "work")
+            )
+        return [
+            None if client_flops is None else flops.by_step(client_flops, run.records) for run in group.runs
+        ]
 
 
 def collect(
     paths: Sequence[Path],
     target: float | None = None,
     unfinished: bool = False,
-    known: TaskSummary | None = None,
+    task_summary: TaskSummary | None = None,
 ) -> Collection:
-    """The runs in these folders, which may be comparisons; refuses to mix tasks, and unfinished runs unless told."""
+    """The runs in these folders, which may be comparisons; refuses to mix tasks, and refuses unfinished runs by default."""
     runs: list[Stored] = []
     failed: dict[str, int] = {}
     goal, metric = target, None
@@ -126,20 +134,20 @@ def collect(
             raise RunError(
                 f"{first.path} is of task {_task_name(first)} and {run.path} of {_task_name(run)}; report one task at a time"
             )
-    found = Collection(_grouped(runs), goal, failed, known, metric=metric)
-    if known is None:
-        found.known, found.why = _known(first)
-    return found
+    collection = Collection(_grouped(runs), goal, failed, task_summary, metric=metric)
+    if task_summary is None:
+        collection.task_summary, collection.why = _summarize(first)
+    return collection
 
 
 def _of_choice(path: Path) -> Path:
-    """The final of a choice, or its race while that goes on; other folders as they are."""
-    places = (path / "confirm", path / "race") if (path / CHOOSE).exists() else ()
-    return next((place for place in places if (place / COMPARE).exists()), path)
+    """The final of a choice, or its race until there is one; other folders unchanged."""
+    folders = (path / "confirm", path / "race") if (path / CHOOSE).exists() else ()
+    return next((folder for folder in folders if (folder / COMPARE).exists()), path)
 
 
 def read(path: Path, unfinished: bool = False, name: str | None = None) -> Stored:
-    """One run folder, whole or refused with a sentence."""
+    """One complete run folder; others are refused."""
     folder = Folder(path)
     config = folder.config()
     for key in (
@@ -172,17 +180,17 @@ def read(path: Path, unfinished: bool = False, name: str | None = None) -> Store
     return run
 
 
-def _cells(path: Path, known: Record, unfinished: bool, failed: dict[str, int]) -> list[Stored]:
+def _cells(path: Path, planned: Record, unfinished: bool, failed: dict[str, int]) -> list[Stored]:
     runs = []
     try:
-        for entry in known["entries"]:
-            for seed in known["seeds"]:
-                place = path / entry["folder"] / f"seed-{seed}"
-                if (place / FAILED).exists():
+        for entry in planned["entries"]:
+            for seed in planned["seeds"]:
+                folder = path / entry["folder"] / f"seed-{seed}"
+                if (folder / FAILED).exists():
                     failed[entry["name"]] = failed.get(entry["name"], 0) + 1
-                elif (place / "run.json").exists():
-                    runs.append(read(place, True, entry["name"]))
-                if not unfinished and not any((place / f).exists() for f in (FAILED, "model.safetensors")):
+                elif (folder / "run.json").exists():
+                    runs.append(read(folder, True, entry["name"]))
+                if not unfinished and not any((folder / f).exists() for f in (FAILED, "model.safetensors")):
                     raise RunError(
                         f"{path} is not finished; see it with `fedbraid watch {quote(str(path))}`, end it with"
                         f" `fedbraid compare {quote(str(path))}`, or report what there is with --unfinished"
@@ -205,7 +213,7 @@ def _grouped(runs: Sequence[Stored]) -> list[Group]:
 
 
 def _names(firsts: Sequence[Stored]) -> list[str]:
-    """A short name for each group: its own, its algorithm's and, where that is not enough, what else differs."""
+    """A short name for each group: the entry's or algorithm's and, to tell twins apart, the settings that differ."""
     plain = [run.name or run.config["algorithm"] or run.path.name for run in firsts]
     names = []
     for run, name in zip(firsts, plain):
@@ -217,9 +225,10 @@ def _names(firsts: Sequence[Stored]) -> list[str]:
 
 def _differing(run: Stored, twins: Sequence[Stored]) -> str:
     every = [{**call(t.config["work"])[2], **call(t.config["schedule"])[2]} for t in twins]
-    mine = {**call(run.config["work"])[2], **call(run.config["schedule"])[2]}
+    settings = {**call(run.config["work"])[2], **call(run.config["schedule"])[2]}
     return (
-        ", ".join(f"{k}={v}" for k, v in mine.items() if any(e.get(k) != v for e in every)) or run.path.name
+        ", ".join(f"{k}={v}" for k, v in settings.items() if any(e.get(k) != v for e in every))
+        or run.path.name
     )
 
 
@@ -227,16 +236,16 @@ def _task_name(run: Stored) -> str:
     return str(run.config["task"] or run.config.get("task_name"))
 
 
-def _known(run: Stored) -> tuple[TaskSummary | None, str]:
-    """What is known of the task, or why nothing is."""
+def _summarize(run: Stored) -> tuple[TaskSummary | None, str]:
+    """The summary of a run's task; None and the reason where it cannot be made."""
     from fedbraid.data import tasks
-    from fedbraid.run import task_summary as known
+    from fedbraid.run import task_summary
 
-    if run.config["task"] is None or files.names_file(run.config["task"]):  # a report runs nobody's file
-        found = known.noted(Folder(run.path))
-        why = "The task was made in Python and not described in the run's folder, so who holds what is not known."
-        return found, "" if found else why
+    if run.config["task"] is None or files.names_file(run.config["task"]):  # a report executes no user's file
+        summary = task_summary.noted(Folder(run.path))
+        why = "The task was made in Python and the run's folder does not describe it, so its partition is not shown."
+        return summary, "" if summary else why
     try:
-        return known.of_task(tasks.reload(run.config["task"])), ""
+        return task_summary.of_task(tasks.reload(run.config["task"])), ""
     except FedbraidError as error:
-        return None, f"The task's data is not here, so who holds what is not known: {error}."
+        return None, f"The task's data is not available here, so its partition is not shown: {error}."

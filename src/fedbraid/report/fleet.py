@@ -1,4 +1,4 @@
-"""What a deployment's folder tells of its nodes, for reports and the live page."""
+"""The status of a deployment's nodes, read from its folder, for reports and the live page."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from fedbraid.deploy import status_file
 from fedbraid.run.checkpoint import Record
 
-MOST = 200  # nodes, and troubles, that are shown
+MOST = 200  # nodes, and troubles, that are displayed
 STATES = {
     "dead": "DEAD: the server's process has ended", "silent": "SILENT: the server has not been heard of",
 }  # fmt: skip
 
 
 def describe(folder: Path) -> Record | None:
-    """Who is there, what was asked of whom when, what is waited for and what went wrong; None where there is no fleet."""
+    """Connected nodes, their requests, the reason of waiting and the troubles; None unless the folder is a deployment's."""
     try:
-        told = status_file.read(folder)
-        return _read(told) if told else None
-    except (ValueError, KeyError, TypeError, AttributeError):  # damaged
+        status = status_file.read(folder)
+        return _read(status) if status else None
+    except (ValueError, KeyError, TypeError, AttributeError):  # corrupt
         return None
 
 
@@ -34,27 +34,27 @@ def names(folder: Path) -> dict[int, str]:
         return {}
 
 
-def _read(told: dict[str, Any]) -> Record:
-    age, lives = told["age"], told["life"] == "running"
-    running, wait = told["state"] == "running", told["wait"]
+def _read(status: dict[str, Any]) -> Record:
+    age, lives = status["age"], status["life"] == "running"
+    running, wait = status["state"] == "running", status["wait"]
     fleet = [
         {
             "name": str(one["name"]), "client": int(one["client"]), "here": bool(one["here"]) and lives,
             "seen": None if one.get("seen") is None else round(float(one["seen"]) + age),
             "asked": None if one["asked"] is None else round(float(one["asked"]) + (age if running else 0.0)),
         }
-        for one in told["fleet"]
+        for one in status["fleet"]
     ]  # fmt: skip
     until = wait["until"]
     return {
-        "state": STATES.get(told["life"], str(told["state"])),
-        "nodes": int(told["nodes"]),
+        "state": STATES.get(status["life"], str(status["state"])),
+        "nodes": int(status["nodes"]),
         "wait": str(wait["for"]) if lives else "",
         "since": round(max(0.0, time.time() - float(wait["since"]))),
         "left": None if until is None else round(float(until) - time.time()),
         "silent": round(age) if running and not lives else None,
         "fleet": fleet[:MOST],
         "more": max(0, len(fleet) - MOST),
-        "trouble": [{k: str(one[k]) for k in ("node", "why", "times")} for one in told["trouble"][:MOST]],
-        "error": str(told.get("traceback") or told["error"]),
+        "trouble": [{k: str(one[k]) for k in ("node", "why", "times")} for one in status["trouble"][:MOST]],
+        "error": str(status.get("traceback") or status["error"]),
     }

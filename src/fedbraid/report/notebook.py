@@ -54,7 +54,7 @@ def plot(result: Result, metric: str | None = None, axis: str = "step") -> Any:
     """A matplotlib figure of one measurement over what was spent."""
     from fedbraid.study import flops
 
-    key = metric or stats.judged_by([stats.Runs("", [0], [result.history], [None])]) or "train_loss"
+    key = metric or stats.compared_by([stats.Runs("", [0], [result.history], [None])]) or "train_loss"
     spent = None
     if axis == "flops":
         if result.work is None:
@@ -75,7 +75,7 @@ def timeline(result: Result) -> Any:
 
 
 def as_html(result: Result) -> str:
-    """The table that a notebook shows."""
+    """The table that a notebook displays."""
     accuracy, loss = result.last("accuracy"), result.last("loss")
     rows = {
         "algorithm": result.algorithm.label,
@@ -90,10 +90,10 @@ def as_html(result: Result) -> str:
         "LoRA": result.lora,
         "folder": result.out,
     }
-    key = stats.judged_by([stats.Runs("", [0], [result.history], [None])]) or "train_loss"
-    seen = [r for r in result.history if key in r]
+    key = stats.compared_by([stats.Runs("", [0], [result.history], [None])]) or "train_loss"
+    evaluated = [r for r in result.history if key in r]
     chart = sketch.lines(
-        {key: ([r["step"] for r in seen], [r[key] for r in seen])}, "steps", key == "accuracy"
+        {key: ([r["step"] for r in evaluated], [r[key] for r in evaluated])}, "steps", key == "accuracy"
     )
     return as_table(rows) + chart
 

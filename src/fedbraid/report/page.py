@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: the page, its style and script, and what was run as JSON inside it."""
+"""One self-contained HTML file: the page, its style and script, and the runs as JSON."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ FILES = {
     "/*chart licence*/": "uplot/LICENSE", "/*chart style*/": "uplot/uPlot.min.css", "/*style*/": "page.css", "/*chart library*/": "uplot/uPlot.min.js",
     "/*charts*/": "charts.js", "/*script*/": "page.js",
 }  # fmt: skip
-JOBS = 40_000  # that are drawn in all timelines of a page together
-SHOWN = 400  # clients in a table
-SUSPECTS, POINTS = 60, 80  # clients that a robust rule judged, and steps of each that are drawn
-EVERY = 1500  # milliseconds between two looks at a run that goes on
-QUIET = 30  # seconds without a step after which nobody can tell from outside whether a run goes on
+JOBS = 40_000  # drawn in all timelines of a page together
+MAX_ROWS = 400  # clients in a table
+SUSPECTS, POINTS = 60, 80  # clients that a robust rule scored, and steps drawn of each
+EVERY = 1500  # milliseconds between two refreshes of an unfinished run
+QUIET = 30  # seconds without a step after which a run may have stopped
 
 
 def describe(found: Collection, live: bool = False) -> Record:
-    """Everything the page shows."""
+    """All data of the page."""
     groups = found.statistics()
-    key = stats.judged_by(groups, found.metric) or stats.judged_by(groups)
+    key = stats.compared_by(groups, found.metric) or stats.compared_by(groups)
     if key is None and not live:
         where = found.groups[0].runs[0].path
         raise RunError(f"{where} has no evaluations to report; run it with --evaluate-every 1 and a test set")
@@ -69,7 +69,9 @@ def describe(found: Collection, live: bool = False) -> Record:
         ],
         "clients": [one for g in found.groups if (one := _clients(g, key)) is not None],
         "suspects": [one for g in found.groups if (one := _suspects(g)) is not None],
-        "partition": {"counts": None, "note": found.why} if found.known is None else found.known.partition,
+        "partition": {"counts": None, "note": found.why}
+        if found.task_summary is None
+        else found.task_summary.partition,
         "footer": "Made by " + ", ".join(f"{k} {v}" for k, v in config.get("versions", {}).items()),
         "live": live,
         "real": any(g.config.get("real") for g in found.groups),
@@ -84,23 +86,23 @@ def describe(found: Collection, live: bool = False) -> Record:
 
 def render(data: Record) -> str:
     """The page itself."""
-    here = files("fedbraid.report")
-    text = (here / "page.html").read_text("utf-8")
+    package = files("fedbraid.report")
+    text = (package / "page.html").read_text("utf-8")
     embedded = json.dumps(finite(data), separators=(",", ":")).replace("<", "\\u003c")
-    parts = {
+    fillings = {
         "/*connect*/'none'": "'self'" if data["live"] else "'none'",
         "/*title*/": html.escape(data["title"]),
-        **{mark: (here / file).read_text("utf-8") for mark, file in FILES.items()},
+        **{mark: (package / file).read_text("utf-8") for mark, file in FILES.items()},
         "/*data*/": embedded,
     }
-    marks = "|".join(re.escape(mark) for mark in parts)
+    marks = "|".join(re.escape(mark) for mark in fillings)
     return re.sub(
-        marks, lambda found: parts[found[0]], text
-    )  # in one pass: what goes in is not looked at again
+        marks, lambda found: fillings[found[0]], text
+    )  # in one pass, so that inserted text is not searched again
 
 
 def finite(value: Any) -> Any:
-    """Without NaN and infinities, which JSON lacks, and with six digits, which a screen does not show either."""
+    """The value without NaN and infinities, which JSON lacks, and with numbers rounded to six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if np.isfinite(value) else None
     if isinstance(value, dict):
@@ -113,24 +115,24 @@ def _task(config: Record) -> str:
 
 
 def _diverged(found: Collection) -> list[stats.Runs]:
-    """Entries of which no seed has a result."""
+    """Entries without a result for any seed."""
     names = {g.name for g in found.groups}
     return [stats.Runs(name, [], [], []) for name in found.failed if name not in names]
 
 
 def _about(found: Collection) -> str:
-    """The task in a line, what stays with the clients, and the privacy that a single algorithm spent."""
+    """The task in a line, its personal parameters, and the privacy spent if there is one algorithm."""
     config = found.config
-    said = [_task(config), f"{config['clients']} clients", f"{config.get('parameters', 0):,} parameters"]
+    facts = [_task(config), f"{config['clients']} clients", f"{config.get('parameters', 0):,} parameters"]
     if personal := config.get("personal"):
-        said.append(f"personal: {', '.join(personal)}")
+        facts.append(f"personal: {', '.join(personal)}")
     if len(found.groups) == 1 and (private := _privacy(found.groups[0])) is not None:
-        said.append(private)
-    return " · ".join(said)
+        facts.append(private)
+    return " · ".join(facts)
 
 
 def _privacy(group: Group) -> str | None:
-    """(ε, δ) and whom they protect, over the seeds of a private algorithm."""
+    """(ε, δ) and the unit they protect, over the seeds of a private algorithm."""
     spent = [r.records[-1]["epsilon"] for r in group.runs if r.records and "epsilon" in r.records[-1]]
     if not spent:
         return None
@@ -147,8 +149,8 @@ def _title(found: Collection) -> str:
 def _verdict(found: Collection, rows: Sequence[Record]) -> str:
     if len(rows) < 2 or not found.finished:
         return ""
-    said = stats.verdict([r for r in rows if not r["failed"]])
-    return said + "".join(f" {name} diverged with {n} of its seeds." for name, n in found.failed.items())
+    verdict = stats.verdict([r for r in rows if not r["failed"]])
+    return verdict + "".join(f" {name} diverged with {n} of its seeds." for name, n in found.failed.items())
 
 
 def _progress(found: Collection) -> str:
@@ -160,9 +162,9 @@ def _progress(found: Collection) -> str:
 
 
 def _silent(found: Collection) -> tuple[float | None, str]:
-    """For how many seconds no run has made a step, where that is long, and what would go on with them."""
+    """Seconds since the last step of any run, if that is long ago, and the command that resumes them."""
     waiting = [r for g in found.groups for r in g.runs if not r.finished]
-    with suppress(OSError, ValueError):  # none waits, or one is about to begin
+    with suppress(OSError, ValueError):  # none is unfinished, or one has no step yet
         ago = time.time() - max((r.path / "metrics.jsonl").stat().st_mtime for r in waiting)
         if ago > QUIET:
             first = waiting[0]
@@ -174,8 +176,8 @@ def _silent(found: Collection) -> tuple[float | None, str]:
 def _fleets(found: Collection) -> list[Record]:
     """The nodes of each run that is a deployment."""
     runs = [(g.name, r) for g in found.groups for r in g.runs]
-    seen = ((name, fleet.describe(run.path)) for name, run in runs)
-    return [about | {"name": name} for name, about in seen if about is not None]
+    described = ((name, fleet.describe(run.path)) for name, run in runs)
+    return [about | {"name": name} for name, about in described if about is not None]
 
 
 def _group(group: Group, runs: stats.Runs) -> Record:
@@ -203,7 +205,7 @@ def _group(group: Group, runs: stats.Runs) -> Record:
 
 
 def _clients(group: Group, key: str) -> Record | None:
-    """What each client's model is worth to it, the worst tenth first; None where the first run did not ask."""
+    """The metric of each client on its local test set, the worst first; None if the first run did not evaluate it."""
     run = group.runs[0]
     path = run.path / CLIENTS
     if not path.exists():
@@ -217,22 +219,22 @@ def _clients(group: Group, key: str) -> Record | None:
     tenth = [r[by] for r in defined[:worst]]
     return {
         "name": group.name, "seed": run.config["seed"], "by": by, "worst": worst, "count": len(rows),
-        "rows": [*defined, *undefined][:SHOWN], "undefined": len(undefined),
+        "rows": [*defined, *undefined][:MAX_ROWS], "undefined": len(undefined),
         "mean": float(np.mean([r[by] for r in defined])) if defined else None, "worst_mean": float(np.mean(tenth)) if tenth else None,
     }  # fmt: skip
 
 
 def _suspects(group: Group) -> Record | None:
-    """How a robust rule saw each client of the first run: how often it was suspected, its norms and cosines over the steps."""
-    run, seen = group.runs[0], dict[int, Record]()
+    """A robust rule's records of each client of the first run: the steps that suspected it, norms and cosines."""
+    run, by_client = group.runs[0], dict[int, Record]()
     for record in run.records:
-        judged = record.get("judged")
-        if judged is None:
+        evaluated = record.get("judged")
+        if evaluated is None:
             continue
         suspected, rejected = set(record["suspected"]), set(record.get("rejected", ()))
-        numbers = dict(zip(judged["clients"], zip(judged["norm"], judged["cosine"])))
-        for client in dict.fromkeys([*judged["clients"], *suspected]):
-            one = seen.setdefault(
+        numbers = dict(zip(evaluated["clients"], zip(evaluated["norm"], evaluated["cosine"])))
+        for client in dict.fromkeys([*evaluated["clients"], *suspected]):
+            one = by_client.setdefault(
                 client,
                 {"client": client, "steps": [], "norm": [], "cosine": [], "suspected": [], "rejected": 0},
             )
@@ -243,10 +245,10 @@ def _suspects(group: Group) -> Record | None:
                 one["steps"].append(record["step"])
                 for key, value in zip(("norm", "cosine"), numbers[client]):
                     one[key].append(value)
-    if not seen:
+    if not by_client:
         return None
-    rows = sorted(seen.values(), key=lambda one: (-len(one["suspected"]), one["client"]))
-    for one in rows[:SUSPECTS]:  # what is drawn is thinned
+    rows = sorted(by_client.values(), key=lambda one: (-len(one["suspected"]), one["client"]))
+    for one in rows[:SUSPECTS]:  # draw at most so many points
         every = -(-len(one["steps"]) // POINTS) or 1
         one |= {key: one[key][::every] for key in ("steps", "norm", "cosine")}
     last = run.records[-1]["step"]
@@ -260,7 +262,7 @@ def _suspects(group: Group) -> Record | None:
 
 
 def _timeline(group: Group, most: int) -> Record | None:
-    """Every job of the first run: who trained from which version, when; None without a clock."""
+    """Every job of the first run: its client, version and interval; None without a clock."""
     run = group.runs[0]
     jobs = timeline.jobs(run.records)
     if jobs is None:
@@ -280,10 +282,10 @@ def _timeline(group: Group, most: int) -> Record | None:
 
 
 def _online(config: Record, until: float, most: int) -> Record | None:
-    """Who could be reached when, where the schedule says it and there are not too many to draw."""
+    """The intervals in which clients were available, if the schedule has them and they are few enough to draw."""
     try:
         when = getattr(evaluate(config["schedule"], SCHEDULES, "schedule"), "availability", None)
-    except FedbraidError:  # its file is gone, or another
+    except FedbraidError:  # its file is missing or changed
         return None
     spans = [] if when is None else list(islice(when.spans(config["clients"], until), most + 1))
     if not 0 < len(spans) <= most:
@@ -292,7 +294,7 @@ def _online(config: Record, until: float, most: int) -> Record | None:
 
 
 def _plain_curve(curve: Record | None) -> Record | None:
-    """Without points that are not numbers."""
+    """The curve without points that are not finite."""
     if curve is None or all(np.isfinite(curve["mean"])):
         return curve
     keep = np.flatnonzero(np.isfinite(curve["mean"]))
@@ -305,28 +307,28 @@ def _plain_curve(curve: Record | None) -> Record | None:
     }
 
 
-def _by_name(runs: stats.Runs, way: str) -> dict[str, float]:
+def _by_name(runs: stats.Runs, direction: str) -> dict[str, float]:
     """Bytes by name, a mean over seeds."""
     sums: dict[str, float] = {}
     for history in runs.histories:
         for record in history:
-            for name, size in record[way].items():
+            for name, size in record[direction].items():
                 sums[name] = sums.get(name, 0) + size / len(runs.histories)
     return sums
 
 
 def _command(group: Group, seeds: Sequence[int]) -> str | None:
     try:
-        said = recipe.sections(group.config, **_ends(group))
+        sections = recipe.sections(group.config, **_ends(group))
     except (FedbraidError, KeyError) as error:
         raise RunError(
             f"{group.runs[0].path / 'run.json'} is corrupt ({error}); restore a backup or start a new run"
         ) from error
-    return None if said is None else recipe.command(said, seeds)
+    return None if sections is None else recipe.command(sections, seeds)
 
 
 def _no_command(config: Record) -> str:
-    """Which setting a command cannot say, for the page to tell where there is none."""
+    """Why no command runs this configuration."""
     if config["task"] is None:
         return "The task was made in Python, so no command runs it."
     if not recipe.is_built_by_name(config):
@@ -335,7 +337,7 @@ def _no_command(config: Record) -> str:
 
 
 def _ends(group: Group) -> Record:
-    """The accuracy and the number of bytes at which the run was to end."""
+    """The accuracy and the number of bytes at which the run stops early."""
     path = group.runs[0].path / "target.json"
-    said = Folder(path.parent).read_json("target.json") if path.exists() else {}
-    return {"target": said.get("accuracy"), "max_bytes_up": said.get("max_bytes_up")}
+    target = Folder(path.parent).read_json("target.json") if path.exists() else {}
+    return {"target": target.get("accuracy"), "max_bytes_up": target.get("max_bytes_up")}

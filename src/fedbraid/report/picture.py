@@ -1,4 +1,4 @@
-"""Who holds what: the label counts of a task's clients, as text for the terminal and as a file."""
+"""The partition as a picture: label counts of a task's clients, as text for the terminal and as a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan")
 
 
 def partition_hash(task: Task) -> str:
-    """A hash of who holds which rows."""
+    """A hash of the partition."""
     h = hashlib.blake2b(digest_size=8)
     h.update(np.ascontiguousarray(task.offsets).tobytes())
     h.update(task.rows.numpy().tobytes())
@@ -38,21 +38,21 @@ def as_text(counts: Counts, width: int, height: int = 32) -> Text:
 
     clients = _spread(len(counts), max(1, width - 5))
     labels = _spread(counts.shape[1], height)
-    shares = counts / counts.sum(1, keepdims=True)
-    level = np.ceil(shares * (len(SHADES) - 1)).astype(int)
+    fractions = counts / counts.sum(1, keepdims=True)
+    level = np.ceil(fractions * (len(SHADES) - 1)).astype(int)
     text = Text()
     for label in labels:
         text.append(f"{label:>3}  ")
         cells = "".join(SHADES[level[client, label]] for client in clients)
         text.append(cells.rstrip() + "\n", style=COLOURS[label % len(COLOURS)])
-    shown = "every client" if len(clients) == len(counts) else f"{len(clients)} of {len(counts)} clients"
-    text.append(f"     {shown}, a column each; a line a label", style="dim")
+    caption = "every client" if len(clients) == len(counts) else f"{len(clients)} of {len(counts)} clients"
+    text.append(f"     {caption}, a column each; a line a label", style="dim")
     return text
 
 
-def _spread(count: int, room: int) -> Counts:
-    """At most `room` of `count` indices, evenly spread."""
-    return np.linspace(0, count - 1, min(count, room)).round().astype(np.int64)
+def _spread(count: int, most: int) -> Counts:
+    """At most `most` of `count` indices, evenly spread."""
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
 
 
 def save(counts: Counts, title: str, path: Path) -> None:

@@ -69,8 +69,8 @@ def partition(counts: Counts) -> str:
     return f"<div>{picture}<div style='font-size:85%'>clients across, labels down; darkest: {most} samples</div></div>"
 
 
-def _svg(wide: int, high: int, parts: Sequence[str]) -> str:
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}">{"".join(parts)}</svg>'
+def _svg(wide: int, high: int, elements: Sequence[str]) -> str:
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}">{"".join(elements)}</svg>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -12,7 +12,7 @@ from fedbraid.study import stats
 
 
 def as_csv(found: Collection) -> str:
-    """Every record of every run, a line each: what was spent by then, and what was measured."""
+    """Every record of every run as a line: cumulative costs and metrics."""
     out = io.StringIO()
     metrics = stats.measured(found.statistics())
     columns = ["name", "seed", "run", *stats.AXES, "bytes_up", "bytes_down", *metrics]
@@ -59,24 +59,24 @@ def as_latex(data: Record) -> str:
     return "\n".join([f"% {data['task']}", *lines, ""])
 
 
-# the best is bold only where its 95 % interval lies apart from all others
+# the best is bold only if its 95 % interval overlaps no other
 _TIED = r"\multicolumn{{{columns}}}{{l}}{{\footnotesize $^\dagger$ tied for the best: 95\,\% intervals overlap}} \\"
 
 
 def _row(r: Record, percent: bool, target: float | None, best: Sequence[str]) -> list[str]:
     value, scale, digits = r["final"], 100 if percent else 1, 2 if percent else 4
     if value is None:
-        shown = "--"
+        text = "--"
     else:
         mean = f"{scale * value['mean']:.{digits}f}"
         half = "" if value["half"] is None else rf" \pm {scale * value['half']:.{digits}f}"
         mean = rf"\mathbf{{{mean}}}" if best == [r["name"]] else mean
         tied = r"\dagger" if len(best) > 1 and r["name"] in best else ""
-        shown = f"${mean}{half}{tied and '^' + tied}$"
-    cells: list[str] = [escape(r["name"]), shown, *(_megabytes(r[w]) for w in ("bytes_up", "bytes_down"))]
+        text = f"${mean}{half}{tied and '^' + tied}$"
+    cells: list[str] = [escape(r["name"]), text, *(_megabytes(r[w]) for w in ("bytes_up", "bytes_down"))]
     if target is not None:
-        found = r["to_target"].get("step")
-        cells.append("--" if found is None else f"{found['mean']:.1f}")
+        steps = r["to_target"].get("step")
+        cells.append("--" if steps is None else f"{steps['mean']:.1f}")
     return cells
 
 

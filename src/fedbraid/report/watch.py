@@ -1,4 +1,4 @@
-"""A report that follows a run: the page on localhost, read from the run's folder whenever it is asked for."""
+"""A live report: the page on localhost, read from the run's folder at every request."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ MOST = 64  # connections at a time
 
 
 class Watch:
-    """What the page shows at this moment; the task is loaded once."""
+    """The page's present data; the task is loaded once."""
 
     def __init__(self, paths: Sequence[Path], target: float | None = None) -> None:
         self.paths, self.target, self.lock = list(paths), target, Lock()
         self.found: Collection | None = None
-        self.look()
+        self.refresh()
 
-    def look(self) -> dict[str, Any]:
+    def refresh(self) -> dict[str, Any]:
         with self.lock, reading(", ".join(map(str, self.paths))):
-            known, why = (None, "") if self.found is None else (self.found.known, self.found.why)
-            self.found = collect(self.paths, self.target, unfinished=True, known=known)
+            task_summary, why = (
+                (None, "") if self.found is None else (self.found.task_summary, self.found.why)
+            )
+            self.found = collect(self.paths, self.target, unfinished=True, task_summary=task_summary)
             self.found.why = self.found.why or why
             return page.describe(self.found, live=True)
 
 
 class Server(ThreadingHTTPServer):
-    """Answers GET for the page and its data, and nothing else. Give port 0 for any that is free."""
+    """Answers GET for the page and its data only. Port 0 picks any free port."""
 
     daemon_threads = True
 
     def __init__(self, watch: Watch, host: str = "127.0.0.1", port: int = 8765) -> None:
-        self.watch, self.host, self.room = watch, host, BoundedSemaphore(MOST)
+        self.watch, self.host, self.slots = watch, host, BoundedSemaphore(MOST)
         try:
             super().__init__((host, port), _Answer)
         except (OSError, OverflowError, UnicodeError) as error:
@@ -53,7 +55,7 @@ class Server(ThreadingHTTPServer):
             ) from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.room.acquire(blocking=False):
+        if self.slots.acquire(blocking=False):
             return super().process_request(request, client_address)
         self.shutdown_request(request)
 
@@ -61,10 +63,10 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.room.release()
+            self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # whoever asked has gone
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):  # the client has disconnected
             super().handle_error(request, client_address)
 
     @property
@@ -78,13 +80,13 @@ class _Answer(BaseHTTPRequestHandler):
     timeout = 30  # seconds that a connection may stay silent
 
     def do_GET(self) -> None:
-        if not self._asked_here():
-            return self._say(403, "text/plain", "this page is for this machine alone")
+        if not self._is_local_request():
+            return self._say(403, "text/plain", "this page is for this machine only")
         path = self.path.partition("?")[0]
         if path not in ("/", "/data.json"):
             return self._say(404, "text/plain", "there is / and /data.json")
         try:
-            data = self.server.watch.look()
+            data = self.server.watch.refresh()
         except FedbraidError as error:  # such as a folder that was removed
             return self._say(503, "text/plain", str(error))
         if path == "/":
@@ -93,10 +95,10 @@ class _Answer(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _asked_here(self) -> bool:
-        """On loopback, refuse other names, so that no web site can point its own at this page."""
-        asked = self.headers.get("Host", "")
-        return not _loopback(self.server.host) or _loopback(re.sub(r":\d*$", "", asked).strip("[]"))
+    def _is_local_request(self) -> bool:
+        """On loopback, refuse other host names, so that no web site can point its domain at this page."""
+        host = self.headers.get("Host", "")
+        return not _loopback(self.server.host) or _loopback(re.sub(r":\d*$", "", host).strip("[]"))
 
     def _say(self, code: int, kind: str, text: str) -> None:
         body = text.encode(errors="replace")
@@ -110,7 +112,7 @@ class _Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Silence: the terminal is the user's."""
+        """Log nothing: the terminal is the user's."""
 
 
 def _loopback(host: str) -> bool:

@@ -1,6 +1,6 @@
-"""Many runs: cells, each in a run folder of its own, resumed, in worker processes; `compare`, `sweep` and `choose` use it.
+"""Many runs: cells, each in a run folder, resumed, in worker processes; `compare`, `sweep` and `choose` use it.
 
-A campaign's folder says in one JSON file what it holds, so that another campaign is not mixed in. Given the same
+A JSON file in a campaign's folder describes it, so that another campaign is not mixed in. Given the same
 folder again, cells that are done are skipped and cells that were stopped continue from their last checkpoint.
 """
 
@@ -35,13 +35,13 @@ C = TypeVar("C")
 
 
 def engine(runs: int) -> Engine:
-    """Where the cells of a campaign run: in its worker processes, of one thread each, which compile a model once for all."""
+    """Where the cells of a campaign run: in its worker processes, of one thread each, which share compiled models."""
     return InProcess(threads=1, runs=runs)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is compared: an algorithm with the local training settings and schedule that go with it."""
+    """An algorithm with its local training settings and schedule."""
 
     name: str
     algorithm: Algorithm
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def folder(self) -> str:
-        """A folder name that two entries share only if they are the same."""
+        """A folder name that differs between different entries."""
         what = repr((parts(self.algorithm), self.work, self.schedule)).encode()
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40]
         return f"{slug}-{hashlib.blake2b(what, digest_size=4).hexdigest()}"
@@ -77,7 +77,7 @@ class Cell:
 
     @property
     def failure(self) -> str | None:
-        """Why it has no result, where it diverged."""
+        """The error that ended the cell, if it diverged."""
         path = self.folder / FAILED
         return Folder(self.folder).read_json(FAILED)["error"] if path.exists() else None
 
@@ -97,28 +97,28 @@ class Event(Generic[C]):
     result: Any = None  # of a cell that is done; a Failure where it diverged
 
 
-OnEvent = Callable[[Event[Any]], Any]  # its answer to "step" goes to the cell's run as that of a callback
+OnEvent = Callable[[Event[Any]], Any]  # its answer to "step" is returned to the cell's run as a callback's
 
 
 def ignore(event: Event[Any]) -> None:
-    """Report to nobody."""
+    """Report nothing."""
 
 
 @dataclass
 class Campaign(Generic[C]):
-    """Cells, given as a list or asked for one by one, and the function that runs one in a worker process.
+    """Cells, given as a list or by a function that returns the next one, and the function that runs one in a worker.
 
-    Those of a list may be anything, because workers are forked and know them; those asked for are pickled.
+    Cells of a list may be any objects, because forked workers have them; cells of a function are pickled.
     """
 
     cells: Sequence[C] | Callable[[], C | None]
     run_cell: Callable[[C, Ask], Any]
     folder: Path
-    may_start: Callable[[C], bool] = lambda cell: True  # the first that may not ends the list
-    goes_on: bool = False  # also after errors other than divergence, which are then results
+    may_start: Callable[[C], bool] = lambda cell: True  # the first cell that may not start ends the list
+    goes_on: bool = False  # errors other than divergence are results, too
 
     def run(self, jobs: int | None = None, on_event: OnEvent = ignore) -> None:
-        """Run the cells, `jobs` at a time; an error other than divergence ends the campaign, unless it goes on."""
+        """Run the cells, `jobs` at a time; an error other than divergence ends the campaign, unless `goes_on`."""
         ask_for = self.cells if callable(self.cells) else None
         listed: Sequence[C] = [] if callable(self.cells) else self.cells
         waiting = takewhile(lambda n: self.may_start(listed[n]), range(len(listed)))
@@ -130,7 +130,7 @@ class Campaign(Generic[C]):
         def done(task: Any, result: Any) -> None:
             if isinstance(result, Failure) and result.kind != "Diverged" and not self.goes_on:
                 raise EngineError(
-                    f"{cell_of(task)} failed: {result.message}; what is done is kept in {self.folder}"
+                    f"{cell_of(task)} failed: {result.message}; finished cells are stored in {self.folder}"
                 )
             on_event(Event("done", cell_of(task), result=result))
 
@@ -141,15 +141,15 @@ class Campaign(Generic[C]):
 
 
 def claim(out: Path, file: str, facts: Record, fixed: Mapping[str, str]) -> Record | None:
-    """Write what a campaign's folder holds, and return what it said before; refuses files of others.
+    """Write the description of a campaign's folder, and return the earlier one; refuses other folders' files.
 
-    `fixed` names the facts that must stay, each with what to call it.
+    `fixed` maps the facts that must not change to their names in errors.
     """
-    folder, known = Folder(out), None
+    folder, recorded = Folder(out), None
     if (out / file).exists():
-        known = folder.read_json(file)
+        recorded = folder.read_json(file)
         for key, name in fixed.items():
-            if known.get(key) != facts[key]:
+            if recorded.get(key) != facts[key]:
                 raise RunError(f"{out} holds a {Path(file).stem} with another {name}; choose another out=")
     elif out.exists() and any(out.iterdir()):
         raise RunError(f"{out} holds other files and no {file}; give out= a new or empty folder")
@@ -158,20 +158,20 @@ def claim(out: Path, file: str, facts: Record, fixed: Mapping[str, str]) -> Reco
         folder.write_json(file, facts)
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}; choose another out=") from error
-    return known
+    return recorded
 
 
 def new_folder(task: str, what: str) -> Path:
-    """A folder of our own that is not there yet."""
+    """A new folder name for this task and kind of campaign."""
     number = 1
-    while (place := Path("runs") / f"{task}-{what}-{number}").exists():
+    while (folder := Path("runs") / f"{task}-{what}-{number}").exists():
         number += 1
-    return place
+    return folder
 
 
 @dataclass(frozen=True)
 class Journal:
-    """Lines of JSON that only grow; one that a kill cut short counts as not written."""
+    """An append-only file of JSON lines; an incomplete last line is dropped."""
 
     path: Path
 
@@ -195,7 +195,7 @@ class Journal:
 class Progress:
     """A callback that reports a run's step and metric to the parent process, whose answer may stop the run.
 
-    It reports `looks` times in a run, or unless given, several times a second.
+    It reports `looks` times in a run, by default several times a second.
     """
 
     def __init__(self, ask: Ask, metric: str, looks: int | None = None) -> None:

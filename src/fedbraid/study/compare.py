@@ -1,9 +1,9 @@
-"""Several algorithms times several seeds on one task, each cell a run folder of its own.
+"""Several algorithms times several seeds on one task, each cell in a run folder.
 
 >>> print(fb.compare(task, {"FedAvg": fb.fedavg(), "FedAdaVR": fb.fedadavr("adam", lr=0.01)},  # doctest: +SKIP
 ...                  fb.Work(lr=0.05, batch=10), fb.rounds(100, clients=5), seeds=5, out="runs/duel"))
 
-Given the same folder again, cells that are done are skipped and cells that were stopped go on.
+Given the same folder again, finished cells are skipped and interrupted cells are resumed.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ LOCAL_ONLY = "local_only"  # the entry that does not federate
 
 @dataclass
 class Comparison:
-    """What a comparison came to."""
+    """The result of a comparison."""
 
     task: str
     groups: list[stats.Runs] = field(repr=False)
     target: float | None = None
     failures: dict[str, list[str]] = field(default_factory=dict)  # by entry
     out: Path | None = None
-    gains: list[Record] = field(default_factory=list)  # a row an entry, where clients also trained alone
-    metric: str = ""  # what they are compared by; the accuracy or the loss unless told
+    gains: list[Record] = field(default_factory=list)  # a row an entry, with local-only training
+    metric: str = ""  # that they are compared by; by default the accuracy, or the loss
 
     def __post_init__(self) -> None:
-        key = stats.judged_by(self.groups, self.metric or None)
+        key = stats.compared_by(self.groups, self.metric or None)
         if key is None:
             what = f"has the metric {self.metric!r}" if self.metric else "of the comparison was evaluated"
             raise RunError(f"no run {what}; give evaluate_every, and a task with a test set and its metrics")
@@ -114,7 +114,7 @@ class Comparison:
     def _line(self, r: Record) -> list[str]:
         rank = "–" if r["rank"] is None else f"{r['rank']:.1f}"
         line = [
-            r["name"], shown(r["final"], self.metric), rank, _seeds(r), _bytes(r["bytes_up"]),
+            r["name"], format_value(r["final"], self.metric), rank, _seeds(r), _bytes(r["bytes_up"]),
             _bytes(r["bytes_down"]), _count(r["flops"]), "–" if r["time"] is None else f"{r['time']:.4g}",
         ]  # fmt: skip
         line += [_joules(r["energy"])] if self._metered else []
@@ -146,9 +146,9 @@ class Comparison:
         """Head and rows of the table of gains, as text."""
 
         def say(v: float) -> str:
-            return shown(stats.Interval(v, None, 1), self.metric)
+            return format_value(stats.Interval(v, None, 1), self.metric)
 
-        head = ["", "mean client", "worst tenth", "gain over alone", "least gain", "better off"]
+        head = ["", "mean client", "worst tenth", "gain over local-only", "least gain", "better off"]
         return head, [
             [g["name"], say(g["mean"]), say(g["worst_tenth"]), say(g["gain"]), say(g["gain_worst"]), f"{g['better_off']:.0%}"]
             for g in self.gains
@@ -159,8 +159,8 @@ class Comparison:
         if not self.gains:
             return []
         left_out = max(g.get("undefined", 0) for g in self.gains)
-        said = f"{self.metric} is undefined for {left_out} of the clients, which are left out of the gains."
-        return ["", *aligned(*self.gained()), *([said] if left_out else [])]
+        note = f"{self.metric} is undefined for {left_out} of the clients, which are left out of the gains."
+        return ["", *aligned(*self.gained()), *([note] if left_out else [])]
 
     def __str__(self) -> str:
         lines = aligned(*self.cells())
@@ -176,8 +176,8 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def shown(value: stats.Interval | None, metric: str) -> str:
-    """A mean with its interval, as people write it.
+def format_value(value: stats.Interval | None, metric: str) -> str:
+    """A mean with its interval, as text.
 
     >>> shown(stats.Interval(0.9712, 0.0031, 5), "accuracy"), shown(stats.Interval(0.25, None, 1), "loss")
     ('97.12 ± 0.31 %', '0.2500')
@@ -217,17 +217,17 @@ Given = Algorithm | tuple[Algorithm, Work] | tuple[Algorithm, Work, Schedule]
 def as_entries(
     given: Mapping[str, Given], work: Work | None = None, schedule: Schedule | None = None
 ) -> list[Entry]:
-    """Entries from algorithms by name, alone or with a work and schedule of their own."""
-    made = []
+    """Entries from algorithms by name, each with or without its local training settings and schedule."""
+    built = []
     for name, entry in given.items():
-        said: tuple[Any, ...] = entry if isinstance(entry, tuple) else (entry,)
-        algorithm, own_work, own_schedule = said + (None, work, schedule)[len(said) :]
-        if own_work is None or own_schedule is None:
+        fields: tuple[Any, ...] = entry if isinstance(entry, tuple) else (entry,)
+        algorithm, entry_work, entry_schedule = fields + (None, work, schedule)[len(fields) :]
+        if entry_work is None or entry_schedule is None:
             raise ConfigError(
-                f"{name} has no {'work' if own_work is None else 'schedule'}; give one for it or for all"
+                f"{name} has no {'work' if entry_work is None else 'schedule'}; give one for it or for all"
             )
-        made.append(Entry(name, algorithm, own_work, own_schedule))
-    return made
+        built.append(Entry(name, algorithm, entry_work, entry_schedule))
+    return built
 
 
 def compare(
@@ -246,17 +246,17 @@ def compare(
     local: bool = False,
     energy: str | DeviceProfile | None = None,
 ) -> Comparison:
-    """Run every entry with every seed, `jobs` at a time, and compare what came of them.
+    """Run every entry with every seed, `jobs` at a time, and compare the results.
 
-    With `local`, clients also train alone, with the first one's work and as often, and `gains` says what each
-    entry gives them over that, on their own test shares.
+    With `local`, every client also trains without federation, with the first entry's local training settings and as
+    often, and `gains` has what each entry gains over that on the local test sets.
 
     Without `out`, the runs are stored in a new temporary folder, which `found.out` names. Unless `on_event` is given,
     terminals and notebooks show a bar.
 
     `options` are those of `simulate`, such as `evaluate_every`. `metric` is what they are compared by, one of
-    the task's own or "loss"; unless given, the accuracy. With the profile of a device as `energy`, records say what
-    their clients spent.
+    the task's metrics or "loss"; by default the accuracy. With the profile of a device as `energy`, records have the
+    joules that their clients spent.
     """
     who = as_entries(entries, work, schedule) if isinstance(entries, Mapping) else list(entries)
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
@@ -284,7 +284,7 @@ def compare(
 
 
 def resume(out: str | os.PathLike[str], *, jobs: int | None = None, on_event: OnEvent = ignore) -> Comparison:
-    """Go on with a comparison whose task and algorithms fedbraid can build again."""
+    """Resume a comparison whose task and algorithms fedbraid can rebuild."""
     grid = Grid.load(Path(out))
     grid.run(jobs, on_event)
     return grid.result()
@@ -305,7 +305,7 @@ class Grid:
 
     @property
     def cells(self) -> list[Cell]:
-        """Seed by seed, so that every entry has something to show early."""
+        """Cells seed by seed, so that every entry has early results."""
         return [Cell(e, s, self.out / e.folder / f"seed-{s}") for s in self.seeds for e in self.entries]
 
     def save(self) -> None:
@@ -332,9 +332,9 @@ class Grid:
     def load(cls, out: Path) -> Grid:
         from fedbraid.data import tasks
 
-        known = Folder(out).read_json(FILE)
+        recorded = Folder(out).read_json(FILE)
         try:
-            if known["task"] is None or any(e["algorithm"] is None for e in known["entries"]):
+            if recorded["task"] is None or any(e["algorithm"] is None for e in recorded["entries"]):
                 raise RunError(
                     f"the task or an algorithm of {out} was made in Python; call compare() again there"
                 )
@@ -345,12 +345,19 @@ class Grid:
                     evaluate(e["work"], WORK, "work"),
                     evaluate(e["schedule"], SCHEDULES, "schedule"),
                 )
-                for e in known["entries"]
+                for e in recorded["entries"]
             ]
-            task = tasks.reload(known["task"])
-            energy = profile_of(known["energy"]) if known.get("energy") else None
+            task = tasks.reload(recorded["task"])
+            energy = profile_of(recorded["energy"]) if recorded.get("energy") else None
             return cls(
-                out, task, who, known["seeds"], known["target"], known["options"], known.get("metric"), energy
+                out,
+                task,
+                who,
+                recorded["seeds"],
+                recorded["target"],
+                recorded["options"],
+                recorded.get("metric"),
+                energy,
             )
         except (KeyError, TypeError) as error:
             raise RunError(f"{out / FILE} is corrupt ({error}); restore a backup or compare again") from error
@@ -361,7 +368,7 @@ class Grid:
         on_event: OnEvent = ignore,
         may_start: Callable[[Cell], bool] = lambda cell: True,
     ) -> None:
-        """Run every cell that is not done yet, until one may not start."""
+        """Run every unfinished cell, until one may not start."""
 
         def noting(event: Event[Cell]) -> Any:
             if isinstance(event.result, Failure) and event.cell is not None:
@@ -380,21 +387,21 @@ class Grid:
 
     def _run_cell(self, cell: Cell, ask: Ask) -> None:
         e = cell.entry
-        logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # say it once
+        logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # log once
         callbacks: list[Any] = [Progress(ask, self.metric or self.task.measures[0])]
         if self.energy is not None:
-            visit = flops.of_clients(self.task, e.algorithm, e.work)
-            callbacks.append(EnergyMeter(self.energy, visit, getattr(e.schedule, "bandwidth", None)))
+            client_flops = flops.of_clients(self.task, e.algorithm, e.work)
+            callbacks.append(EnergyMeter(self.energy, client_flops, getattr(e.schedule, "bandwidth", None)))
         simulate(
             self.task, e.algorithm, e.work, e.schedule, seed=cell.seed, engine=engine(len(self.cells)), out=cell.folder,
             callbacks=callbacks, **self.options,
         )  # fmt: skip
 
     def _gains(self, key: str) -> list[Record]:
-        """By entry, over seeds: the clients' mean, the worst tenth's, and what they gain over training alone."""
+        """By entry, over seeds: the clients' mean, the worst tenth's, and their gain over local-only training."""
         if all(e.name != LOCAL_ONLY for e in self.entries):
             return []
-        found = {
+        by_cell = {
             (cell.entry.name, cell.seed): {r["client"]: r[key] for r in Folder(cell.folder).read_json(CLIENTS)["clients"]}
             for cell in self.cells
             if cell.failure is None
@@ -404,14 +411,14 @@ class Grid:
             values: list[list[float]] = []
             more: list[float] = []
             left_out = 0  # clients for which the metric is undefined
-            for seed in self.seeds:  # in which neither diverged
-                mine, other = found.get((e.name, seed), {}), found.get((LOCAL_ONLY, seed), {})
-                defined = [i for i in mine if mine[i] is not None and other.get(i) is not None]
+            for seed in self.seeds:  # seeds of which neither run diverged
+                local, other = by_cell.get((e.name, seed), {}), by_cell.get((LOCAL_ONLY, seed), {})
+                defined = [i for i in local if local[i] is not None and other.get(i) is not None]
                 if not defined:
                     continue
-                left_out = max(left_out, len(mine) - len(defined))
-                values.append([mine[i] for i in defined])
-                more += [sign * (mine[i] - other[i]) for i in defined]
+                left_out = max(left_out, len(local) - len(defined))
+                values.append([local[i] for i in defined])
+                more += [sign * (local[i] - other[i]) for i in defined]
             if not values:
                 continue
             worst = [sorted(v, reverse=sign < 0)[: max(1, len(v) // 10)] for v in values]
@@ -425,23 +432,23 @@ class Grid:
     def result(self) -> Comparison:
         groups, failures = [], {}
         for e in self.entries:
-            visit = flops.of_clients(self.task, e.algorithm, e.work)
+            client_flops = flops.of_clients(self.task, e.algorithm, e.work)
             cells = [cell for cell in self.cells if cell.entry is e]
             if errors := [why for cell in cells if (why := cell.failure) is not None]:
                 failures[e.name] = errors
             cells = [cell for cell in cells if cell.failure is None]
             histories = [list(Folder(cell.folder).records()) for cell in cells]
-            spent = [flops.by_step(visit, h) for h in histories]
+            spent = [flops.by_step(client_flops, h) for h in histories]
             groups.append(stats.Runs(e.name, [cell.seed for cell in cells], histories, spent))
         name = self.task.spec or self.task.name
-        made = Comparison(name, groups, self.target, failures, self.out, metric=self.metric or "")
-        made.gains = self._gains(made.metric)
-        return made
+        comparison = Comparison(name, groups, self.target, failures, self.out, metric=self.metric or "")
+        comparison.gains = self._gains(comparison.metric)
+        return comparison
 
 
 def _metric(task: Task, name: str | None) -> str | None:
-    if name is not None and name not in (known := (*task.measures, "train_loss")):
-        raise unknown("metric", name, known)
+    if name is not None and name not in (metrics := (*task.measures, "train_loss")):
+        raise unknown("metric", name, metrics)
     return name
 
 
@@ -450,7 +457,7 @@ def _check(who: Sequence[Entry], seeds: Sequence[int], target: float | None) -> 
         raise ConfigError("nothing to compare; name at least one algorithm")
     for what, values in (("entries", [e.name for e in who]), ("seeds", list(seeds))):
         if len(set(values)) < len(values):
-            raise ConfigError(f"two {what} are the same in {values}; give each once, under its own name")
+            raise ConfigError(f"two {what} are the same in {values}; give each once, under a distinct name")
     integer("seeds", len(seeds))
     if target is not None:
         number("target", target, "(0, 1]", "is not a fraction such as 0.95")

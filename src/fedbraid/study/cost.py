@@ -1,8 +1,8 @@
-"""What a choice will cost before anything runs: server memory, bytes per round, client arithmetic.
+"""Estimates of an algorithm's costs before it runs: server memory, bytes per round, client arithmetic.
 
 FLOPs follow FedGBO's eq. 22, N = K(B(fwd + bwd) + C|x|) + full gradients · n(fwd + bwd), with bwd = 2 fwd and
-a multiply-add as one operation, which is how its Tables 4 and 10 were counted. Bytes are those of messages
-that are really encoded.
+a multiply-add as one operation, as its Tables 4 and 10 were counted. Bytes are those of
+encoded messages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOVING = {RMSProp: 5, SGDm: 8, Adam: 11}
 
 @dataclass(frozen=True)
 class Federation:
-    """How many clients there are, how many take part in a round, and how many samples each holds on average."""
+    """The number of clients, of those in a round, and of samples that each holds on average."""
 
     clients: int
     per_round: int
@@ -52,12 +52,12 @@ class Federation:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one algorithm costs on one model."""
+    """The costs of one algorithm on one model."""
 
     parameters: int
     server_memory: dict[str, int]  # every client's last update, by precision
-    server_state: int  # what this algorithm really keeps on the server
-    client_state: int  # what each client keeps between its visits
+    server_state: int  # of this algorithm
+    client_state: int  # of one client, between its participations
     up: dict[str, int]  # bytes per round, by name
     down: dict[str, int]
     flops: float  # per client and round
@@ -90,13 +90,13 @@ def estimate(
     work: Work,
     crowd: Federation,
     run: Forward = call,
-    whole: Layout | None = None,
+    full_layout: Layout | None = None,
 ) -> Cost:
-    """The cost of a round of this algorithm, on this model (of this layout, if need be) and with one sample like this."""
-    whole = Layout.of(module) if whole is None else whole
-    layout, everything = whole.shared, whole.flatten(module)
-    x, own = everything[: layout.size], everything[layout.size :]
-    state = State.first(algorithm, layout, x, 0, own={PERSONAL: own} if len(own) else None)
+    """The cost of a round of this algorithm on this model (with this layout, if given) and a sample of this shape."""
+    full_layout = Layout.of(module) if full_layout is None else full_layout
+    layout, everything = full_layout.shared, full_layout.flatten(module)
+    x, personal = everything[: layout.size], everything[layout.size :]
+    state = State.first(algorithm, layout, x, 0, own={PERSONAL: personal} if len(personal) else None)
     server = sum(_bytes(tree) for tree in (state.x, state.gather, state.server, state.wire))
     rows = {name: r.row_bytes for name, r in rows_of(state)}
     server += sum(size * crowd.clients for name, size in rows.items() if name != "clients")
@@ -108,13 +108,13 @@ def estimate(
         rows["clients"],
         uploads(algorithm, layout, x, state, crowd) | protocol(algorithm, layout, x, state, crowd, "up"),
         downloads(algorithm, layout, x, state, crowd) | protocol(algorithm, layout, x, state, crowd, "down"),
-        client_flops(algorithm, work, forward_flops(module, sample, run), whole.size, crowd.samples),
+        client_flops(algorithm, work, forward_flops(module, sample, run), full_layout.size, crowd.samples),
         steps,
     )
 
 
 def _bytes(tree: Any) -> int:
-    """The bytes of the tensors in a tree of state; rows are counted apart."""
+    """The bytes of the tensors in a tree of state; client tables are counted separately."""
     if isinstance(tree, Tensor):
         return tree.nbytes
     inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
@@ -125,7 +125,7 @@ def _bytes(tree: Any) -> int:
 
 # Bytes --------------------------------------------------------------------------------------------
 
-_ENCODED = 32  # clients whose messages are really encoded; the rest are counted at their mean
+_ENCODED = 32  # clients whose messages are encoded; the others are counted at their mean
 
 
 def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federation) -> dict[str, int]:
@@ -142,7 +142,7 @@ def uploads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federa
 
 
 def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federation) -> dict[str, int]:
-    """Bytes that a round's cohort receives, by name; with a hidden state, all packets since the last visit."""
+    """Bytes that a round's cohort receives, by name; with a hidden state, all messages since the last participation."""
     noise = torch.randn(len(x), generator=torch.Generator().manual_seed(1)) * 0.01
     vectors = a.send(x + noise, state.server, crowd.clients)
     version = a.down.send(vectors, state.wire, BroadcastContext(a.downloads, 1, 0, layout)).version
@@ -156,7 +156,7 @@ def downloads(a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Fede
 def protocol(
     a: Algorithm, layout: Layout, x: Tensor, state: State, crowd: Federation, direction: str
 ) -> dict[str, int]:
-    """Bytes that a gather names itself, as secure sums do, whose messages are as long as the cohort is large."""
+    """Bytes that a gather counts itself, as secure sums do, whose messages grow with the cohort."""
     if not a.gather.traits().sums_only:
         return {}
     acc, one, n = a.gather.zero(x), torch.ones(1, 1), math.ceil(crowd.samples)
@@ -188,31 +188,31 @@ def local_steps(work: Work, samples: float) -> float:
 def client_flops(a: Algorithm, work: Work, forward: float, parameters: int, samples: float) -> float:
     """Eq. 22 for one client and round."""
     both, ops = 3 * forward, operations(a, work)
-    seen = (
+    processed = (
         work.epochs * samples
         if work.epochs is not None and work.steps is None
         else (work.steps or 1) * (work.batch or samples)
     )
     steps = local_steps(work, samples)
     return (
-        seen * both * (1 + ops.more_gradients)
-        + (steps * ops.per_step + ops.per_visit) * parameters
+        processed * both * (1 + ops.more_gradients)
+        + (steps * ops.per_step + ops.per_participation) * parameters
         + ops.full_gradients * samples * both
     )
 
 
 @dataclass(frozen=True)
 class Operations:
-    """A rule's arithmetic per parameter, and how many gradients over the whole local set it takes."""
+    """A rule's arithmetic per parameter, and the number of gradients over the full local set."""
 
     per_step: float
-    per_visit: float
+    per_participation: float
     full_gradients: int
     more_gradients: int = 0  # of a step's batch, besides the first
 
 
 class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the numbers that elementwise operations write, twice where they scale what they add."""
+    """Counts the numbers that elementwise operations write, and counts twice those that scale an addend."""
 
     FREE = re.compile(
         r"aten\.(_?to_copy|_unsafe_view|view|expand|clone|detach|repeat|zeros|ones|full|empty|alias|slice|select)"
@@ -230,7 +230,7 @@ class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operations(a: Algorithm, work: Work) -> Operations:
-    """What a rule computes besides gradients: Table 9 for FedGBO's family, for others counted on 1,000 numbers."""
+    """A rule's arithmetic besides gradients: Table 9 for FedGBO's family, for others counted on 1,000 numbers."""
     d, full, more = 1000, [], []
     x, one = torch.zeros(d), torch.ones(1, 1)
 
@@ -247,16 +247,16 @@ def operations(a: Algorithm, work: Work) -> Operations:
     memory = {k: v.reshape(1, -1) for k, v in a.rule.init(x).items()}
     ctx = ClientContext(x[None], down, memory, 0.1, one, one, one, 0, layout, full_grad, again)
     g, y = torch.ones(1, d), x[None].clone()
-    step, visit = Elements(), Elements()
-    with visit:
+    step, participation = Elements(), Elements()
+    with participation:
         s = a.rule.start(ctx)
     with step:
         _, s = a.rule.step(g, y, s, ctx)
-    with visit:
+    with participation:
         a.rule.finish(y, s, ctx)
     got = finished(a.rule, y, s, ctx)
     full = full[: len(full) // 2]  # it was finished twice
-    with visit:
+    with participation:
         a.rule.remember(got, s, ctx)
     local = Elements()
     if (optimizer := work.local) is not None:
@@ -268,9 +268,9 @@ def operations(a: Algorithm, work: Work) -> Operations:
         + 2 * bool(work.weight_decay)
         + 3 * (work.clip is not None)
     )
-    known = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
-    per_step = round(step.count / d) + 2 if known is None else known
-    return Operations(per_step + extra, round(visit.count / d), len(full), len(more))
+    published = next((c for link in _links(a.rule) if (c := _table9(link)) is not None), None)
+    per_step = round(step.count / d) + 2 if published is None else published
+    return Operations(per_step + extra, round(participation.count / d), len(full), len(more))
 
 
 def _links(rule: Rule) -> Iterator[Rule]:

@@ -1,4 +1,4 @@
-"""What devices spend: joules of a client's computing, its messages and its waiting, by the profile of a device.
+"""Energy of devices: joules of a client's computing, messages and idle time, by the profile of a device.
 
 E = flops · joules_per_flop + up · joules_per_byte_up + down · joules_per_byte_down + seconds · idle_watts, where the
 seconds are those of computing and of the transfer. A FLOP is `cost`'s: a multiply-add counts as one. docs/energy.md
@@ -22,7 +22,7 @@ from fedbraid.schedule.clock import Network
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a device can do and what that takes.
+    """The speed and power of a device.
 
     >>> phone = PROFILES["phone-wifi"]
     >>> round(phone.joules(flops=1e9, up=1e6, down=1e6), 2)  # a second of one core, and two megabytes
@@ -65,28 +65,28 @@ PROFILES = {
 }  # fmt: skip
 
 
-def profile_of(given: str | DeviceProfile) -> DeviceProfile:
-    """A profile by its name, or as it prints."""
-    if isinstance(given, DeviceProfile):
-        return given
-    if given in PROFILES:
-        return PROFILES[given]
-    if not given.startswith("DeviceProfile("):
-        raise unknown("device profile", given, PROFILES)
-    made: DeviceProfile = evaluate(given, {"DeviceProfile": DeviceProfile}, "device profile")
-    return made
+def profile_of(profile: str | DeviceProfile) -> DeviceProfile:
+    """A profile from its name or its repr."""
+    if isinstance(profile, DeviceProfile):
+        return profile
+    if profile in PROFILES:
+        return PROFILES[profile]
+    if not profile.startswith("DeviceProfile("):
+        raise unknown("device profile", profile, PROFILES)
+    parsed: DeviceProfile = evaluate(profile, {"DeviceProfile": DeviceProfile}, "device profile")
+    return parsed
 
 
 class EnergyMeter:
-    """A callback that adds to each record the joules that its clients spent; `visit` is the FLOPs of each client."""
+    """A callback that adds to each record the joules that its clients spent; `client_flops` has the FLOPs of each client."""
 
     def __init__(
-        self, profile: DeviceProfile, visit: NDArray[np.float64], network: Network | None = None
+        self, profile: DeviceProfile, client_flops: NDArray[np.float64], network: Network | None = None
     ) -> None:
-        self.profile, self.visit, self.network = profile, visit, network
+        self.profile, self.client_flops, self.network = profile, client_flops, network
 
     def step(self, record: Record, run: Any) -> None:
         up, down = record["bytes_up"], record["bytes_down"]
         transfer = 0.0 if self.network is None else self.network.mean(down, up)
-        flops = float(self.visit[record["clients"]].sum())
+        flops = float(self.client_flops[record["clients"]].sum())
         record["energy"] = self.profile.joules(flops, up, down, transfer)

@@ -1,4 +1,4 @@
-"""The arithmetic of a run's clients, step by step, from who took part (see `cost` for how it is counted)."""
+"""The arithmetic of a run's clients by server step, from its cohorts (`cost` documents how it is counted)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fedbraid.study.cost import client_flops
 
 
 def of_clients(task: Task, algorithm: Algorithm, work: Work) -> NDArray[np.float64]:
-    """FLOPs of one visit of each client."""
+    """FLOPs of one participation of each client."""
     return of_sizes(task.sizes, of_task(task), task.full_layout.size, algorithm, work)
 
 
 def of_sizes(
     sizes: NDArray[np.int64], forward: float, parameters: int, algorithm: Algorithm, work: Work
 ) -> NDArray[np.float64]:
-    """FLOPs of one visit of clients that hold this many samples."""
+    """FLOPs of one participation of clients that hold this many samples."""
     kinds, which = np.unique(sizes, return_inverse=True)
     each = [client_flops(algorithm, work, forward, parameters, float(n)) for n in kinds]
     return np.array(each)[which]
 
 
-def of_known(known: TaskSummary, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
-    """FLOPs of one visit of each client of a task that a folder describes."""
-    if known.sizes is None or known.forward is None:
+def of_summary(summary: TaskSummary, algorithm: Algorithm, work: Work) -> NDArray[np.float64] | None:
+    """FLOPs of one participation of each client of a summarized task."""
+    if summary.sizes is None or summary.forward is None:
         return None
-    return of_sizes(known.sizes, known.forward, known.parameters, algorithm, work)
+    return of_sizes(summary.sizes, summary.forward, summary.parameters, algorithm, work)
 
 
-def by_step(visit: NDArray[np.float64], history: Sequence[Record]) -> list[float]:
-    """FLOPs of each server step: those of all who handed in."""
-    return [float(visit[r["clients"]].sum()) for r in history]
+def by_step(client_flops: NDArray[np.float64], history: Sequence[Record]) -> list[float]:
+    """FLOPs of each server step: those of its cohort."""
+    return [float(client_flops[r["clients"]].sum()) for r in history]

@@ -1,4 +1,4 @@
-"""A run's settings written down: as the sections of a file, as TOML, and as the command that runs it again."""
+"""A run's settings as the sections of a file, as TOML, and as the command that repeats the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sections = dict[str, dict[str, Any]]
 
 
 def sections(config: Record, target: float | None = None, max_bytes_up: int | None = None) -> Sections | None:
-    """The sections that `fedbraid run` takes for what a run.json says; None where only Python can."""
+    """The sections that `fedbraid run` takes for a run.json; None if only Python can express it."""
     task, algorithm = config["task"], config["algorithm"] if is_built_by_name(config) else None
     schedule = _schedule(evaluate(config["schedule"], SCHEDULES, "schedule"), config["clients"])
     if task is None or algorithm is None or schedule is None:
@@ -53,49 +53,49 @@ def is_built_by_name(config: Record) -> bool:
 
 
 def task_name(spec: str) -> str:
-    """`load('digits', clients=100)` as `digits(clients=100)`; other names as they are."""
+    """`load('digits', clients=100)` as `digits(clients=100)`; other names unchanged."""
     if files.names_file(spec) or not spec.startswith("load("):
         return spec
-    _, (name,), given = written(spec)
-    return f"{literal(name)}({', '.join(f'{k}={v}' for k, v in given.items())})"
+    _, (name,), keywords = written(spec)
+    return f"{literal(name)}({', '.join(f'{k}={v}' for k, v in keywords.items())})"
 
 
 def _work(work: Work) -> dict[str, Any]:
-    """What differs from the defaults of Work, and what those of the command line would change."""
-    said: dict[str, Any] = {
+    """The settings that differ from the defaults of Work or of the command line."""
+    section: dict[str, Any] = {
         "lr": work.lr if isinstance(work.lr, int | float) else repr(work.lr),
         "momentum": work.momentum,
         "batch": "full" if work.batch is None else work.batch,
     }
     if work.optimizer != "sgd":
-        del said["momentum"]
-    said |= {"steps": work.steps} if work.steps is not None else {"epochs": work.epochs}
+        del section["momentum"]
+    section |= {"steps": work.steps} if work.steps is not None else {"epochs": work.epochs}
     for f in fields(Work):
         value = getattr(work, f.name)
         if f.name not in ("lr", "momentum", "batch", "steps", "epochs") and value != f.default:
-            said[f.name] = value
-    return said
+            section[f.name] = value
+    return section
 
 
 def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
-    said: dict[str, Any] = {"rounds": schedule.steps}
+    section: dict[str, Any] = {"rounds": schedule.steps}
     match schedule:
         case Rounds(clients=tuple()):
             return None
         case Rounds():
-            whole = isinstance(schedule.clients, float) and schedule.clients == 1
-            said["per_round"] = clients if whole else schedule.clients
-            said |= {"over_select": schedule.over_select} if schedule.over_select != 1 else {}
-            said |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
-            said |= {"sampling": schedule.sampling} if schedule.sampling != "fixed" else {}
+            is_everyone = isinstance(schedule.clients, float) and schedule.clients == 1
+            section["per_round"] = clients if is_everyone else schedule.clients
+            section |= {"over_select": schedule.over_select} if schedule.over_select != 1 else {}
+            section |= {"timeout": schedule.timeout} if schedule.timeout is not None else {}
+            section |= {"sampling": schedule.sampling} if schedule.sampling != "fixed" else {}
             if isinstance(schedule.select, CustomSelection):
                 return None
-            said |= {"select": repr(schedule.select)} if schedule.select is not None else {}
+            section |= {"select": repr(schedule.select)} if schedule.select is not None else {}
             plain: Any = constant()
         case Buffered():
             if not isinstance(schedule.arrivals, str):
                 return None
-            said |= {
+            section |= {
                 "buffer": schedule.buffer,
                 "concurrency": schedule.concurrency,
                 "arrivals": schedule.arrivals,
@@ -104,23 +104,23 @@ def _schedule(schedule: Schedule, clients: int) -> dict[str, Any] | None:
         case _:
             return None
     if schedule.durations != plain:
-        said["durations"] = repr(schedule.durations)
+        section["durations"] = repr(schedule.durations)
     if schedule.bandwidth is not None:
-        said["bandwidth"] = repr(schedule.bandwidth)
+        section["bandwidth"] = repr(schedule.bandwidth)
     if schedule.availability is not None:
-        said["availability"] = repr(schedule.availability)
-    return said
+        section["availability"] = repr(schedule.availability)
+    return section
 
 
-def command(said: Mapping[str, Mapping[str, Any]], seeds: Sequence[int] = ()) -> str:
+def command(config: Mapping[str, Mapping[str, Any]], seeds: Sequence[int] = ()) -> str:
     """The command line for these sections; with several seeds, a loop over them."""
-    words = ["fedbraid", "run", said["task"]["name"], said["algorithm"]["name"]]
-    for key, value in said["task"].items():
+    words = ["fedbraid", "run", config["task"]["name"], config["algorithm"]["name"]]
+    for key, value in config["task"].items():
         words += [] if key == "name" else [f"--{key.replace('_', '-')}", str(value)]
-    for key, value in said["algorithm"].items():
+    for key, value in config["algorithm"].items():
         words += [] if key == "name" else ["-a", f"{key}={value}"]
     for section in ("work", "schedule", "run"):
-        for key, value in said.get(section, {}).items():
+        for key, value in config.get(section, {}).items():
             if not (key == "seed" and len(seeds) > 1):
                 words += [f"--{key.replace('_', '-')}", str(value)]
     line = " ".join(map(quoted, words))
@@ -130,10 +130,10 @@ def command(said: Mapping[str, Mapping[str, Any]], seeds: Sequence[int] = ()) ->
 
 
 def quoted(word: str) -> str:
-    """A word as a shell reads it; in double quotes where it has single ones, which are easier on the eye."""
+    """A word quoted for a shell; in double quotes if it has single ones, which is easier to read."""
     return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
-def toml(said: Mapping[str, Mapping[str, Any]]) -> str:
+def toml(config: Mapping[str, Mapping[str, Any]]) -> str:
     """The sections as a file for `fedbraid run`."""
-    return tomli_w.dumps({section: values for section, values in said.items() if values})
+    return tomli_w.dumps({section: values for section, values in config.items() if values})

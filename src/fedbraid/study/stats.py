@@ -1,7 +1,7 @@
-"""Seeds into figures: means with 95 % intervals, what it took to reach a target, ranks and verdicts.
+"""Statistics over seeds: means with 95 % intervals, costs to reach a target, ranks and verdicts.
 
-Nothing here imports torch. A history is a run's list of records, a group the runs that differ in nothing
-but their seed.
+This module does not import torch. A history is a run's list of records, a group the runs that differ only in
+their seed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def t_test(differences: Sequence[float]) -> float:
         return 1.0 if n < 2 or mean == 0 else 0.0
     t, freedom = abs(mean) / math.sqrt(variance / n), n - 1
     angle = math.atan(t / math.sqrt(freedom))
-    term = total = math.cos(angle) if freedom % 2 else 1.0  # a finite sum where the degrees are whole
+    term = total = math.cos(angle) if freedom % 2 else 1.0  # a finite sum, because the degrees are an integer
     for k in range(3 if freedom % 2 else 2, freedom, 2):
         term *= math.cos(angle) ** 2 * (k - 1) / k
         total += term
@@ -57,39 +57,39 @@ def t_test(differences: Sequence[float]) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """P-values adjusted for their number (Holm 1979): the family errs no more often than each would alone.
+    """P-values adjusted for their number (Holm 1979): the family errs no more often than a single test.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    found, most = [0.0] * len(p), 0.0
-    for place, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        most = max(most, min(1.0, (len(p) - place) * p[i]))
-        found[i] = most
-    return found
+    adjusted, most = [0.0] * len(p), 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        most = max(most, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = most
+    return adjusted
 
 
 def pair_tests(values: Mapping[str, Sequence[float]]) -> dict[frozenset[str], float]:
     """P-values of every pair of these, paired over seeds and adjusted for their number."""
     pairs = list(combinations(values, 2))
-    found = [t_test([x - y for x, y in zip(values[a], values[b])]) for a, b in pairs]
-    return {frozenset(pair): p for pair, p in zip(pairs, holm(found))}
+    p_values = [t_test([x - y for x, y in zip(values[a], values[b])]) for a, b in pairs]
+    return {frozenset(pair): p for pair, p in zip(pairs, holm(p_values))}
 
 
 def resolution(differences: Sequence[float], level: float) -> float:
-    """The smallest mean at which differences that scatter like these would be told from none."""
+    """The smallest mean at which differences with this scatter would be significant."""
     mean = math.fsum(differences) / len(differences)
     low, high = 0.0, 1e3 * max((abs(d - mean) for d in differences), default=0.0)
     for _ in range(60):
         middle = (low + high) / 2
-        found = t_test([d - mean + middle for d in differences]) <= level
-        low, high = (low, middle) if found else (middle, high)
+        is_significant = t_test([d - mean + middle for d in differences]) <= level
+        low, high = (low, middle) if is_significant else (middle, high)
     return high
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and half its 95 % interval, which a single value does not have."""
+    """A mean and half its 95 % interval; None for a single value."""
 
     mean: float
     half: float | None
@@ -103,10 +103,10 @@ class Interval:
     def high(self) -> float:
         return self.mean + (self.half or 0.0)
 
-    def apart(self, other: Interval) -> bool:
-        """Whether both are intervals, and share no value."""
-        known = self.half is not None and other.half is not None
-        return known and (self.high < other.low or other.high < self.low)
+    def is_separate(self, other: Interval) -> bool:
+        """Whether both have intervals, which do not overlap."""
+        both = self.half is not None and other.half is not None
+        return both and (self.high < other.low or other.high < self.low)
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -126,14 +126,14 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def final(history: Sequence[Record], key: str) -> float | None:
-    """The mean of a measurement's last tenth, for curves of few clients jump from round to round."""
+    """The mean of a metric's last tenth, because curves of few clients jump from round to round."""
     values = [r[key] for r in history if key in r]
     tail = values[-max(1, len(values) // 10) :]
     return math.fsum(tail) / len(tail) if tail else None
 
 
 def axes(history: Sequence[Record], flops: Sequence[float] | None = None) -> dict[str, list[float]]:
-    """What had been spent by each record: steps, bytes up and down, simulated time and, where known, FLOPs and joules."""
+    """Cumulative costs by record: steps, bytes, simulated time and, if recorded, FLOPs and joules."""
     spent: dict[str, list[float]] = {
         "step": [r["step"] for r in history],
         "bytes": list(accumulate(r["bytes_up"] + r["bytes_down"] for r in history)),
@@ -145,7 +145,7 @@ def axes(history: Sequence[Record], flops: Sequence[float] | None = None) -> dic
 
 
 def reach(history: Sequence[Record], spent: Mapping[str, Sequence[float]], target: float) -> dict[str, float]:
-    """What was spent when the accuracy first reached the target; empty where it never did."""
+    """The costs until the accuracy first reached the target; empty if it never did."""
     step = rounds_to(history, target)
     at = next((i for i, r in enumerate(history) if r["step"] == step), None)
     return {} if at is None else {axis: values[at] for axis, values in spent.items()}
@@ -156,7 +156,7 @@ def reach(history: Sequence[Record], spent: Mapping[str, Sequence[float]], targe
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs that differ in nothing but their seed, under one name."""
+    """Runs that differ only in their seed, under one name."""
 
     name: str
     seeds: Sequence[int]
@@ -174,20 +174,20 @@ class Runs:
 
 
 def measured(groups: Sequence[Runs]) -> list[str]:
-    """Everything that is drawn over time: what every run has, and the task's own metrics."""
-    seen = [r for g in groups for h in g.histories for r in (*h[:1], *h[-1:]) if "loss" in r]
-    own = {
+    """All metrics that are drawn over time: those of every run, and the task's."""
+    evaluated = [r for g in groups for h in g.histories for r in (*h[:1], *h[-1:]) if "loss" in r]
+    custom = {
         k
-        for r in seen
+        for r in evaluated
         for k, v in r.items()
         if (k not in RESERVED or k in BY_CLIENT) and isinstance(v, float)
     }
     spent = ["epsilon"] if any("epsilon" in r for g in groups for h in g.histories for r in h[-1:]) else []
-    return [*METRICS, *spent, *sorted(own - {"epsilon"})]
+    return [*METRICS, *spent, *sorted(custom - {"epsilon"})]
 
 
-def judged_by(groups: Sequence[Runs], metric: str | None = None) -> str | None:
-    """What the runs are compared by: this, the accuracy, the loss where there is none, None without evaluations."""
+def compared_by(groups: Sequence[Runs], metric: str | None = None) -> str | None:
+    """The metric that runs are compared by: this one, else the accuracy, else the loss; None without evaluations."""
     for key in ("accuracy", "loss") if metric is None else (metric,):
         if any(key in r for g in groups for h in g.histories for r in h):
             return key
@@ -214,8 +214,8 @@ def summary(group: Runs, key: str, target: float | None) -> Record:
         "epsilon": max((h[-1]["epsilon"] for h in histories if "epsilon" in h[-1]), default=None),
     }
     if target is not None:
-        found = [reach(h, s, target) for h, s in zip(group.histories, group.spent)]
-        reached = [f for f in found if f]
+        spent_at = [reach(h, s, target) for h, s in zip(group.histories, group.spent)]
+        reached = [f for f in spent_at if f]
         row["reached"] = len(reached)
         row["to_target"] = {a: interval([f[a] for f in reached]) for a in AXES if reached and a in reached[0]}
     return row
@@ -225,32 +225,32 @@ def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-POINTS = 300  # of a curve; a screen shows no more
+POINTS = 300  # of a curve; a screen resolves no more
 
 
 def curve(group: Runs, key: str, points: int = POINTS) -> Record | None:
-    """A measurement at the steps that all seeds have: what was spent, the mean and its interval."""
+    """A metric at the steps that all seeds have: cumulative costs, the mean and its interval."""
     spent = group.spent
     index = [{r["step"]: i for i, r in enumerate(h) if key in r} for h in group.histories]
-    index, kept = [i for i in index if i], [n for n, i in enumerate(index) if i]
+    index, evaluated = [i for i in index if i], [n for n, i in enumerate(index) if i]
     common = sorted(set.intersection(*(set(i) for i in index))) if index else []
     if not common:
         return None
     if len(common) > points:
         common = [common[round(j * (len(common) - 1) / (points - 1))] for j in range(points)]
-    at = [(step, [(n, index[j][step]) for j, n in enumerate(kept)]) for step in common]
+    at = [(step, [(n, index[j][step]) for j, n in enumerate(evaluated)]) for step in common]
     values = [[group.histories[n][i][key] for n, i in where] for _, where in at]
     bands = [interval(each) for each in values]
-    known = [a for a in AXES if all(a in spent[n] for n in kept)]
+    complete = [a for a in AXES if all(a in spent[n] for n in evaluated)]
     return {
         "x": {
-            a: [math.fsum(spent[n][a][i] for n, i in where) / len(where) for _, where in at] for a in known
+            a: [math.fsum(spent[n][a][i] for n, i in where) / len(where) for _, where in at] for a in complete
         },
         "mean": [b.mean for b in bands],
-        "half": [b.half for b in bands] if len(kept) > 1 else None,
-        "low": [min(each) for each in values] if len(kept) > 1 else None,
-        "high": [max(each) for each in values] if len(kept) > 1 else None,
-        "seeds": len(kept),
+        "half": [b.half for b in bands] if len(evaluated) > 1 else None,
+        "low": [min(each) for each in values] if len(evaluated) > 1 else None,
+        "high": [max(each) for each in values] if len(evaluated) > 1 else None,
+        "seeds": len(evaluated),
     }
 
 
@@ -258,31 +258,31 @@ def curve(group: Runs, key: str, points: int = POINTS) -> Record | None:
 
 
 def ranks(groups: Sequence[Runs], key: str) -> dict[str, float | None]:
-    """The mean rank over the seeds that all have, 1 being best; ties share."""
+    """The mean rank over the seeds that all have, 1 being best; ties get the mean of their ranks."""
     finals = {g.name: g.finals(key) for g in groups}
     scored = {name: values for name, values in finals.items() if values}
     common = set.intersection(*(set(v) for v in scored.values())) if scored else set()
     sign = 1 if falls(key) else -1
-    found: dict[str, float | None] = dict.fromkeys(finals)
+    mean_ranks: dict[str, float | None] = dict.fromkeys(finals)
     for name in scored if common else ():
         each = []
         for seed in common:
-            mine, others = sign * scored[name][seed], [sign * v[seed] for v in scored.values()]
-            each.append(1 + sum(o < mine for o in others) + (sum(o == mine for o in others) - 1) / 2)
-        found[name] = math.fsum(each) / len(each)
-    return found
+            value, others = sign * scored[name][seed], [sign * v[seed] for v in scored.values()]
+            each.append(1 + sum(o < value for o in others) + (sum(o == value for o in others) - 1) / 2)
+        mean_ranks[name] = math.fsum(each) / len(each)
+    return mean_ranks
 
 
 def verdict(rows: Sequence[Record]) -> str:
-    """Who is best where 95 % intervals do not overlap, and that nobody is where they do."""
-    known = [r for r in rows if r["final"] is not None]
-    if len(known) < 2:
+    """A sentence: which entry is best if 95 % intervals do not overlap, or that there is no verdict."""
+    with_results = [r for r in rows if r["final"] is not None]
+    if len(with_results) < 2:
         return "Nothing to compare: fewer than two have a result."
-    falling = falls(known[0]["metric"])
-    first, *rest = sorted(known, key=lambda r: r["final"].mean if falling else -r["final"].mean)
-    if any(r["final"].half is None for r in known):
+    falling = falls(with_results[0]["metric"])
+    first, *rest = sorted(with_results, key=lambda r: r["final"].mean if falling else -r["final"].mean)
+    if any(r["final"].half is None for r in with_results):
         return f"{first['name']} came first, but one seed has no interval: no verdict. Run more seeds."
-    level = [r["name"] for r in rest if not r["final"].apart(first["final"])]
+    level = [r["name"] for r in rest if not r["final"].is_separate(first["final"])]
     beaten = [r["name"] for r in rest if r["name"] not in level]
     if not level:
         return f"{first['name']} is best: its 95 % interval lies apart from all others."
@@ -291,16 +291,16 @@ def verdict(rows: Sequence[Record]) -> str:
 
 
 def best_of(rows: Sequence[Record]) -> list[str]:
-    """Who may be called best: one whose 95 % interval lies apart from all others, or several that tie with the best mean.
+    """The entries that may be called best: one whose 95 % interval overlaps no other, or several that tie with the best.
 
-    Nobody where one has no interval, for then nothing can be told.
+    The list is empty if an entry has no interval.
     """
-    known = [r for r in rows if r["final"] is not None]
-    if len(known) < 2 or any(r["final"].half is None for r in known):
+    with_results = [r for r in rows if r["final"] is not None]
+    if len(with_results) < 2 or any(r["final"].half is None for r in with_results):
         return []
-    falling = falls(known[0]["metric"])
-    first = min(known, key=lambda r: r["final"].mean if falling else -r["final"].mean)
-    return [r["name"] for r in known if r is first or not r["final"].apart(first["final"])]
+    falling = falls(with_results[0]["metric"])
+    first = min(with_results, key=lambda r: r["final"].mean if falling else -r["final"].mean)
+    return [r["name"] for r in with_results if r is first or not r["final"].is_separate(first["final"])]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""Search for good settings: by grid, at random or with Optuna's Bayesian sampler, judged on held-out clients.
+"""Search for good settings: by grid, at random or with Optuna's Bayesian sampler, evaluated on held-out clients.
 
-A share of the clients never trains; what a setting is worth is its accuracy on their data, so the test set
-stays unseen until the end. Trials that do worse than the others did at the same step are stopped early. What
-was begun and what ended is a line each in `trials.jsonl`, and every trial is in run folders, so a sweep that is
-killed goes on where it stood. Only the Bayesian sampler needs Optuna.
+A fraction of the clients never trains; a setting's value is its accuracy on their data, so that the test set
+is not used. Trials that are worse than others at the same step are pruned. The start and the end of each trial
+are a line each in `trials.jsonl`, and trials are in run folders, so that an interrupted sweep is resumed. Only the
+Bayesian sampler needs Optuna.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FILE = "sweep.json"
 TRIALS = "trials.jsonl"
 METHODS = ("bayes", "random", "grid")
 PRUNERS = ("median", "asha", "none")
-LOOKS = 20  # at a trial while it trains
+LOOKS = 20  # intermediate values of a trial
 
 Settings = dict[str, Any]
 Build = Callable[[Settings], Entry]
@@ -54,38 +54,43 @@ Build = Callable[[Settings], Entry]
 # Held-out clients ---------------------------------------------------------------------------------
 
 
-def hold_out(task: Task, share: float, seed: int = 0, by_client: bool = False) -> Task:
-    """The task of the other clients, tested on the data of this share of them instead of the test set.
+def hold_out(task: Task, fraction: float, seed: int = 0, by_client: bool = False) -> Task:
+    """The task of the other clients, tested on the data of this fraction of them instead of the test set.
 
-    With `by_client` the test set says whose data is whose, so that the worst tenth of them can be told.
+    With `by_client` the test set has the offsets of clients, so that the worst tenth of them can be evaluated.
     """
-    number("hold_out", share, "(0, 1)")
-    count = max(1, round(share * task.clients))
+    number("hold_out", fraction, "(0, 1)")
+    count = max(1, round(fraction * task.clients))
     if count >= task.clients:
         raise DataError(
-            f"{task.clients} clients cannot spare {count} of them; use more clients or a smaller share"
+            f"{task.clients} clients cannot spare {count} of them; use more clients or a smaller fraction"
         )
-    held = np.sort(rng.generator(seed, "hold-out").permutation(task.clients)[:count])
-    kept = np.setdiff1d(np.arange(task.clients), held)
-    cuts = np.cumsum([0, *task.sizes[held], *[0] * (len(kept) - len(held))])  # the others have none
+    held_out = np.sort(rng.generator(seed, "hold-out").permutation(task.clients)[:count])
+    training = np.setdiff1d(np.arange(task.clients), held_out)
+    cuts = np.cumsum(
+        [0, *task.sizes[held_out], *[0] * (len(training) - len(held_out))]
+    )  # the other clients have no test samples
     of_clients = cuts if by_client else None
-    if isinstance(task.inputs, LazyColumn):  # which is asked by client, not by row
-        few, judge = task.inputs.store.some(kept), task.inputs.store.together(held, "the held-out clients")
+    if isinstance(task.inputs, LazyColumn):  # which is selected by client, not by row
+        few, test_store = (
+            task.inputs.store.some(training),
+            task.inputs.store.together(held_out, "the held-out clients"),
+        )
         inputs, targets = LazyColumn.both(few)
         return dataclasses.replace(
             task, inputs=inputs, targets=targets, rows=torch.arange(len(few)), offsets=few.offsets,
-            test=LazyColumn.both(judge), test_offsets=of_clients, spec=None,
+            test=LazyColumn.both(test_store), test_offsets=of_clients, spec=None,
         )  # fmt: skip
-    rows, offsets = _rows(task, kept)
-    tested, _ = _rows(task, held)
+    rows, offsets = _rows(task, training)
+    tested, _ = _rows(task, held_out)
     return dataclasses.replace(
         task, rows=rows, offsets=offsets, test=(tree.take(task.inputs, tested), tree.take(task.targets, tested)), test_offsets=of_clients, spec=None
     )  # fmt: skip
 
 
 def _rows(task: Task, clients: Iterable[int]) -> tuple[torch.Tensor, Any]:
-    parts = [task.rows[task.offsets[c] : task.offsets[c + 1]] for c in clients]
-    return torch.cat(parts), np.cumsum([0] + [len(p) for p in parts])
+    rows = [task.rows[task.offsets[c] : task.offsets[c + 1]] for c in clients]
+    return torch.cat(rows), np.cumsum([0] + [len(p) for p in rows])
 
 
 # Searching ----------------------------------------------------------------------------------------
@@ -93,39 +98,39 @@ def _rows(task: Task, clients: Iterable[int]) -> tuple[torch.Tensor, Any]:
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """How a sweep searches."""
+    """Settings of a sweep."""
 
     method: str = "bayes"
     trials: int = 20
     seeds: int = 1
-    share: float = 0.2  # of clients, held out
+    fraction: float = 0.2  # of clients, held out
     prune: str = "median"
     seed: int = 0
-    metric: str | None = None  # what is optimised, unless the accuracy or the loss
+    metric: str | None = None  # that is optimized; by default the accuracy or the loss
 
     def __post_init__(self) -> None:
-        for value, known, kind in ((self.method, METHODS, "method"), (self.prune, PRUNERS, "pruner")):
-            if value not in known:
-                raise unknown(kind, value, known)
+        for value, valid, kind in ((self.method, METHODS, "method"), (self.prune, PRUNERS, "pruner")):
+            if value not in valid:
+                raise unknown(kind, value, valid)
         check.integer("trials", self.trials)
         check.integer("seeds", self.seeds)
 
 
 @dataclass
 class Trial:
-    """A setting that was tried."""
+    """The result of one setting."""
 
     number: int
     settings: Settings
     state: str  # "done", "pruned" or "diverged"
     value: float | None
     steps: int
-    looks: dict[int, float] = field(default_factory=dict, repr=False)  # what it was worth, by step
+    looks: dict[int, float] = field(default_factory=dict, repr=False)  # intermediate values, by step
 
 
 @dataclass
 class Sweep:
-    """What a sweep came to."""
+    """The result of a sweep."""
 
     metric: str
     trials: list[Trial] = field(repr=False)
@@ -137,12 +142,12 @@ class Sweep:
     def best(self) -> Trial:
         done = [t for t in self.trials if t.state == "done" and t.value is not None]
         if not done:
-            raise RunError(f"no trial of {self.out} came to its end; widen the space or lower the rates")
+            raise RunError(f"no trial of {self.out} finished; widen the space or lower the rates")
         return min(done, key=lambda t: (t.value or 0.0) * (1 if falls(self.metric) else -1))
 
     @property
     def noise(self) -> float | None:
-        """How far two accuracies may differ because few samples were tested: 1.96 √(2 p (1 − p) / n), None of others."""
+        """The difference of two accuracies that testing n samples explains, 1.96 √(2 p (1 − p) / n); None for other metrics."""
         p, n = self.best.value or 0.0, self.samples * self.seeds
         return (
             1.96 * math.sqrt(2 * p * (1 - p) / n) if self.metric == "accuracy" and n and 0 <= p <= 1 else None
@@ -150,7 +155,7 @@ class Sweep:
 
     @property
     def tied(self) -> list[Trial]:
-        """Other trials within that of the best, best first."""
+        """Other trials within the noise of the best, best first."""
         best, noise = self.best, self.noise
         if noise is None or best.value is None:
             return []
@@ -164,7 +169,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Job:
-    """A setting that is being tried."""
+    """A setting that is being evaluated."""
 
     number: int
     settings: Settings
@@ -187,7 +192,7 @@ def sweep(
 ) -> Sweep:
     """Try settings from a space, `jobs` at a time; `build` makes an entry of one.
 
-    Given the same folder again, it goes on. `options` are those of `simulate`; `note` is kept in `sweep.json`.
+    Given the same folder again, it resumes. `options` are those of `simulate`; `note` is stored in `sweep.json`.
     """
     if not space:
         raise ConfigError("nothing to search; give at least one setting, such as lr=log(0.001, 1)")
@@ -198,7 +203,7 @@ def sweep(
 
 
 def trial_count(plan: SweepConfig, space: Space) -> int:
-    """How many settings a sweep tries."""
+    """The number of settings that a sweep tries."""
     return math.prod(len(s.grid()) for s in space.values()) if plan.method == "grid" else plan.trials
 
 
@@ -210,16 +215,16 @@ class _Search:
         self.space = {k: Categorical(v.grid()) for k, v in space.items()} if plan.method == "grid" else space
         self.grid = [dict(zip(self.space, v)) for v in product(*(s.grid() for s in self.space.values()))]
         self.count = len(self.grid) if plan.method == "grid" else plan.trials
-        self.tuning = hold_out(task, plan.share, plan.seed)
+        self.tuning = hold_out(task, plan.fraction, plan.seed)
         self.metric = plan.metric or task.measures[0]
         if self.metric not in task.measures:
             raise unknown("metric", self.metric, task.measures)
-        self.steps = self.build(self.grid[0]).schedule.steps  # also finds a setting that nobody knows
+        self.steps = self.build(self.grid[0]).schedule.steps  # also refuses an unsupported setting
         self.journal = Journal(out / TRIALS)
         self.running: dict[int, Job] = {}
         self.looks: dict[int, dict[int, float]] = {}
         self.ended: list[Trial] = []
-        self.again: list[Job] = []  # begun and not ended when a kill came
+        self.again: list[Job] = []  # interrupted trials
         self.begun = 0
 
     # The log of trials ----------------------------------------------------------------------------
@@ -266,7 +271,7 @@ class _Search:
         Campaign(self._following, self._train, self.out).run(jobs, noting)
 
     def _following(self) -> Job | None:
-        """The next setting to try: first what a kill left, then another that was not tried yet."""
+        """The next setting to try: first interrupted ones, then one that was not tried yet."""
         if self.again:
             job = self.again.pop(0)
             self.running[job.number] = job
@@ -292,7 +297,7 @@ class _Search:
     # Pruning --------------------------------------------------------------------------------------
 
     def _should_prune(self, looks: dict[int, float], step: int) -> bool:
-        """Whether a trial is worse by now than half of those that ended (median), or two thirds of all (asha)."""
+        """Whether a trial is worse at this step than half of those that ended (median), or two thirds of all (asha)."""
         sign = -1 if falls(self.metric) else 1
         if self.plan.prune == "median":
             others = sorted(sign * t.looks[step] for t in self.ended if t.state == "done" and step in t.looks)
@@ -300,12 +305,12 @@ class _Search:
             return late and max(sign * v for v in looks.values()) < float(np.median(others))
         if self.plan.prune == "asha":
             rung = max((r for r in self._rungs() if r <= step), default=None)
-            if rung is None or sum(s >= rung for s in looks) > 1:  # it was judged at this rung before
+            if rung is None or sum(s >= rung for s in looks) > 1:  # it was evaluated at this rung before
                 return False
-            seen = [*(t.looks for t in self.ended), *self.looks.values()]
+            trials = [*(t.looks for t in self.ended), *self.looks.values()]
             values = [
                 sign * next(v for s, v in sorted(each.items()) if s >= rung)
-                for each in seen
+                for each in trials
                 if max(each, default=0) >= rung
             ]
             return sum(v > sign * looks[step] for v in values) >= max(1, len(values) // 3)
@@ -316,14 +321,14 @@ class _Search:
         return [first * 3**k for k in range(8) if first * 3**k < self.steps]
 
     def _train(self, job: Job, ask: Ask) -> Record:
-        """In a worker: every seed of a trial, the first of them under the pruner's eyes."""
+        """Run every seed of a trial in a worker; the first seed may be pruned."""
         entry, finals, steps = self.build(job.settings), [], 0
-        place = self.out / "trials" / _key(job.settings)
+        folder = self.out / "trials" / _key(job.settings)
         for seed in range(self.plan.seeds):
-            look = [Progress(ask, self.metric, LOOKS)] if seed == 0 else []
+            callbacks = [Progress(ask, self.metric, LOOKS)] if seed == 0 else []
             result = simulate(
                 self.tuning, entry.algorithm, entry.work, entry.schedule,
-                seed=self.plan.seed + seed, engine=engine(self.plan.trials * self.plan.seeds), out=place / f"seed-{seed}", callbacks=look, **self.options,
+                seed=self.plan.seed + seed, engine=engine(self.plan.trials * self.plan.seeds), out=folder / f"seed-{seed}", callbacks=callbacks, **self.options,
             )  # fmt: skip
             steps += result.state.t
             final = stats.final(result.history, self.metric)
@@ -340,7 +345,7 @@ class _Search:
 
 
 class _Bayes:
-    """Optuna's TPE sampler, told all that ended before it is asked anew."""
+    """Optuna's TPE sampler, given all ended trials before each suggestion."""
 
     def __init__(self, search: _Search) -> None:
         try:

@@ -435,3 +435,14 @@ def test_samples_json_is_checked(tmp_path):
     write_whole(tmp_path / "fleet" / "samples.json", b'{"node-0": "7"}')
     with pytest.raises(ConfigError, match=r"samples\.json cannot be read"):
         Read.read(tmp_path / "fleet")
+
+
+# Secure sums ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["invitation", "shares", "unmask"])
+def test_secure_sums_go_on_without_a_node_that_is_killed_at_a_stage(stage, tmp_path):
+    """The stage `masked` is in tests/test_secure_round.py, which is quick."""
+    from test_secure_round import killed_at
+
+    killed_at(stage, tmp_path)

@@ -484,8 +484,7 @@ def test_real_nodes_need_the_package_that_encrypts_before_they_begin(monkeypatch
     with pytest.raises(fb.errors.MissingExtra, match="'secure'"):
         check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, True)
     monkeypatch.undo()
-    with pytest.raises(fb.FedbraidError, match="fleets do not ask for them yet"):  # and never unmasked
-        check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, True)
+    check_run(fb.secure(fb.fedavg()), fb.rounds(2, clients=5), 9, True, True)
 
 
 def test_hostile_clients_upload_on_the_grid_and_robust_rules_are_refused():

@@ -26,6 +26,7 @@ from fedbraid.errors import ConfigError, EngineError, unknown
 from fedbraid.links.secure import FRACTION, NUMBER_BITS, Scales, SecureUplink, fixed
 from fedbraid.links.shared import Shared
 from fedbraid.links.wrapped import WrappedUplink
+from fedbraid.privacy.clipping import SkellamNoise
 from fedbraid.privacy.parts import Noised, accounted, of_mean
 from fedbraid.privacy.secure_sum import (
     Session,
@@ -52,6 +53,9 @@ class CodeSums(Sums):
     saturated: int = 0
     codes: int = 0
     clients: tuple[tuple[int, int], ...] = ()  # (bit width, how many clients have it)
+    protocol: Mapping[str, int] | None = (
+        None  # its bytes and drop-outs, where real clients masked their codes
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class SecureMean(Mean):
                         made = ((weights[uniform] * factor)[rows].T @ wide).long()[0]
                     else:
                         made = fixed(v).long().sum(0)
-                    key = _key(name, uniform, grid.bits)
+                    key = code_key(name, uniform, grid.bits)
                     sums[key] = sums[key] + made if key in sums else made
         return CodeSums(
             sums, acc.weight + float(weights[False].sum()), acc.count + len(up.n), frozenset(),
@@ -141,15 +145,17 @@ class SecureMean(Mean):
         assert isinstance(acc, CodeSums)
         x, out = ctx.sent["x"], dict[tuple[str, bool], Tensor]()
         metrics: Metrics = {"secure_dropped": ctx.dropped, "saturated": acc.saturated / max(acc.codes, 1)}
+        metrics |= acc.protocol or {}
         grids = {grid.bits: grid for grid in self.codec.grids()}
         largest = max((count for _, count in acc.clients), default=0)
         for bits, count in acc.clients:
-            gone = ctx.dropped if count == largest else 0
+            gone = ctx.dropped if count == largest and acc.protocol is None else 0
             session = self.session(count + gone, bits, ctx)
-            check_neighbours(session, session.parties - gone)
+            if acc.protocol is None:
+                check_neighbours(session, session.parties - gone)
             for name, what in self.uploads.items():
                 for uniform in self.weighings(what):
-                    total = acc.vectors[_key(name, uniform, bits)].cpu().numpy()
+                    total = acc.vectors[code_key(name, uniform, bits)].cpu().numpy()
                     if what.width is None:
                         total = session.signed(session.modulo(total.astype(session.word)))
                         v = grids[bits].from_grid(total[None] / 2**self.age_bits)[0] * dict(self.scales)[name]
@@ -157,7 +163,7 @@ class SecureMean(Mean):
                         v = (total / FRACTION).astype(np.float32)
                     there = torch.from_numpy(v).to(x.device)
                     out[name, uniform] = out[name, uniform] + there if (name, uniform) in out else there
-            for key, size in traffic(session, count).items():
+            for key, size in traffic(session, count).items() if acc.protocol is None else ():
                 metrics[key] = metrics.get(key, 0) + size
         return out, metrics
 
@@ -170,14 +176,29 @@ class SecureMean(Mean):
                 f"{clients} clients of {bits} bits are in step {ctx.t + 1}, and a sum of fewer than {LEAST} hides none of them;"
                 " use larger cohorts"
             )
-        heaviest = (int(ctx.sizes.max()) if self.weights == "samples" else 1) << self.age_bits
-        pieces = -(-NUMBER_BITS // (bits - 1))  # a number is summed in pieces that are as small as codes
+        return self.planned_session(
+            ctx.t.to_bytes(16, "little"), clients, bits, int(ctx.sizes.max()), ctx.layout.size
+        )
+
+    def planned_session(self, name: bytes, clients: int, bits: int, most: int, size: int) -> Session:
+        """The sum of so many clients, of `most` samples at most, over a model of this size."""
+        heaviest = (most if self.weights == "samples" else 1) << self.age_bits
         numbers = NUMBERS + sum(what.width or 0 for what in self.uploads.values())
         vectors = sum(len(self.weighings(what)) for what in self.uploads.values() if what.width is None)
         k, threshold = choose_neighbours(clients, self.neighbours, self.threshold)
         growth = (clients * heaviest + self.noise - 1).bit_length()
-        length = vectors * ctx.layout.size + numbers * pieces
-        return Session(ctx.t.to_bytes(16, "little"), clients, k, threshold, bits + growth, length)
+        length = vectors * size + numbers * pieces(bits)
+        return Session(name, clients, k, threshold, bits + growth, length)
+
+    def fewest(self) -> int:
+        """The smallest cohort that has a sum."""
+        for clients in range(LEAST, 2 * LEAST + (self.threshold or 0)):
+            k, threshold = choose_neighbours(clients, self.neighbours, self.threshold)
+            if threshold <= k < clients:
+                return clients
+        raise ConfigError(
+            f"threshold={self.threshold} is more than neighbours={self.neighbours}; use fewer, or more neighbours"
+        )
 
     def totals(self, acc: Sums, ctx: ServerContext) -> tuple[Vectors, Metrics]:
         sums, metrics = self.decoded(acc, ctx)
@@ -193,7 +214,19 @@ class SecureMean(Mean):
         return of_means(self.server, means, self.uploads, ctx, acc.samples / acc.count), s, metrics
 
 
-def _key(name: str, uniform: bool, bits: int) -> str:
+def pieces(bits: int) -> int:
+    """In how many a number is summed, each as small as a code."""
+    return -(-NUMBER_BITS // (bits - 1))
+
+
+def summing(algorithm: Algorithm) -> SecureMean | None:
+    """The gather of an algorithm that gathers secure sums."""
+    gather = algorithm.gather
+    sums = gather.sums if isinstance(gather, Noised) else gather
+    return sums if isinstance(sums, SecureMean) else None
+
+
+def code_key(name: str, uniform: bool, bits: int) -> str:
     return f"{name}/{'uniform' if uniform else 'weighted'}/{bits}"
 
 
@@ -347,15 +380,20 @@ def check_run(algorithm: Algorithm, schedule: Schedule, clients: int, even: bool
     """Refuse, before anything runs, a schedule whose steps have no sum that hides anybody."""
     if not algorithm.gather.traits().sums_only:
         return
+    gather, up, sums = algorithm.gather, algorithm.up, summing(algorithm)
+    assert sums is not None
     if real:
         require_cryptography()
-        raise ConfigError(
-            "secure sums are simulated, and driven over a transport by deploy.secure_round, but fleets do not ask for them yet;"
-            " use private(…, where='client') on real nodes"
-        )
-    gather, up = algorithm.gather, algorithm.up
-    sums = gather.sums if isinstance(gather, Noised) else gather
-    assert isinstance(sums, SecureMean)
+        if isinstance(up, SkellamNoise):
+            raise ConfigError(
+                "where='distributed' counts on the noise of every client that was planned, and real nodes drop out of sums; use"
+                " where='server'"
+            )
+        if isinstance(schedule, Buffered) and schedule.buffer > clients:
+            raise ConfigError(
+                f"buffer={schedule.buffer} is more than the {clients} nodes, each of which keeps its upload until the buffer is"
+                " summed; use a smaller buffer"
+            )
     served = gather.server if isinstance(gather, Noised) else sums.server
     while isinstance(up, WrappedUplink) and not isinstance(up, SecureUplink):
         up = up.link

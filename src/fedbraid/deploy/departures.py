@@ -44,7 +44,7 @@ class Departures:
             since = self.since.setdefault(who, now)
             if not self._mirrored():
                 self._dismiss(node, {})
-            elif now - since > f.limit:
+            elif f.secure is not None or now - since > f.limit:  # a contribution is a single client's
                 self._dismiss(node, None)
             elif node.is_connected and node.request is None:
                 f.orders.leave(node, now)

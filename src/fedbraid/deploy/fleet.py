@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from fedbraid.algorithms.secure import summing
 from fedbraid.deploy import status_file
 from fedbraid.deploy.admissions import Admissions
 from fedbraid.deploy.departures import Departures
@@ -33,6 +34,7 @@ from fedbraid.deploy.inbox import Arrival, Inbox, NodeFailed, fields
 from fedbraid.deploy.node_table import Node, NodeState, NodeTable
 from fedbraid.deploy.norm_limit import LossLimit, NormLimit
 from fedbraid.deploy.orders import Orders
+from fedbraid.deploy.secure_round import SecureRounds
 from fedbraid.deploy.settings import Settings
 from fedbraid.deploy.transport import OrderSigner, ReceivedAnswer, Transport
 from fedbraid.deploy.troubles import Troubles, Wait
@@ -86,6 +88,8 @@ class Fleet:
         common = {**body, "server": secrets.token_hex(8)}
         self.orders = Orders(setup, self.table, transport, signer, run, self.limit, common)
         self.departures, self.admissions = Departures(self), Admissions(self)
+        sums = summing(setup.algorithm)
+        self.secure = None if sums is None else SecureRounds(self, sums)
         self.trouble, self.wait = Troubles(), Wait()
         self.run: RunView | None = None
         self.uploads: list[Arrival] = []  # that are here and in no step
@@ -132,7 +136,8 @@ class Fleet:
         while run.state.t < self.schedule.steps:
             self.closed = self._collect()
             tick = self._tick()
-            yield ServerStep(tick, self.inbox.replies(self.closed, run.state), partial(self._taken, tick))
+            replies = self.inbox if self.secure is None else self.secure
+            yield ServerStep(tick, replies.replies(self.closed, run.state), partial(self._taken, tick))
             self._committed()
 
     def _taken(self, tick: Tick, record: Record) -> StepNotes:
@@ -182,17 +187,20 @@ class Fleet:
     def _collect(self) -> list[Arrival]:
         self.open, self.looked, pause = OpenStep(), 0.0, 0.0
         while True:
-            self._look()
-            self._take(self.transport.receive(RECEIVED, pause))
+            self.turn(pause)
             pause = POLL_S
             if not self._is_ready():
                 continue
+            if self.secure is not None and self.secure.was_unmasked(self.state.t):
+                return []
             decision = self._policy().next(self._view())
             over = time.monotonic() - self.open.since >= self.limit
             if isinstance(decision, Close):
                 if self.departures.is_waiting():  # who was named leaves before the next step
                     continue
-                return self._close()
+                if (closed := self._close()) is not None:
+                    return closed
+                continue
             if isinstance(decision, Fail):
                 raise RunError(
                     f"step {self.state.t + 1} has {len(self._counted())} uploads after {self.limit:g} s, fewer than minimum="
@@ -205,6 +213,11 @@ class Fleet:
                 self.open.since = time.monotonic()
                 self.open.attempts += over and not isinstance(decision, Select)
             self._say_wait()
+
+    def turn(self, pause: float) -> None:
+        """Look at the nodes, and take the answers that arrive within so many seconds."""
+        self._look()
+        self._take(self.transport.receive(RECEIVED, pause))
 
     def _policy(self) -> RoundPolicy | BufferPolicy:
         s, limit, retries = self.settings, self.limit, self.settings.too_few == "wait"
@@ -222,11 +235,12 @@ class Fleet:
         if self.run is not None and self.run.seen is not None:
             self.run.seen.grow(self.sizes)
             choose = partial(self.run.seen.choose, self.schedule.select)
-        return RoundPolicy(cohort, s.seed, self.schedule.over_select, limit, s.minimum, retries, choose)
+        minimum = s.minimum if self.secure is None else max(s.minimum, self.secure.sums.fewest())
+        return RoundPolicy(cohort, s.seed, self.schedule.over_select, limit, minimum, retries, choose)
 
     def _view(self) -> View:
         counted = self._counted()
-        here = {a.client for a in counted} if isinstance(self.schedule, Rounds) else set()
+        here = {a.client for a in counted} if self._counts_once else set()
         available = np.array(sorted(n.client for n in self.table.idle() if n.client not in here), np.int64)
         if isinstance(self.schedule, Rounds):
             t, asked = self.state.t, set(self.open.asked)
@@ -237,6 +251,11 @@ class Fleet:
         return View(
             self.state.t, available, elapsed, len(counted), pending, self.open.attempts, self.open.wanted
         )
+
+    @property
+    def _counts_once(self) -> bool:
+        """Whether a node whose upload waits for its step is not asked for another one."""
+        return isinstance(self.schedule, Rounds) or self.secure is not None
 
     def _counted(self) -> list[Arrival]:
         """The uploads that the open step would count, as they arrived."""
@@ -250,22 +269,26 @@ class Fleet:
         out = (NodeState.BARRED, NodeState.LEAVING, NodeState.GONE)
         return self.table.nodes[arrival.name].state not in out
 
-    def _close(self) -> list[Arrival]:
-        """The uploads of this step: the first ones, in the order in which their clients were asked."""
+    def _close(self) -> list[Arrival] | None:
+        """The uploads of this step: the first ones, in the order in which their clients were asked. None where they should
+        have been summed, and too few nodes stayed."""
+        buffered = isinstance(self.schedule, Buffered)
         if isinstance(self.schedule, Buffered):
             closed = self._counted()[: self.schedule.buffer]
-            spare = [a for a in self.uploads if a not in closed and self._is_member(a)]
         else:
             place = {client: i for i, client in enumerate(self.open.asked)}
             closed = sorted(self._counted()[: self.open.wanted], key=lambda a: place[a.client])
-            spare = []
+        counted, again = (closed, []) if self.secure is None else self.secure.sum(closed)
+        spare = [
+            a for a in self.uploads if a in again or (buffered and a not in closed and self._is_member(a))
+        ]
         for arrival in self.uploads:
-            if arrival not in closed and arrival not in spare:
+            if arrival not in counted and arrival not in spare:
                 self._drop(arrival)
         self.uploads = spare
-        for arrival in closed:
+        for arrival in counted:
             self.table.nodes[arrival.name].accepted = arrival.answer.job
-        return closed
+        return counted or None
 
     def _drop(self, arrival: Arrival) -> None:
         self.late += 1
@@ -276,7 +299,7 @@ class Fleet:
         clients = selection.clients.tolist()
         self.open.asked += [c for c in clients if c not in self.open.asked]
         self.open.wanted, self.open.attempts = selection.required, self.open.attempts + 1
-        has = {a.client for a in self._counted()} if isinstance(self.schedule, Rounds) else set()
+        has = {a.client for a in self._counted()} if self._counts_once else set()
         nodes = {n.client: n for n in self.table.members}
         self.orders.train([nodes[c] for c in clients if c not in has], self.state, time.monotonic())
 
@@ -330,11 +353,14 @@ class Fleet:
         if node.state is NodeState.BARRED:
             raise WireError("it answers, but is asked nothing until the operator admits it")
         if request is not None and request.job == answer.job and request.kind != "TRAIN":
-            head, upload = self.inbox.parse(answer, request.kind == "LEAVE")
+            head, upload = self.inbox.parse(answer, request.kind in ("LEAVE", "SUM"))
             if request.kind == "HELLO":
                 self._register(node, head)
             elif request.kind == "LEAVE":
                 self.departures.let_go(node, head, upload)
+            elif request.kind == "SUM" and self.secure is not None:
+                self.secure.receive(node, upload)
+                node.answered()
             self.transport.acknowledge([answer])
         elif not node.is_registered and node.state is not NodeState.LEAVING:
             self.early.append(answer)
@@ -412,7 +438,13 @@ class Fleet:
             time.monotonic(),
             bytes_down,
         )
-        if (doubt := self.inbox.check(arrival, head, upload, self.state)) is not None:
+        if self.secure is not None:
+            if upload:
+                raise WireError("it sends its upload, of which the server is to see a sum alone")
+            doubt = None
+        else:
+            doubt = self.inbox.check(arrival, head, upload, self.state)
+        if doubt is not None:
             self.trouble.add(node.name, node.client, f"{doubt}; the number is left out")
             node.refused(doubt)
         else:

@@ -23,6 +23,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from fedbraid.algorithms.secure import summing
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.link import BroadcastContext
 from fedbraid.core.local_training import Gradient
@@ -31,8 +32,9 @@ from fedbraid.data.label_flip import flipped
 from fedbraid.data.task import Task
 from fedbraid.deploy import Project
 from fedbraid.deploy.backoff import Backoff
-from fedbraid.deploy.node_state import NodeMemory
+from fedbraid.deploy.node_state import NodeMemory, Trained
 from fedbraid.deploy.project import task_digest
+from fedbraid.deploy.secure_round import SecureNode
 from fedbraid.deploy.settings import Settings
 from fedbraid.deploy.transport import NodeTransport, SignedOrder, pack_answer
 from fedbraid.deploy.troubles import plain, say
@@ -57,6 +59,7 @@ class NodeRuntime:
     task: Task | None = None  # this node's data
     server: str = ""  # for which it was read
     prepared: tuple[Settings, int, Setup, Gradient] | None = None
+    secure: SecureNode = field(default_factory=SecureNode)
 
     def run(self) -> None:
         """Until the transport is closed."""
@@ -95,6 +98,12 @@ class NodeRuntime:
             return pack_answer({"samples": int(task.sizes[0]), "version": NodeMemory.read(place).version})
         if order.kind == "LEAVE":
             return self._leave(str(body["committed"]), settings, place)
+        if order.kind == "SUM":
+            setup, _ = self._prepare(settings, int(body["client"]))
+            sums = summing(setup.algorithm)
+            if sums is None:
+                raise RunError("the server asks for a secure sum, and the algorithm has none")
+            return self.secure.answer(order.job, body, setup, sums, NodeMemory.read(place), place)
         if (done := _stored_answer(place, order.job)) is not None:
             return done
         answer = self._train(order, body, settings, place)
@@ -159,19 +168,25 @@ class NodeRuntime:
             TrainRequest(participate(setup, np.array([client]), version), down, rows),
             frames,
         )
+        is_masked = summing(algorithm) is not None
+        if is_masked:
+            memory.trained = {order.job: Trained(version, float(reply.loss), reply.uploads)}
+            frames = {}
         memory.after[order.job] = reply.client_state
         memory.participations += 1
         memory.write(place, keep_down=algorithm.down.needs_previous)
-        # where the node adds noise itself, a loss would tell of its data
-        loss = 0.0 if _adds_noise(algorithm) else float(reply.loss)
+        # where the node adds noise itself, a loss would tell of its data; a masked one is in the sum
+        loss = 0.0 if _adds_noise(algorithm) or is_masked else float(reply.loss)
         held = memory.version if algorithm.down.needs_previous else -1
         head = {"lost": False, "version": held, "forgot": forgot, "loss": loss}
-        return pack_answer(head, bundle(frames))
+        return pack_answer(head, b"" if is_masked else bundle(frames))
 
     def _leave(self, committed: str, settings: Settings, place: Path) -> bytes:
         """What a client that leaves for good sends: the negative of what the server mirrors of its state."""
         algorithm, _ = settings.what()
         layout, memory = self.project.halves.layout, NodeMemory.read(place)
+        if summing(algorithm) is not None:  # a single client's state, which nobody is to see
+            return pack_answer({"lost": True})
         if committed != "none" and committed not in memory.after:
             return pack_answer({"lost": True})
         fresh = algorithm.rule.init(torch.zeros(layout.size))

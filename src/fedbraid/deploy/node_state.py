@@ -18,6 +18,15 @@ from fedbraid.run.checkpoint import model_checksum
 FILE = "memory.safetensors"
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a secure sum is to have of this node: the upload of a job, which leaves it masked alone."""
+
+    version: int
+    loss: float
+    vectors: Vectors  # [1, ·] each
+
+
 @dataclass
 class NodeMemory:
     """A node's state in one run."""
@@ -26,10 +35,13 @@ class NodeMemory:
     down: Vectors = field(default_factory=dict)
     after: dict[str, Vectors] = field(default_factory=dict)  # client state [1, ·] after a job
     participations: int = 0  # uploads so far, counted or not
+    trained: dict[str, Trained] = field(default_factory=dict)  # the last job
+    unmasked: int = -1  # the newest version of which shares for a sum were given away
 
     def keep(self, jobs: set[str]) -> None:
         """Forget the state after all other jobs."""
         self.after = {job: rows for job, rows in self.after.items() if job in jobs}
+        self.trained = {}
 
     @classmethod
     def read(cls, place: Path) -> NodeMemory:
@@ -48,10 +60,15 @@ class NodeMemory:
             ) from error
         jobs: dict[str, Vectors] = {job: {} for job in about["jobs"]}
         down: Vectors = {}
+        trained = {
+            job: Trained(version, loss, {}) for job, (version, loss) in about.get("trained", {}).items()
+        }
         for key, value in tensors.items():
             kind, job, name = key.split("/", 2)
-            (down if kind == "down" else jobs[job])[name] = value
-        return cls(about["version"], down, jobs, about["participations"])
+            (down if kind == "down" else trained[job].vectors if kind == "trained" else jobs[job])[name] = (
+                value
+            )
+        return cls(about["version"], down, jobs, about["participations"], trained, about.get("unmasked", -1))
 
     def write(self, place: Path, keep_down: bool) -> None:
         """To the disk itself, whole or not at all: what is uploaded next will be counted on."""
@@ -61,10 +78,13 @@ class NodeMemory:
             tensors |= {f"down//{name}": v.contiguous().clone() for name, v in self.down.items()}
         for job, rows in self.after.items():
             tensors |= {f"after/{job}/{name}": v.contiguous().clone() for name, v in rows.items()}
+        for job, what in self.trained.items():
+            tensors |= {f"trained/{job}/{name}": v.contiguous().clone() for name, v in what.vectors.items()}
         about = json.dumps(
             {
                 "version": self.version if keep_down else -1, "jobs": list(self.after),
-                "participations": self.participations,
+                "participations": self.participations, "unmasked": self.unmasked,
+                "trained": {job: (what.version, what.loss) for job, what in self.trained.items()},
             }
         )  # fmt: skip
         told = {"fedbraid": about, "checksum": _checksum(about, tensors)}

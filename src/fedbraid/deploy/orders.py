@@ -38,6 +38,10 @@ class Orders:
     def leave(self, node: Node, now: float) -> None:
         self._give([(node, self._request("LEAVE", now, committed=node.committed))], now)
 
+    def sum(self, asked: Iterable[tuple[Node, Mapping[str, Any]]], now: float) -> None:
+        """The next stage of a secure sum, with each node's message."""
+        self._give([(node, self._request("SUM", now, **about)) for node, about in asked], now)
+
     def train(self, nodes: Sequence[Node], state: State, now: float) -> None:
         """Order these to train from the newest version, all with one call."""
         requests = []

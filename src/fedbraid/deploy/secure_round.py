@@ -1,97 +1,306 @@
-"""A secure sum over a transport: four stages, each an order to every node that is left and an answer from it.
+"""Secure sums in a fleet: four stages, each an order `SUM` to every node that is left, and an answer from it.
 
-Policy. A stage closes when every node has answered or is away, or when time is up; nodes that did not answer are gone for
-the rest of the sum. Answers are acknowledged when they are read: a sum lives in the server's memory, so a server that is
-started again begins another one, with new keys.
+Policy. Nodes train first, and say only that they did. The nodes whose uploads a step is to count then mask them for one
+another. A stage closes when each of them has answered or is gone: it failed, was away for longer than AWAY_S, or time is up.
+Up to the threshold the sum is that of the others. Beyond it the step is collected anew, with nodes asked again as for any
+upload that did not arrive; but from the stage `unmask` on, where shares may be on their way, the step ends without uploads.
+
+Invariants.
+1. The server's process is given masked numbers, encrypted shares and sums, and never a node's upload or loss.
+2. A node gives away shares for one sum of what it trained from a version, whatever the server says: with those of two sums
+   of different cohorts, a server that keeps all it is sent could take one from the other.
+3. Answers are acknowledged when they are read, for a sum lives in the server's memory. A server that is started again
+   begins another one, with new keys, unless `unmask.json` says that the last one had come that far.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import logging
+import math
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fedbraid.deploy.transport import NodeTransport, OrderSigner, Transport, new_job
-from fedbraid.errors import WireError
-from fedbraid.privacy.secure_sum import STAGES, SecureClient, SecureServer, Session, Words, stage_of
+import numpy as np
+import torch
 
-PATIENCE_S = 0.5  # the longest wait between two looks at who is connected
+from fedbraid.algorithms.secure import CodeSums, SecureMean
+from fedbraid.algorithms.secure_numbers import Row, numbers_of, sums_of
+from fedbraid.core.context import Participation, Uploads
+from fedbraid.core.work import step_counts
+from fedbraid.deploy.node_state import NodeMemory
+from fedbraid.deploy.node_table import Node
+from fedbraid.deploy.transport import pack_answer
+from fedbraid.engines.engine import Reply, Setup, participate
+from fedbraid.errors import EngineError, RunError, WireError
+from fedbraid.privacy.parts import Noised
+from fedbraid.privacy.secure_sum import STAGES, UNMASK, SecureClient, SecureServer, stage_of
+
+if TYPE_CHECKING:
+    from fedbraid.deploy.fleet import Fleet
+    from fedbraid.deploy.inbox import Arrival
+    from fedbraid.run.state import State
+
+log = logging.getLogger("fedbraid")
+AWAY_S = 10.0  # after which a node that is not connected is gone; less where rounds are short
+TURN_S = 0.05
+FILE = "unmask.json"
+
+
+# The server's end -----------------------------------------------------------------------------------
 
 
 @dataclass
-class SecureRound:
-    """The server's end of one sum; `refused` is what nodes sent that could not be read."""
+class Group:
+    """The parties of one sum: those whose codes have the same width. Party i is arrival i − 1."""
 
-    transport: Transport
-    signer: OrderSigner
-    run: str
-    nodes: tuple[str, ...]  # party i is node i − 1
-    stage_s: float = 60.0
-    refused: dict[str, str] = field(default_factory=dict)
+    bits: int
+    arrivals: list[Arrival]
+    server: SecureServer
+    orders: Mapping[int, bytes] = field(default_factory=dict)
 
-    def sum(self, session: Session) -> tuple[Words, list[str]]:
-        """(Σ of the numbers modulo 2^bits, whose numbers they are); EngineError where too few nodes stay."""
-        server = SecureServer(session)
-        orders = {i: session.invitation(i) for i in range(1, session.parties + 1)}
-        for _ in STAGES:
-            self._stage(server, orders)
-            orders = server.close()
-        return server.total(), [self.nodes[i - 1] for i in sorted(server.masked)]
 
-    def _stage(self, server: SecureServer, orders: Mapping[int, bytes]) -> None:
-        until = time.time() + self.stage_s
-        jobs = {new_job(): party for party in orders}
-        waiting = {job: self.nodes[party - 1] for job, party in jobs.items()}
-        signed = [
-            self.signer.sign(
-                self.nodes[p - 1], "TRAIN", run=self.run, job=job, deadline=until, body=orders[p]
-            )
-            for job, p in jobs.items()
-        ]
-        away = set(self.transport.send(signed))
-        while waiting := {job: node for job, node in waiting.items() if node not in away}:
-            left = until - time.time()
-            if left <= 0:
-                return
-            for answer in self.transport.receive(len(waiting), min(left, PATIENCE_S)):
-                if waiting.get(answer.job) == answer.node.name:
-                    self._read(server, jobs[answer.job], answer.node.name, answer.read)
-                    del waiting[answer.job]
-                self.transport.acknowledge([answer])
-            away = set(self.nodes) - set(self.transport.connected())
+@dataclass
+class SecureRounds:
+    """Sums the uploads of the steps of a fleet, one after another."""
 
-    def _read(self, server: SecureServer, party: int, node: str, read: Callable[[], bytes]) -> None:
+    fleet: Fleet
+    sums: SecureMean
+    groups: list[Group] = field(default_factory=list)
+    traffic: dict[str, int] = field(default_factory=dict)  # bytes since the last sum, by direction and stage
+    gone: set[str] = field(default_factory=set)  # nodes that left this sum
+    reply: Reply | None = None
+
+    def was_unmasked(self, version: int) -> bool:
+        """Whether shares for a sum of this step were asked for, maybe by a server that ran before."""
+        with suppress(OSError, ValueError, KeyError):
+            return bool(json.loads((self.fleet.folder.path / FILE).read_text())["step"] >= version)
+        return False
+
+    def sum(self, arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
+        """(whose uploads the sum has, whose can be in another one, where this one has lost too many)."""
+        f, self.gone, stage = self.fleet, set(), 0
+        self.groups = [self._group(bits, some) for bits, some in self._by_width(arrivals).items()]
         try:
-            server.receive(party, read())
-        except WireError as error:
-            self.refused[node] = str(error)
+            for stage in STAGES:
+                if stage == UNMASK:
+                    f.folder.write_json(FILE, {"step": f.state.t})
+                self._stage(STAGES[stage])
+                for group in self.groups:
+                    group.orders = group.server.close()
+            counted, self.reply = self._read(arrivals)
+            return counted, []
+        except (EngineError, WireError) as error:
+            f.trouble.add("fleet", -1, str(error))
+            if f.settings.too_few == "stop":
+                raise RunError(
+                    f"step {f.state.t + 1}: {error}; restart with the same out= to resume"
+                ) from error
+            return [], [a for a in arrivals if a.name not in self.gone and stage != UNMASK]
+        finally:
+            for node, _ in list(f.table.pending("SUM")):
+                node.request = None
+            self.groups = []
+
+    def replies(self, arrivals: Sequence[Arrival], state: State) -> Iterator[Reply]:
+        """The sum, where there is one."""
+        if arrivals and self.reply is not None:
+            yield self.reply
+
+    def receive(self, node: Node, message: bytes) -> None:
+        """A node's answer in the present stage."""
+        for group in self.groups:
+            for party, arrival in enumerate(group.arrivals, 1):
+                if arrival.name == node.name:
+                    stage = STAGES[group.server.stage]
+                    try:
+                        group.server.receive(party, message)
+                    except WireError as error:
+                        node.refused(str(error))
+                        raise
+                    self._count("up", stage, message)
+                    arrival.bytes_up += len(message)
+                    return
+        raise WireError("it answers for a sum that it is not a party of")
+
+    def _by_width(self, arrivals: Sequence[Arrival]) -> dict[int, list[Arrival]]:
+        found: dict[int, list[Arrival]] = {}
+        for a in arrivals:
+            found.setdefault(self.sums.codec.for_client(a.client).grids()[0].bits, []).append(a)
+        few = min(found.values(), key=len)
+        if len(few) < (least := self.sums.fewest()):
+            raise RunError(
+                f"step {self.fleet.state.t + 1} would sum the uploads of {len(few)} nodes, and a secure sum needs {least} of the"
+                " same bit width; use larger cohorts, or one width, and restart with the same out= to resume"
+            )
+        return found
+
+    def _group(self, bits: int, arrivals: list[Arrival]) -> Group:
+        f = self.fleet
+        most, size = int(f.sizes.max()), f.setup.task.layout.size
+        session = self.sums.planned_session(os.urandom(16), len(arrivals), bits, most, size)
+        invited = {i: session.invitation(i) for i in range(1, len(arrivals) + 1)}
+        return Group(bits, arrivals, SecureServer(session), invited)
+
+    def _stage(self, name: str) -> None:
+        """Give this stage's orders, and take answers until all that are left have answered."""
+        f, since = self.fleet, time.monotonic()
+        nodes = f.table.nodes
+        asked: list[tuple[Node, dict[str, Any]]] = []
+        before = {stage: earlier for earlier, stage in zip(["keys", *STAGES.values()], STAGES.values())}
+        for group in self.groups:
+            for party, message in group.orders.items():
+                self._count("down", before[name], message)
+                a = group.arrivals[party - 1]
+                about = {"client": a.client, "trained": a.answer.job, "step": f.state.t}
+                asked.append((nodes[a.name], {**about, "message": base64.b64encode(message).decode()}))
+        f.orders.sum(asked, since)
+        f.wait.now(f"stage {name} of the secure sum of step {f.state.t + 1}", f.limit)
+        while self._is_open([node for node, _ in asked], since):
+            f.turn(TURN_S)
+        for group in self.groups:
+            left = group.orders.keys() - group.server.arrived.keys()
+            self.gone |= {group.arrivals[party - 1].name for party in left}
+
+    def _is_open(self, asked: Sequence[Node], since: float) -> bool:
+        """Whether somebody's answer can still arrive; the time limit counts while the broker is there."""
+        now, f = time.monotonic(), self.fleet
+        waiting = [n for n in asked if n.request is not None and n.request.kind == "SUM"]
+        patience = min(AWAY_S, f.limit / 4)
+        is_broker_away = not any(n.is_connected for n in f.table.nodes.values())
+        for node in waiting:
+            is_gone = not node.is_connected and not is_broker_away and now - node.last_seen > patience
+            if is_gone or now - since > f.limit:
+                node.request = None
+                f.trouble.add(node.name, node.client, "it did not answer in a stage of the secure sum")
+        return any(n.request is not None for n in waiting)
+
+    def _count(self, direction: str, stage: str, message: bytes) -> None:
+        key = f"{direction}:{stage}"
+        self.traffic[key] = self.traffic.get(key, 0) + len(message)
+
+    def _read(self, asked: Sequence[Arrival]) -> tuple[list[Arrival], Reply]:
+        """(whose uploads are in the sums, the accumulator that the gather would have made of them)."""
+        f, parts, total, there = self.fleet, list[CodeSums](), 0.0, set[str]()
+        for group in self.groups:
+            some = [group.arrivals[i - 1] for i in group.server.masked]
+            row = group.server.session.signed(group.server.total())
+            samples = sum(a.samples for a in some)
+            acc, loss = sums_of(self.sums, row, group.bits, len(some), float(samples))
+            weight = samples if self.sums.weights == "samples" else len(some)
+            if acc.weight != weight:
+                raise WireError(
+                    f"the weights in the secure sum are {acc.weight:g}, and those of its nodes {weight}; one of them masks other"
+                    " numbers than it should"
+                )
+            parts.append(acc)
+            total += loss * len(some)
+            there |= {a.name for a in some}
+        arrivals = [a for a in asked if a.name in there]
+        merged = reduce(self.sums.merge, parts)
+        acc = replace(merged, protocol={**self.traffic, "secure_dropped": len(asked) - len(arrivals)})
+        self.traffic = {}
+        mean = total / len(arrivals)
+        for a in arrivals:
+            a.loss = math.nan if f.inbox.losses.doubt(mean) else mean
+        return arrivals, self._reply(arrivals, acc)
+
+    def _reply(self, arrivals: Sequence[Arrival], acc: CodeSums) -> Reply:
+        f = self.fleet
+        setup, gather, x = f.setup, f.setup.algorithm.gather, f.state.x
+        clients, versions, samples = (
+            np.array([getattr(a, key) for a in arrivals], np.int64)
+            for key in ("client", "version", "samples")
+        )
+        n = torch.from_numpy(samples).to(x)[:, None]
+        K = torch.from_numpy(step_counts(samples, setup.work)).to(x)[:, None]
+        lr = torch.tensor([[setup.work.rate(int(v))] for v in versions], dtype=torch.float64)
+        folded: Any = acc
+        if isinstance(gather, Noised):
+            folded = gather.holding(acc, clients, x)
+        down = {"x": np.array([a.bytes_down for a in arrivals])}
+        loss = torch.tensor([a.loss for a in arrivals])
+        who = Participation(clients, versions, n, K, setup.work.effective(K), lr)
+        return Reply(who, {}, {}, {}, loss, down, folded=folded)
+
+
+# A node's end ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class SecureNode:
-    """A node's end: one sum at a time. Its numbers are asked for once, when they are to be masked."""
+    """Masks what a node has trained: one sum at a time, and each stage once."""
 
-    transport: NodeTransport
-    numbers: Callable[[Session], Words]
     client: SecureClient | None = None
+    trained: str = ""  # the job whose upload this sum has
+    answered: tuple[str, bytes] = ("", b"")  # the last job, and what was said
 
-    def serve(self) -> None:
-        """Answer orders until the transport is closed; what does not fit is not answered."""
-        for order in self.transport.orders():
-            try:
-                answer = self.answer(order.body)
-            except WireError:
-                continue
-            self.transport.answer(order, answer)
+    def answer(
+        self, job: str, body: Mapping[str, Any], setup: Setup, sums: SecureMean, memory: NodeMemory, place: Path
+    ) -> bytes:  # fmt: skip
+        """What is sent back to an order of a stage; WireError where it is not the next one of its sum."""
+        if self.answered[0] != job:
+            message = base64.b64decode(body["message"], validate=True)
+            self.answered = job, pack_answer({}, self._next(message, body, setup, sums, memory, place))
+        return self.answered[1]
 
-    def answer(self, body: bytes) -> bytes:
-        """What is sent back; WireError where the order is not the next one of its sum."""
-        stage = stage_of(body)
+    def _next(
+        self, message: bytes, body: Mapping[str, Any], setup: Setup, sums: SecureMean, memory: NodeMemory, place: Path
+    ) -> bytes:  # fmt: skip
+        stage, trained, client = stage_of(message), str(body["trained"]), int(body["client"])
+        if trained not in memory.trained:
+            raise WireError("the server sums what this node has not trained, or no longer has")
+        about = memory.trained[trained]
         if stage == "invitation":
-            self.client = SecureClient.invited(body)
+            if about.version <= memory.unmasked:
+                raise WireError(f"its upload of version {about.version} was summed before, and is not again")
+            self.client, self.trained = _invited(message, setup, sums, client), trained
             return self.client.keys()
-        if self.client is None:
+        if self.client is None or self.trained != trained:
             raise WireError("the server goes on with a sum that this node was not invited to")
+        if stage == "shares":
+            return self.client.shares(message)
         if stage == "masked":
-            return self.client.masked(body, self.numbers(self.client.session))
-        return self.client.shares(body) if stage == "shares" else self.client.unmask(body)
+            row = self._row(setup, sums, client, int(body["step"]) - about.version, about.vectors, about.loss)
+            return self.client.masked(message, row.astype(self.client.session.word))
+        memory.unmasked = about.version
+        memory.write(place, setup.algorithm.down.needs_previous)
+        return self.client.unmask(message)
+
+    def _row(
+        self, setup: Setup, sums: SecureMean, client: int, age: int, vectors: dict[str, torch.Tensor], loss: float
+    ) -> Row:  # fmt: skip
+        if age < 0:
+            raise WireError("the server sums an upload before the step that it was trained for")
+        who = participate(setup, np.array([client]), 0)
+        x = torch.zeros(1, 1)
+        tau = torch.full((1, 1), float(age))
+        up = Uploads(
+            who.clients, vectors, who.n, who.K, who.a, tau, who.lr, {"x": x}, setup.algorithm.gathered
+        )
+        return numbers_of(sums, up, loss)
+
+
+def _invited(message: bytes, setup: Setup, sums: SecureMean, client: int) -> SecureClient:
+    """The party that a message invites, where the sum hides as much as the algorithm says."""
+    party = SecureClient.invited(message)
+    session, layout = party.session, setup.task.layout
+    own, bits = int(setup.task.sizes[client]), sums.codec.for_client(client).grids()[0].bits
+    least = sums.planned_session(session.id, session.parties, bits, own, layout.size)
+    promised = (least.neighbours, least.threshold, least.length)
+    if (
+        session.parties < sums.fewest()
+        or session.bits < least.bits
+        or (session.neighbours, session.threshold, session.length) != promised
+    ):
+        raise WireError(
+            "the server invites to another sum than the algorithm's, of other neighbours, threshold or length"
+        )
+    return party

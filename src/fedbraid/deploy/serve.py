@@ -48,6 +48,10 @@ def serve(
         raise ConfigError(
             "unit='example' is accounted by how many samples a node has, which samples='free' lets change; use 'fixed'"
         )
+    if algorithm.gather.traits().sums_only and settings.max_norm:
+        raise ConfigError(
+            f"max_norm={settings.max_norm:g} is a limit of single uploads, which a secure sum hides; leave one of the two out"
+        )
     body = {"task": task_digest(settings, task.layout), "settings": settings.to_nodes()}
     setting = PrivacySetup(schedule, settings.nodes, work)
     check_run(algorithm, schedule, settings.nodes, setting.even(), real=True)

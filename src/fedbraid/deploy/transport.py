@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedbraid.errors import ConfigError, WireError
 
-Kind = Literal["HELLO", "LEAVE", "PING", "TRAIN"]
+Kind = Literal["HELLO", "LEAVE", "PING", "SUM", "TRAIN"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAGIC = b"fedbraid order 1\n"
 SIGNATURE_BYTES = 64

@@ -26,6 +26,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedbraid.algorithms.secure import summing
 from fedbraid.deploy import Project
 from fedbraid.deploy.credentials import operator_key, operator_public_key
 from fedbraid.deploy.node import NodeRuntime
@@ -42,7 +43,7 @@ from fedbraid.deploy.transport import (
     SignedOrder,
     digest,
 )
-from fedbraid.errors import EngineError, WireError
+from fedbraid.errors import ConfigError, EngineError, WireError
 
 RECORD, MODEL, STATE = "fedbraid.order", "fedbraid.model", "fedbraid.accepted"
 POLL_S = 1.0
@@ -203,6 +204,11 @@ def apps(project: Project, folder: str | Path) -> Apps:
 
     def main(grid: Grid, context: Context) -> None:
         deployment = Deployment.read(place, project=project)
+        if summing(deployment.settings.what()[0]) is not None:
+            raise ConfigError(
+                "a secure sum needs nodes that live from one order to the next, and Flower starts a process for each; use"
+                " `fedbraid deploy up`"
+            )
         signer = OrderSigner(operator_key(place / "keys"))
         serve(project, deployment.settings, FlowerTransport(grid), signer)
 

@@ -92,6 +92,7 @@ class Reply:
     sizes: Sizes  # bytes by name, [m] each
     loss: Tensor  # [m]
     down: Sizes | None = None  # bytes that really went down, where clients are real
+    folded: Any = None  # the gather's accumulator of these clients, where their uploads stay masked
 
     @property
     def clients(self) -> NDArray[np.int64]:

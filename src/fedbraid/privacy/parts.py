@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core import rng
@@ -82,6 +83,10 @@ class Noised(Gather):
             name: torch.zeros_like(x[:1].expand(what.width or len(x))) for name, what in self.uploads.items()
         }
         return Cohort(self.sums.zero(x), zeros)
+
+    def holding(self, sums: Sums, clients: NDArray[np.int64], x: Tensor) -> Cohort:
+        """The accumulator of clients whose sums others made."""
+        return replace(self.zero(x), sums=sums, seen=frozenset(clients.tolist()))
 
     def add(self, acc: Cohort, up: Uploads, s: Tree, x: Tensor) -> Cohort:
         own, below = {name: up.vectors[name] for name in self.uploads}, acc.below

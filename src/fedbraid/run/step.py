@@ -66,7 +66,10 @@ def advance(
         down, synced = _charge(algorithm, state, reply)
         metrics.add(up, reply, down, algorithm.up.quantized(reply.clients))
         acc = algorithm.gather.zero(x) if acc is None else acc
-        acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
+        if reply.folded is None:
+            acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
+        else:
+            acc = reply.folded
         state.clients.put(reply.clients, {**reply.client_state, **synced})
         del reply, up  # before the next block comes
     if metrics.count or traits.steps_when_empty:

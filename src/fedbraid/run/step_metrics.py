@@ -27,6 +27,7 @@ class StepMetrics:
         self.up: dict[str, int] = {}
         self.down: dict[str, int] = {}
         self.count = self.quantized = self.doubted = 0
+        self.is_masked = False  # no norm of any upload is seen
         self.sums = dict.fromkeys(("weight", "lr", "K", "a", "loss", "update_norm"), 0.0)
 
     def add(self, up: Uploads, reply: Reply, down: dict[str, int], quantized: int) -> None:
@@ -44,7 +45,8 @@ class StepMetrics:
         else:
             self.losses += loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
-        sent = next(iter(up.vectors.values()))
+        sent = next(iter(up.vectors.values()), torch.zeros(len(loss), 0))
+        self.is_masked = not up.vectors
         moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
         if self.drops_nonfinite:  # what does not reach the model does not end the run
             moved = moved.nan_to_num(0.0, 0.0)
@@ -111,7 +113,7 @@ class StepMetrics:
             record |= {
                 **({"train_loss": self.train_loss} if self.count > self.doubted else {}),
                 "lr": self.mean("lr"),
-                "update_norm": self.sums["update_norm"] / self.count,
+                **({} if self.is_masked else {"update_norm": self.sums["update_norm"] / self.count}),
             }
         if tick.selected is not None:  # what the next choice is made of
             record |= {"selected": tick.selected, "losses": self.losses}

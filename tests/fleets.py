@@ -67,7 +67,17 @@ class Mischief:
             self.transport.answer(order, made if isinstance(made, bytes) else pack_answer(*made))
 
 
-TORCH = threading.Lock()  # its random state is the process's, and real nodes are processes
+TORCH = threading.RLock()  # its random state is the process's, and real nodes are processes
+drawn = fb.Task.initial
+
+
+def initial(self, seed):
+    """A model's first weights, while no node of this process draws any of its own."""
+    with TORCH:
+        return drawn(self, seed)
+
+
+fb.Task.initial = initial
 
 
 class ThreadedNode(NodeRuntime):

@@ -17,6 +17,7 @@ pytest.importorskip("cryptography", reason="the extra `secure` is not installed"
 from fleets import PROJECT, LocalFleet, Replay, simulated, until
 
 import fedbraid as fb
+from fedbraid.algorithms.registry import algorithm_from
 from fedbraid.deploy.node_state import NodeMemory, Trained
 from fedbraid.deploy.secure_round import FILE, SecureNode
 from fedbraid.deploy.transport import unpack_answer
@@ -24,7 +25,6 @@ from fedbraid.deploy.transport_memory import MemoryTransport
 from fedbraid.engines.engine import Setup
 from fedbraid.errors import ConfigError, EngineError, RunError, WireError
 from fedbraid.privacy.secure_sum import MASKED, STAGES, Session, stage_of
-from fedbraid.run.simulate import algorithm_from
 
 pytestmark = [pytest.mark.engines, pytest.mark.quick]
 

@@ -122,18 +122,16 @@ class Robust(Gather):
         if lost:
             vectors = {name: v[finite] for name, v in vectors.items()}
             squares = {name: v[finite] for name, v in squares.items()}
+        came = clients[finite.numpy(force=True)]
         declared = acc.blocks[0].declared
         units = _units({name: squares[name].sqrt() for name in self.uploads}, declared)
         judged = [Judged(vectors[n], squares[n], units[n], s.base.get(n)) for n in self.uploads]
-        order = torch.from_numpy(np.argsort(rng.bits(ctx.seed, "bucketing", ctx.t, clients))).to(
-            finite.device
-        )
-        order = (finite.cumsum(0) - 1)[order[finite[order]]]  # the others' new places
+        order = torch.from_numpy(np.argsort(rng.bits(ctx.seed, "bucketing", ctx.t, came))).to(finite.device)
         decision = self.rule.decide(judged, order, len(lost))
         u = {name: decision.apply(v) for name, v in vectors.items()}
         if decision.rest is not None and bool(decision.rest.any()):
             u = self._with_rest(u, decision.rest, acc.blocks, ids, clients, finite, s.base)
-        metrics = self._metrics(decision, judged, u, clients[finite.numpy(force=True)], lost)
+        metrics = self._metrics(decision, judged, u, came, lost)
         base = {name: u[name] for name in self.uploads} if self.rule.has_base else {}
         if s.table is None:
             return u, RobustState(base), metrics

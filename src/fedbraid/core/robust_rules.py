@@ -7,7 +7,8 @@ averaged by it. Sums have an order that no thread or block changes, so a compile
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def trimmed(v: Tensor, f: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a cohort's vectors are averaged: Σ w_i v_i + Σ r_i b, b being the rule's base; or trimmed, column by column.
+    """How a cohort's vectors are averaged: Σ w_i v_i + Σ r_i b, b being the base of a rule that cuts; or trimmed by columns.
 
     `groups` are the averages that a trimmed mean is taken of, where they are not the clients themselves.
     """
@@ -123,29 +124,20 @@ class RobustRule:
             raise unknown("before", self.before, [name for name in _BEFORE if name])
         allowed, needed = (set(a) | set(b) for a, b in zip(_RULES[self.name][:2], _BEFORE[self.before]))
         where = self.name + (f" after {self.before!r}" if self.before else "")
-        for option in ("f", "q", "tau", "norm", "quantile", "s"):
-            value = getattr(self, option)
-            if value is not None and option not in allowed:
+        for option, check in _CHECKS.items():
+            if (value := getattr(self, option)) is None:
+                if option in needed:
+                    raise ConfigError(f"{where} needs {option}=, {_MEANING[option]}; give it")
+            elif option not in allowed:
                 raise ConfigError(f"{where} takes no {option}={value!r}; leave it out")
-            if value is None and option in needed:
-                raise ConfigError(f"{where} needs {option}=, {_MEANING[option]}; give it")
-        if self.f is not None:
-            integer("f", self.f, 0)
-        for option in ("q", "s"):
-            if getattr(self, option) is not None:
-                integer(option, getattr(self, option))
-        for option in ("tau", "norm"):
-            if getattr(self, option) is not None:
-                number(option, getattr(self, option), "(0, inf)", "lets nothing through")
+            else:
+                check(option, value)
         if self.name == "norm_bound" and (self.norm is None) == (self.quantile is None):
             raise ConfigError("norm_bound needs norm= or quantile=, one of the two; give one")
-        if self.quantile is not None:
-            number("quantile", self.quantile, "[0, 1]")
 
     def __repr__(self) -> str:
-        options = ("f", "q", "tau", "norm", "quantile", "before", "s")
-        given = [f"{k}={getattr(self, k)!r}" for k in options if getattr(self, k) is not None]
-        return f"{self.name}({', '.join(given)})"
+        given = {f.name: value for f in fields(self)[1:] if (value := getattr(self, f.name)) is not None}
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
     @property
     def selects(self) -> bool:
@@ -198,10 +190,10 @@ class RobustRule:
         base = total([j.to_base() / j.scale**2 for j in judged])
         if groups is not None:
             gram, base = groups @ gram @ groups.T, torch.cat([groups @ base[:-1], base[-1:]])
-        weights, rest = weigh(self, gram, base, f)
+        weights, mean = weigh(self, gram, base, f), torch.full_like(gram[0], 1 / k)
         if groups is not None:
-            weights, rest = weights @ groups, rest @ groups
-        return Decision(weights, rest)
+            weights, mean = weights @ groups, mean @ groups
+        return Decision(weights, mean - weights if weigh in (_centred_clip, _norm_bound) else None)
 
     def _groups(self, gram: Tensor, order: Tensor, f: int) -> Tensor | None:
         """The averages of clients that the rule is given, `[m', m]`, where it is not given the clients."""
@@ -248,17 +240,16 @@ def _distances(gram: Tensor) -> Tensor:
     return (norms[:, None] + norms - 2 * gram).clamp_min(0).fill_diagonal_(0)
 
 
-def _krum(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def _krum(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> Tensor:
     """The mean of the q vectors with the least sum of squared distances to their m − f − 2 nearest."""
     m = len(gram)
     near = _distances(gram).fill_diagonal_(torch.inf).sort(1).values[:, : max(1, min(m - f - 2, m - 1))]
     q = 1 if rule.name == "krum" else min(m, rule.q or max(1, m - f))
     best = near.sum(1).argsort(stable=True)[:q]
-    weights = torch.zeros_like(gram[0]).index_fill_(0, best, 1 / q)
-    return weights, torch.zeros_like(weights)
+    return torch.zeros_like(gram[0]).index_fill_(0, best, 1 / q)
 
 
-def _geometric_median(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def _geometric_median(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> Tensor:
     """Weiszfeld's iterations from the mean: weights 1/max(ν, ‖v_i − z‖)."""
     w = torch.full_like(gram[0], 1 / len(gram))
     for _ in range(ITERATIONS):
@@ -266,30 +257,25 @@ def _geometric_median(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> t
         away = (gram.diagonal() - 2 * toward + w @ toward).clamp_min(0).sqrt()
         w = 1 / away.clamp_min(NU)
         w = w / w.sum()
-    return w, torch.zeros_like(w)
+    return w
 
 
-def _centred_clip(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def _centred_clip(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> Tensor:
     """z + mean (v_i − z)·min(1, τ/‖v_i − z‖)."""
     assert rule.tau is not None
     away = (gram.diagonal() - 2 * base[:-1] + base[-1]).clamp_min(0).sqrt()
-    return _cut(rule.tau / away.clamp_min(rule.tau))
+    return rule.tau / away.clamp_min(rule.tau) / len(away)
 
 
-def _norm_bound(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def _norm_bound(rule: RobustRule, gram: Tensor, base: Tensor, f: int) -> Tensor:
     """Each v_i scaled to at most C, or to a quantile of the norms."""
     norms = gram.diagonal().clamp_min(0).sqrt()
     most = float(norms.quantile(rule.quantile or 0.0)) if rule.norm is None else rule.norm
-    return _cut(torch.where(norms > most, most / norms.clamp_min(torch.finfo(norms.dtype).tiny), 1.0))
+    shorter = most / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+    return torch.where(norms > most, shorter, 1.0) / len(norms)
 
 
-def _cut(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of (1 − c_i) b + c_i v_i."""
-    return factors / len(factors), (1 - factors) / len(factors)
-
-
-_Weigh = Callable[[RobustRule, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-
+_Weigh = Callable[[RobustRule, Tensor, Tensor, int], Tensor]
 
 # By name: the options that it takes, those that it needs, how it weighs clients (None: column by column).
 _RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...], _Weigh | None]] = {
@@ -306,4 +292,9 @@ _BEFORE: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mixing": (("f",), ("f",)),
     "bucketing": (("s",), ()),
 }
+_CHECKS: dict[str, Callable[[str, object], None]] = {
+    "f": partial(integer, least=0), "q": integer, "tau": partial(number, interval="(0, inf)", why="lets nothing through"),
+    "norm": partial(number, interval="(0, inf)", why="lets nothing through"), "quantile": partial(number, interval="[0, 1]"),
+    "s": integer,
+}  # fmt: skip
 _MEANING = {"f": "how many clients of a cohort may be hostile", "tau": "the radius of the clip"}

@@ -288,12 +288,15 @@ def test_quantities(text, kind, value):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--uplink", "200kb/s"], "unknown unit of uplink='200kb/s'"),
+        (["--uplink", "200kb/s"], "unknown unit of uplink 'kb/s'"),
         (["--deadline", "soon"], "is not a duration; write a number with a unit, such as 2h"),
         (["--server-memory", "-4GB"], "is not a size"),
-        (["--objective", "bytes"], "objective='bytes' is what a target takes; give it"),
+        (
+            ["--objective", "bytes"],
+            "objective='bytes' needs a target accuracy; give one, such as accuracy=0.9",
+        ),
         (["--objective", "speed"], "unknown objective 'speed'"),
-        (["--accuracy", "90"], "a fraction such as 0.9"),
+        (["--accuracy", "90"], "accuracy must be in (0, 1], got 90.0; use a fraction such as 0.9"),
         (["--minutes", "0"], "minutes must be > 0, got 0.0"),
         (["--objective", "worst-tenth"], "is seen on local test sets"),
         (["--online", "TRACE"], "none of the 30 clients reachable"),

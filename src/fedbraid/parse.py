@@ -97,7 +97,7 @@ def quantity(name: str, value: str | float, kind: str) -> float:
         example = {"size": "4GB", "rate": "200kB/s", "duration": "2h"}[kind]
         raise ConfigError(f"{name}={value!r} is not a {kind}; write a number with a unit, such as {example}")
     if match[2] and match[2] not in UNITS[kind]:
-        raise unknown(f"unit of {name}={value!r}", match[2], UNITS[kind])
+        raise unknown(f"unit of {name}", match[2], UNITS[kind])
     return amount * UNITS[kind].get(match[2], 1.0)
 
 

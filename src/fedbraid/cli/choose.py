@@ -11,6 +11,7 @@ import typer
 import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
+from fedbraid.cli import shared
 from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable
 from fedbraid.cli.show import Json, Quiet, entry, give, suggest, table
@@ -21,83 +22,58 @@ if TYPE_CHECKING:
     from fedbraid.study.campaign import Event
     from fedbraid.study.choose import Choice
 
-FLAGS = (
-    "per_round", "rounds", "uplink", "downlink", "server_memory", "no_client_state", "online", "deadline", "epsilon",
-    "accuracy", "objective", "minutes", "device", "durations", "seed",
-)  # fmt: skip
 PICTURE = "picture.png"
+MINUTES = 10.0
 
 
+def _limit(kind: Any, said: str, flag: str | None = None, metavar: str | None = None) -> Any:
+    return Annotated[kind | None, typer.Option(*([flag] if flag else []), metavar=metavar, help=said)]
+
+
+LIMITS = {
+    "per_round": o.PerRound,
+    "rounds": _limit(int, "Limit: rounds, or as many participations [default: 100, or what the deadline has room for]"),
+    "uplink": _limit(str, "Limit: bytes per second from a client, e.g. 200kB/s [default: not limited]"),
+    "downlink": _limit(str, "Limit: bytes per second to a client, e.g. 2MB/s [default: 10 × uplink]"),
+    "server_memory": _limit(str, "Limit: memory for the server's state, e.g. 4GB [default: not limited]"),
+    "no_client_state": _limit(bool, "Limit: clients store nothing between participations.", "--no-client-state"),
+    "online": _limit(
+        str, "Limit: when clients are available: 'phones' (bundled trace), or a JSON file [default: always]",
+        metavar="phones|FILE.json",
+    ),
+    "deadline": _limit(str, "Limit: simulated time that training may take, e.g. 2h [default: none]"),
+    "epsilon": _limit(float, "Limit: ε of differential privacy for each client [default: none]"),
+    "accuracy": _limit(float, "Goal: target accuracy, e.g. 0.9 [default: none]"),
+    "objective": _limit(
+        str, "Goal: time, bytes or energy to the target accuracy; accuracy; or worst-tenth, of the clients [default: time"
+        " with a target, otherwise accuracy]",
+    ),
+    "minutes": _limit(float, f"Search: wall-clock minutes to spend [default: {MINUTES:g}]"),
+    "device": _limit(
+        str, "Device profile: phone-wifi, phone-lte or raspberry-pi-4 [default: phone-wifi]", metavar="PROFILE"
+    ),
+    "durations": o.Durations,
+    "seed": _limit(int, "Search: random seed [default: 0]"),
+}  # fmt: skip
+OPTIONS = {
+    "task": shared.OPTIONS["task"],
+    "work": {k: v for k, v in shared.OPTIONS["work"].items() if k not in ("lr", "lr_decay", "last")}
+    | {"momentum": _limit(float, "Local training: momentum of sgd [default: 0]")},
+    "limits": LIMITS,
+}
+
+
+@shared.with_options(OPTIONS)
 def choose(
     task: Annotated[
         str,
         typer.Argument(metavar="TASK|FOLDER", help="A task, or the folder of a choice to continue."),
     ],
-    clients: o.Clients = None,
-    partition: o.Partition = None,
-    model: o.Model = None,
-    personal: o.Personal = None,
-    per_round: o.PerRound = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            help="Limit: rounds, or as many participations [default: 100, or what the deadline has room for]"
-        ),
-    ] = None,
-    uplink: Annotated[
-        str | None,
-        typer.Option(help="Limit: bytes per second from a client, e.g. 200kB/s [default: not limited]"),
-    ] = None,
-    downlink: Annotated[
-        str | None,
-        typer.Option(help="Limit: bytes per second to a client, e.g. 2MB/s [default: 10 × uplink]"),
-    ] = None,
-    server_memory: Annotated[
-        str | None, typer.Option(help="Limit: memory for the server's state, e.g. 4GB [default: not limited]")
-    ] = None,
-    no_client_state: Annotated[
-        bool, typer.Option("--no-client-state", help="Limit: clients store nothing between participations.")
-    ] = False,
-    online: Annotated[
-        str | None,
-        typer.Option(
-            metavar="phones|FILE.json",
-            help="Limit: when clients are available: 'phones' (bundled trace), or a JSON file [default: always]",
-        ),
-    ] = None,
-    deadline: Annotated[
-        str | None, typer.Option(help="Limit: simulated time that training may take, e.g. 2h [default: none]")
-    ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Limit: ε of differential privacy for each client [default: none]")
-    ] = None,
-    accuracy: Annotated[
-        float | None, typer.Option(help="Goal: target accuracy, e.g. 0.9 [default: none]")
-    ] = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            help="Goal: time, bytes or energy to the target accuracy; accuracy; or worst-tenth, of the clients"
-            " [default: time with a target, otherwise accuracy]"
-        ),
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Search: wall-clock minutes to spend.")] = 10.0,
-    device: Annotated[
-        str, typer.Option(metavar="PROFILE", help="Device profile: phone-wifi, phone-lte or raspberry-pi-4.")
-    ] = "phone-wifi",
-    durations: o.Durations = None,
-    epochs: o.Epochs = None,
-    steps: o.Steps = None,
-    batch: o.Batch = None,
-    optimizer: o.Optimizer = None,
-    momentum: o.Momentum = None,
-    weight_decay: o.WeightDecay = None,
-    clip: o.Clip = None,
-    seed: Annotated[int, typer.Option(help="Search: random seed.")] = 0,
     jobs: Jobs = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run: folder [default: a new one, runs/TASK-choose-N]")
     ] = None,
+    sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -121,21 +97,15 @@ def choose(
     from fedbraid.study.choose import choose as choosing
     from fedbraid.study.race import FILE
 
-    given = locals()
     begun = time.monotonic()
     if (Path(task) / FILE).exists():
         known = Folder(task).read_json(FILE)
         if "flags" not in known:
             raise ConfigError(f"{task} was made in Python; call fb.choose() again there, with out={task!r}")
-        place, sections, flags = Path(task), known["sections"], known["flags"]
+        place, flags, sections = Path(task), known["flags"], known["sections"]
     else:
-        sections = {
-            "task": {"name": files.absolute(task)} | cfg.given(clients=clients, partition=partition, model=model, personal=personal),
-            "work": cfg.given(
-                epochs=epochs, steps=steps, batch=batch, optimizer=optimizer, momentum=momentum, weight_decay=weight_decay, clip=clip
-            ),
-        }  # fmt: skip
-        flags = {name: given[name] for name in FLAGS if given[name] is not None}
+        flags = sections.pop("limits")
+        sections["task"] = {"name": files.absolute(task)} | sections["task"]
         place = out or new_folder(files.word(cfg.task_call(sections["task"])[0]), "choose")
     settings = dict(flags)
     if "per_round" in settings:
@@ -143,7 +113,7 @@ def choose(
     if "durations" in settings:
         settings["durations"] = cfg._clock("durations", settings["durations"])
     start = cfg.start_of_work(cfg.task_call(sections["task"])[0]) | {"momentum": 0.0}
-    board = None if json or quiet else ChoiceBoard(60 * settings["minutes"])
+    board = None if json or quiet else ChoiceBoard(60 * settings.get("minutes", MINUTES))
     with Stoppable(place, board, "choose"):
         found = choosing(
             cfg.task_of(sections["task"]), work=cfg.work_of(cfg.on_top(start, sections["work"])), out=place, jobs=jobs,

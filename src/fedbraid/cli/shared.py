@@ -31,29 +31,38 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def with_sections(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose `sections` are filled from the options that `run` takes too."""
-    own = inspect.signature(command, eval_str=True).parameters
-    shared = {name: kind for options in OPTIONS.values() for name, kind in options.items()}
-    added = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
-        for name, kind in shared.items()
-    ]
+def with_options(
+    options: dict[str, dict[str, Any]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose `sections` are filled from these options, by section."""
 
-    @functools.wraps(command)
-    def filled(**values: Any) -> None:
-        sections = {
-            section: cfg.given(**{name: values.pop(name) for name in options})
-            for section, options in OPTIONS.items()
-        }
-        command(**values, sections=sections)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        added = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+            for section in options.values()
+            for name, kind in section.items()
+        ]
 
-    listed = [p for p in own.values() if p.name != "sections"]
-    at = next((i for i, p in enumerate(listed) if p.name == "json"), len(listed))
-    signature = inspect.Signature([*listed[:at], *added, *listed[at:]])
-    filled.__signature__ = signature  # type: ignore[attr-defined]
-    filled.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    return filled
+        @functools.wraps(command)
+        def filled(**values: Any) -> None:
+            sections = {
+                section: cfg.given(**{name: values.pop(name) for name in names})
+                for section, names in options.items()
+            }
+            command(**values, sections=sections)
+
+        listed = [p for p in own.values() if p.name != "sections"]
+        at = next((i for i, p in enumerate(listed) if p.name == "json"), len(listed))
+        signature = inspect.Signature([*listed[:at], *added, *listed[at:]])
+        filled.__signature__ = signature  # type: ignore[attr-defined]
+        filled.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return filled
+
+    return decorate
+
+
+with_sections = with_options(OPTIONS)  # those that `run` takes too
 
 
 def base(task: str, sections: cfg.Config) -> cfg.Config:

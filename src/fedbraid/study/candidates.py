@@ -93,10 +93,13 @@ class Situation:
         if self.rounds is not None:
             integer("rounds", self.rounds)
         if self.accuracy is not None:
-            number("accuracy", self.accuracy, "(0, 1]", "is no accuracy, which is a fraction such as 0.9")
+            if not 0 < self.accuracy <= 1:
+                raise ConfigError(
+                    f"accuracy must be in (0, 1], got {self.accuracy}; use a fraction such as 0.9"
+                )
         elif self.objective in SPENDING:
             raise ConfigError(
-                f"objective={self.objective!r} is what a target takes; give it, such as accuracy=0.9"
+                f"objective={self.objective!r} needs a target accuracy; give one, such as accuracy=0.9"
             )
 
     def check(self, task: Task) -> None:

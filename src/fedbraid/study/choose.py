@@ -130,7 +130,7 @@ def shown(name: str, value: Record | None) -> str:
         "bytes": format_bytes,
     }
     say = says.get(kind, lambda v: f"{scale * v:.{1 if unit else 4}{'f' if unit else 'g'}}")
-    half = "" if value["half"] is None else f" ± {say(value['half'])}"
+    half = f" ± {say(value['half'])}" if value["half"] else ""
     return f"{say(value['mean'])}{half}{' J' if kind == 'energy' else unit}"
 
 
@@ -320,7 +320,7 @@ class _Final:
         elif near:
             apart = [[x - y for x, y in zip(self.complete[best], self.complete[name])] for name in near]
             least = max(stats.resolution(d, LEVEL / pairs) for d in apart)
-            much = f"{math.expm1(least):.0%}" if self.spends else self._shown(least)
+            much = f"{math.expm1(least):.0%}" if self.spends else self._shown(least).replace(" %", " points")
             said.append(f"Differences below {much} would not have been found with these seeds.")
         if (doubt := unproven(self.best.entry.algorithm, self.best.entry.schedule)) is not None:
             said.append(f"{doubt[0].upper()}{doubt[1:]}.")

@@ -1,4 +1,6 @@
-"""Adaptive server optimisers on the mean update: FedAdagrad, FedAdam, FedYogi (Reddi et al. 2021), FedAdaBelief, FedLamb.
+"""Adaptive server optimizers on the mean update.
+
+FedAdagrad, FedAdam and FedYogi (Reddi et al. 2021, Algorithm 2), FedAdaBelief, FedLamb. Their formulas are in `core/optim.py`.
 
 Two variants of the same formulas: `variant="reddi"` steps with m/(√v + ε), v_0 = ε² and no bias
 correction, as the FedOpt paper does; `"corrected"` is the bias-corrected form with v_0 = 0 that FedAdaVR

@@ -1,4 +1,4 @@
-"""Asynchronous training: FedBuff (Nguyen et al. 2022), FedAsync (Xie et al. 2019), and what followed them.
+"""Asynchronous training: FedBuff and FedAsync (Nguyen et al. 2022 and Xie et al. 2019, Algorithm 1 each), and what followed them.
 
 CA²FL (Wang et al. 2024), ACE and ACED (arXiv 2511.19066), FADAS (Wang et al. 2024).
 """

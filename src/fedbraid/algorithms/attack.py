@@ -1,4 +1,4 @@
-"""Hostile clients (ALGORITHMS part 8), to try what an algorithm bears.
+"""Hostile clients, to try what an algorithm bears.
 
 What a hostile client does by itself (sign flip, scale, Gaussian noise, flipped labels) it does on its own side, before its
 upload is encoded. Colluding ones (ALIE, Baruch et al. 2019; inner-product manipulation, Xie et al. 2019; mimic, Karimireddy

@@ -1,4 +1,7 @@
-"""The averaging family: FedAvg (McMahan et al. 2017), FedAvgM, FedProx (Li et al. 2020), FedNova (Wang et al. 2020)."""
+"""The averaging family, one client half and one server half each.
+
+FedAvg (McMahan et al. 2017, Algorithm 1), FedAvgM, FedProx (Li et al. 2020, Algorithm 2), FedNova (Wang et al. 2020).
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ class Proximal(Rule):
         number("mu", self.mu, "[0, inf)", "pushes clients away from the model")
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
-        return g + self.mu * (y - ctx.x), s
+        return g + self.mu * (y - ctx.x), s  # ∇h_i(y; x), h_i(y; x) = f_i(y) + μ/2 ‖y − x‖² (eq. 2)
 
 
 @builder
@@ -107,10 +110,10 @@ class Normalised(Transform):
         return (replace(DELTA, is_model_update=False),)
 
     def account(self, up: Uploads) -> Vectors:
-        return {"delta": up.vectors["delta"] / (up.lr * up.vectors["a"]).to(up.vectors["delta"])}
+        return {"delta": up.vectors["delta"] / (up.lr * up.vectors["a"]).to(up.vectors["delta"])}  # d_i
 
     def update(self, u: Vectors, s: Tree, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Tree]:
-        return {**u, "delta": ctx.lr * u["a"] * u["delta"]}, s
+        return {**u, "delta": ctx.lr * u["a"] * u["delta"]}, s  # τ_eff η Σ p_i d_i, τ_eff = Σ p_i a_i
 
 
 @builder

@@ -33,7 +33,7 @@ class HeavyBall(Rule):
         return RuleTraits(requires_sgd=True)
 
     def start(self, ctx: ClientContext) -> Vectors:
-        return {"push": self.beta / (ctx.a * ctx.lr) * ctx.download["M"]}
+        return {"push": self.beta / (ctx.a * ctx.lr) * ctx.download["M"]}  # β M over a steps of length η
 
     def step(self, g: Tensor, y: Tensor, s: Vectors, ctx: ClientContext) -> tuple[Tensor, Vectors]:
         return g + s["push"], s

@@ -1,6 +1,7 @@
 """Memory of every client's last update: FedVARP and ClusterFedVARP (Jhunjhunwala et al. 2022), MIFA (Gu et al. 2021).
 
-The server keeps it, or each client its own (`held="client"`): then differences go up, and the server keeps one sum.
+Each algorithm is one formula over what a step did to the memory (`MemoryStep`). The memory has one of two holders: the
+server, in a table, or each client its own y_i (`held="client"`): then differences go up, and the server keeps one sum.
 """
 
 from __future__ import annotations

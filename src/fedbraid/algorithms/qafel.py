@@ -51,9 +51,9 @@ def qafel(
         )
     gather = Mean(weights, Staleness(staleness))
     return Algorithm(
-        gather=gather,
-        server=buffered_steps(lr, momentum),
-        up=PlainUplink(up),
-        down=HiddenState(down),
-        work=PLAIN,
+        gather=gather,  # Algorithm 1: Δ̄ ← Δ̄ + s(τ) Q_c(Δ), for K uploads
+        server=buffered_steps(lr, momentum),  # Algorithm 1: x^{t+1} ← x^t − η_g Δ̄/K
+        up=PlainUplink(up),  # Algorithm 2, line 5: Δ ← Q_c(y_0 − y_P)
+        down=HiddenState(down),  # Algorithms 1 and 3: q ← Q_s(x^{t+1} − x̂^t), x̂^{t+1} ← x̂^t + q
+        work=PLAIN,  # Algorithm 2, lines 1 to 4: P plain steps from y_0 = x̂^t
     )

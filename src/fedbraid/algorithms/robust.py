@@ -1,4 +1,4 @@
-"""Robust gathers (ALGORITHMS part 8): averages that bear a number of hostile clients, over updates or over memory's differences.
+"""Robust gathers: averages that bear a number of hostile clients, over updates or over memory's differences.
 
 With memory the rule acts on Δ_i − y_i and on nothing else: a hostile row would enter the mean of the stored rows whole, so the
 server's mean follows what the rule let through (Byz-VR-MARINA, Gorbunov et al. 2023, has the theory).

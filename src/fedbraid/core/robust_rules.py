@@ -1,5 +1,9 @@
 """Robust averages of a cohort's vectors, some of which are hostile: what each rule decides, and how that is applied.
 
+Median and trimmed mean (Yin et al. 2018), Krum (Blanchard et al. 2017), geometric median (Pillutla et al. 2022), centred
+clip (Karimireddy et al. 2021), norm bound (Sun et al. 2019); before them nearest-neighbor mixing (Allouah et al. 2023) or
+bucketing (Karimireddy et al. 2022).
+
 A decision is made once for all vectors of the cohort's clients, from inner products in float64; then each named vector is
 averaged by it. Sums have an order that no thread or block changes, so a compiled pass gives the same bits.
 """

@@ -16,6 +16,7 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.metric_names import falls
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, Diverged, RunError
+from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_seconds, format_share
 from fedbraid.run.run import PAUSE, Run
@@ -188,7 +189,9 @@ class Race:
 
     def run(self, admitted: Sequence[Admitted]) -> list[Arm]:
         """All arms, of which the best came to the last rung."""
-        first = [self.arm(a, 0) for a in admitted]
+        first = [arm for a in admitted if self._account(arm := self.arm(a, 0), self.tuning)]
+        if not first:
+            raise nothing_left(self.excluded)
         self._heat(first[:1], 0)  # a pilot tells what the time is enough for
         if "tried" not in self.plan:
             rung, run = self._seconds(first[:1])
@@ -215,6 +218,21 @@ class Race:
             going = ranked[: max(FINALISTS, math.ceil(len(going) / 3))]
             going += [a for a in base if a not in going]
         return arms
+
+    def _account(self, arm: Arm, task: Task) -> bool:
+        """Whether ε of an arm can be accounted for; each is asked for before workers are forked, which then share it."""
+        e = arm.entry
+        if self.situation.epsilon is None:
+            return True
+        try:
+            setup = PrivacySetup(e.schedule, task.clients, e.work, task.sizes, self.seed)
+            for budget in attach_privacy(e.algorithm, setup)[1]:
+                for step in range(1, e.schedule.steps + 1):
+                    budget.charge(step, [], task.sizes)
+        except ConfigError as error:
+            self.excluded[arm.name] = [Obstacle("epsilon", str(error), "no --epsilon")]
+            return False
+        return True
 
     def arm(self, admitted: Admitted, number: int) -> Arm:
         settings = admitted.candidate.draw(number)
@@ -366,6 +384,8 @@ class Race:
             self.options(self.rounds) | {"checkpoint_every": max(1, self.rounds // 4)}, self.metric, self.situation.device,
         )  # fmt: skip
         grid.save()
+        for arm in finalists:
+            self._account(arm, self.task)
         begun, done = self.spent, 0
 
         def complete() -> list[int]:

@@ -237,6 +237,17 @@ def test_private_candidates(digits):
     )
 
 
+def test_a_candidate_whose_privacy_cannot_be_accounted_for_is_excluded(blobs, tmp_path):
+    pytest.importorskip("dp_accounting")
+    s = Situation(per_round=3, rounds=4, epsilon=8.0, device=PROFILES["phone-wifi"])
+    found = race.Race(blobs, s, None, tmp_path / "c", 1.0, 1, 0, lambda event: None)
+    name = "adabest(weights='uniform'), buffered"
+    found.candidates = [c for c in found.candidates if c.name == name]
+    with pytest.raises(fb.errors.ConfigError, match=r"exclude all 1 candidates .* use no --epsilon"):
+        found.run(found.admit())
+    assert "may upload twice" in found.excluded[name][0].reason
+
+
 # Statistics -------------------------------------------------------------------------------------------
 
 

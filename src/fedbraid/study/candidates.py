@@ -215,6 +215,11 @@ class Obstacle:
     admits: str
     need: float = math.inf  # how many times the limit
 
+    @staticmethod
+    def of(error: ConfigError, limit: str, admits: str) -> Obstacle:
+        """Of a refusal, without its own advice."""
+        return Obstacle(limit, str(error).partition("; ")[0], admits)
+
 
 @dataclass(frozen=True)
 class Admitted:
@@ -270,10 +275,8 @@ def examine(candidate: Candidate, situation: Situation, task: Task) -> tuple[Adm
     except MissingExtra:
         raise
     except ConfigError as error:
-        limit = "epsilon" if situation.epsilon is not None else "work"
-        return None, [
-            Obstacle(limit, str(error), "no --epsilon" if limit == "epsilon" else "other local training")
-        ]
+        limit = ("work", "other local training") if situation.epsilon is None else ("epsilon", "no --epsilon")
+        return None, [Obstacle.of(error, *limit)]
     crowd = Federation(task.clients, situation.cohort(task.clients), float(np.mean(task.sizes)))
     sample = tree.take(task.sample, slice(1))
     cost = estimate(task.module(), sample, algorithm, work, crowd, task.run, task.full_layout)

@@ -301,9 +301,9 @@ class _Final:
         """Which is best, whether it beats FedAvg, and how sure that is."""
         best, race, count = self.best.name, self.race, len(self.grid.seeds)
         tied, pairs = [r["name"] for r in self.ranking[1:] if r["tied"]], len(self.tests)
-        sure = (
-            f"{count} fresh seeds; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pair{'s'[: pairs != 1]}"
-        )
+        sure = f"{count} fresh seeds"
+        if pairs:
+            sure += f"; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pair{'s'[: pairs != 1]}"
         said = [f"{best} is best by {self.key}{', tied with ' if tied else ''}{', '.join(tied)} ({sure})."]
         base = next((r for r in self.ranking[1:] if r["name"] == BASELINE), None)
         if base is not None and base["p"] is None:

@@ -230,7 +230,7 @@ class Race:
                 for step in range(1, e.schedule.steps + 1):
                     budget.charge(step, [], task.sizes)
         except ConfigError as error:
-            self.excluded[arm.name] = [Obstacle("epsilon", str(error), "no --epsilon")]
+            self.excluded[arm.name] = [Obstacle.of(error, "epsilon", "no --epsilon")]
             return False
         return True
 

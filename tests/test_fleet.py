@@ -140,7 +140,7 @@ def test_the_first_step_of_a_process_may_not_be_affordable(tmp_path):
 
     real = serve.attach_privacy
     try:
-        serve.attach_privacy = lambda algorithm, setup: (real(algorithm, setup)[0], (Spent(),))
+        serve.attach_privacy = lambda algorithm, setup: (real(algorithm, setup)[0], Spent())
         result = driven(tmp_path, schedule="rounds(2, clients=3)")
     finally:
         serve.attach_privacy = real

@@ -255,10 +255,11 @@ def _within_budget(
     if not _adds_noise(algorithm):
         return algorithm
     sizes = np.array([samples], np.int64)
-    algorithm, budgets = attach_privacy(algorithm, PrivacySetup(settings.when(), settings.nodes, work, sizes))
-    for budget in budgets:
-        budget.recall([[0]] * participations)
-        if not budget.can_afford([0], sizes):
+    setup = PrivacySetup(settings.when(), settings.nodes, work, sizes)
+    algorithm, accountant = attach_privacy(algorithm, setup)
+    if accountant is not None:
+        accountant.recall([[0]] * participations)
+        if not accountant.can_afford([0], sizes):
             raise RunError(
                 f"this node has uploaded {participations} times, which is all that its privacy budget allows; it takes no"
                 " part in this run any more"

@@ -55,7 +55,7 @@ def serve(
     body = {"task": task_digest(settings, task.layout), "settings": settings.to_nodes()}
     setting = PrivacySetup(schedule, settings.nodes, work)
     check_run(algorithm, schedule, settings.nodes, setting.even(), real=True)
-    algorithm, budgets = attach_privacy(algorithm, setting)
+    algorithm, accountant = attach_privacy(algorithm, setting)
     setup, folder = Setup(algorithm, task, work, settings.seed), Folder(settings.out)
     watching = [*project.callbacks, *settings.callbacks(), *callbacks, Lines()]
     options = Options(evaluate_every=settings.evaluate_every or None, callbacks=watching)
@@ -64,7 +64,7 @@ def serve(
     with Fleet(setup, schedule, settings, transport, signer, folder, body) as fleet:
         while True:
             try:
-                return drive(setup, schedule, fleet, LoopGradient(task), options, folder, budgets)
+                return drive(setup, schedule, fleet, LoopGradient(task), options, folder, accountant)
             except InUseError:
                 if time.monotonic() > end:
                     raise

@@ -1,183 +1,144 @@
-"""What a private run spends, step by step."""
+"""What a private run spends, step by step, and whether it may go on."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedbraid.core.work import Work
 from fedbraid.privacy.mechanisms import (
-    OWN,
     Mechanism,
     accounted_at,
     affordable,
     epsilon_of,
-    own_steps,
+    hardest,
+    local_steps,
     solved,
 )
 from fedbraid.privacy.parts import HiddenExamples
 
-Sizes = NDArray[np.int64]  # samples by client
-
-
-class PrivacyAccountant(Protocol):
-    """What a run spends, and whether it may go on."""
-
-    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
-        """Count what steps before a resume spent, by who came to each."""
-
-    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
-        """For the record of a step, by samples of each client; nothing where there is no noise, and so no ε."""
-
-    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
-        """Whether a step may be taken that these clients come to."""
-
-    def is_exhausted(self, step: int) -> bool:
-        """Whether the run ends after this step, whoever would come to the next."""
+Unit = Literal["run", "client", "example"]
 
 
 @dataclass(frozen=True)
-class Budget:
-    """ε by step, of noise on sums: exact at steps that grow geometrically and at the last, rounded up in between."""
+class Account:
+    """What one participation spends, and how many are allowed."""
 
     how: Mechanism
-    z: float
-    delta: float
-    last: int  # the step after which the run ends
-
-    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
-        """Nothing to count: a step spends the same whoever comes."""
-
-    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
-        if self.z == 0:
-            return {}
-        return {"epsilon": epsilon_of(self.how, self.z, self.delta, min(accounted_at(step), self.last))}
-
-    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
-        return True
-
-    def is_exhausted(self, step: int) -> bool:
-        return step >= self.last
+    z: float  # noise multiplier
+    steps: int = 1  # compositions in a participation
+    limit: float = math.inf
 
 
 @dataclass
-class OwnBudgets:
-    """ε of every client by its own participations, of noise that it adds itself; records carry the largest."""
+class PrivacyAccountant:
+    """ε of a run so far: the largest of all accounts, for the records of its steps.
 
-    z: float
-    delta: float
-    most: float  # participations that a budget allows
-    cautious: bool  # whether nobody knows who comes next
-    participations: Counter[int] = field(default_factory=Counter)
-    largest: int = 0
+    With unit="run" a sum is noised, and every server step spends the same. With "client" each client noises what it
+    uploads and spends by its participations. With "example" it spends by its local steps, whose batches it draws and
+    noises, the more the larger a share of its samples a batch takes. `account` is that of a client by its samples,
+    `planned` how often it takes part in the whole run, as far as that is known. Where ε takes an accountant long it is
+    exact after numbers of participations that grow geometrically, and rounded up in between.
 
-    def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
-        for came in cohorts:
-            self._count(came)
-
-    def _count(self, came: Sequence[int]) -> None:
-        self.participations.update(came)
-        self.largest = max([self.largest, *(self.participations[c] for c in came)])
-
-    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
-        self._count(came)
-        if self.z == 0 or not self.largest:
-            return {}
-        return {"epsilon": epsilon_of(OWN, self.z, self.delta, self.largest)}
-
-    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
-        return all(self.participations[c] + more <= self.most for c, more in Counter(coming).items())
-
-    def is_exhausted(self, step: int) -> bool:
-        return self.cautious and self.largest >= self.most
-
-
-@dataclass
-class ExampleBudgets:
-    """ε of every client by its own local steps, whose batches it draws and noises itself; records carry the largest.
-
-    A step spends as a Poisson-sampled Gaussian does, the more the larger a share of its samples a batch takes.
+    >>> accountant = PrivacyAccountant("client", 1e-5, lambda n: Account(Mechanism("local"), 4.0, limit=2))
+    >>> sizes = np.full(9, 10)  # samples by client
+    >>> accountant.charge([3, 5], sizes), accountant.can_afford([3, 3], sizes)
+    ({'epsilon': 1.993...}, False)
     """
 
-    own: HiddenExamples
-    work: Work
-    z: float | None  # None: what keeps the budget of each client if it comes every time
-    longest: int  # the most participations that anybody makes, or may make
-    totals: Counter[int] | None = None  # participations in the whole run, where they are known
+    unit: Unit
+    delta: float
+    account: Callable[[int], Account]
+    planned: Callable[[int], float] = lambda client: math.inf
+    is_open: bool = (
+        False  # nobody knows who participates next, so that the run ends where one account is spent
+    )
     participations: Counter[int] = field(default_factory=Counter)
     most: dict[int, int] = field(default_factory=dict)  # participations so far, by samples
-    late: set[int] = field(default_factory=set)  # who came and is not among them yet
-    out: bool = False  # whether somebody may not come again
+    pending: set[int] = field(default_factory=set)  # clients that are not among them yet
+    is_spent: bool = False  # whether an account has reached its limit
 
     def recall(self, cohorts: Iterable[Sequence[int]]) -> None:
-        for came in cohorts:
-            self.participations.update(came)
-        self.late.update(self.participations)
+        """Count what the steps before a resume spent, by their cohorts."""
+        for cohort in cohorts:
+            self.participations.update(self._payers(cohort))
+        self.pending.update(self.participations)
 
-    def _count(self, came: Sequence[int], sizes: Sizes) -> None:
-        self.participations.update(came)
-        self.late.update(came)
-        while self.late:
-            c = self.late.pop()
-            n, all_of_it = int(sizes[c]), self.longest if self.totals is None else self.totals[c]
-            self.most[n] = max(self.most.get(n, 0), min(accounted_at(self.participations[c]), all_of_it))
-            self.out |= self._limited and self.participations[c] >= self._allowed(n)
-
-    def charge(self, step: int, came: Sequence[int], sizes: Sizes) -> dict[str, float]:
-        self._count(came, sizes)
-        if self.z == 0 or not self.most:
+    def charge(self, cohort: Sequence[int], sizes: NDArray[np.int64]) -> dict[str, float]:
+        """The record of a step of these clients, given all clients' samples; empty without noise."""
+        self.participations.update(payers := self._payers(cohort))
+        self.pending.update(payers)
+        while self.pending:
+            payer = self.pending.pop()
+            n, count = self._samples(payer, sizes), self.participations[payer]
+            account = self.account(n)
+            at = min(count if account.how.is_cheap else accounted_at(count), self.planned(payer))
+            self.most[n] = max(self.most.get(n, 0), int(at))
+            self.is_spent |= count >= account.limit
+        accounts = {n: self.account(n) for n in self.most}
+        if not accounts or any(a.z == 0 for a in accounts.values()):
             return {}
-        who = self.most if self.z is None else worst(self.most, self.work)
-        return {"epsilon": max(self._epsilon(n, participations) for n, participations in who.items())}
+        spent = {n: (a.how, a.steps * self.most[n]) for n, a in accounts.items()}
+        if len({a.z for a in accounts.values()}) == 1:
+            spent = {n: spent[n] for n in hardest(spent)}
+        return {
+            "epsilon": max(epsilon_of(how, accounts[n].z, self.delta, k) for n, (how, k) in spent.items())
+        }
 
-    def _epsilon(self, n: int, participations: int) -> float:
-        how, steps = own_steps(n, self.work)
-        return epsilon_of(how, self._noise(n), self.own.delta, steps * participations)
-
-    def _noise(self, n: int) -> float:
-        return least(self.own, {n: self.longest}, self.work) if self.z is None else self.z
-
-    @property
-    def _limited(self) -> bool:
-        return self.own.noise is not None and self.own.epsilon is not None
-
-    def _allowed(self, n: int) -> int:
-        """How often a client of so many samples may come."""
-        how, steps = own_steps(n, self.work)
-        assert self.own.epsilon is not None
-        return (
-            affordable(how, self._noise(n), self.own.epsilon, self.own.delta, steps * self.longest) // steps
+    def can_afford(self, cohort: Sequence[int], sizes: NDArray[np.int64]) -> bool:
+        """Whether a step may be taken that these clients participate in."""
+        after = Counter(self._payers(cohort))
+        return all(
+            self.participations[p] + more <= self.account(self._samples(p, sizes)).limit
+            for p, more in after.items()
         )
 
-    def can_afford(self, coming: Sequence[int], sizes: Sizes) -> bool:
-        after = self.participations + Counter(coming)
-        return not self._limited or all(after[c] <= self._allowed(int(sizes[c])) for c in {*coming})
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the run ends here, whoever would participate in the next step."""
+        return self.is_open and self.is_spent
 
-    def is_exhausted(self, step: int) -> bool:
-        return self.totals is None and self.out  # nobody knows who comes next
+    def _payers(self, cohort: Sequence[int]) -> Sequence[int]:
+        return (0,) if self.unit == "run" else cohort
 
-
-def worst(most: Mapping[int, int], work: Work) -> dict[int, int]:
-    """Those of (samples: participations) that no other exceeds both in how large a share a batch takes and in steps."""
-    found: dict[int, int] = {}
-    top = 0
-    for n in sorted(most, key=lambda n: -own_steps(n, work)[0].rate):
-        if (steps := own_steps(n, work)[1] * most[n]) > top:
-            found[n], top = most[n], steps
-    return found
+    def _samples(self, payer: int, sizes: NDArray[np.int64]) -> int:
+        return int(sizes[payer]) if self.unit == "example" else 0
 
 
-def least(own: HiddenExamples, most: Mapping[int, int], work: Work) -> float:
-    """The noise that keeps the budget of all clients, by samples and participations."""
-    assert own.epsilon is not None
+def example_account(
+    rule: HiddenExamples, work: Work, z: float | None, longest: int
+) -> Callable[[int], Account]:
+    """The account of a client by its samples; without z, its noise keeps the budget over `longest` participations."""
+
+    @cache
+    def account(n: int) -> Account:
+        how, steps = local_steps(n, work)
+        noise = least_noise(rule, {n: longest}, work) if z is None else z
+        if rule.noise is None or rule.epsilon is None:
+            return Account(how, noise, steps)
+        return Account(
+            how, noise, steps, affordable(how, noise, rule.epsilon, rule.delta, steps * longest) // steps
+        )
+
+    return account
+
+
+def least_noise(rule: HiddenExamples, participations: Mapping[int, int], work: Work) -> float:
+    """The noise that keeps the budget of all clients, whose participations are given by samples."""
+    assert rule.epsilon is not None
     z = 0.0
-    for n, participations in worst(most, work).items():
-        how, steps = own_steps(n, work)
-        if not z or epsilon_of(how, z, own.delta, steps * participations) > own.epsilon:
-            z = solved(how, own.epsilon, own.delta, steps * participations)
+    spent = {
+        n: (how, steps * participations[n]) for n in participations for how, steps in [local_steps(n, work)]
+    }
+    for n in hardest(spent):
+        how, steps = spent[n]
+        if not z or epsilon_of(how, z, rule.delta, steps) > rule.epsilon:
+            z = solved(how, rule.epsilon, rule.delta, steps)
     return z

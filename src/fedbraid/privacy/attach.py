@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,15 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.layout import Layout
 from fedbraid.core.work import Work, step_counts
 from fedbraid.errors import ConfigError
-from fedbraid.privacy.accountant import Budget, ExampleBudgets, OwnBudgets, PrivacyAccountant, least, worst
+from fedbraid.privacy.accountant import Account, PrivacyAccountant, example_account, least_noise
 from fedbraid.privacy.clipping import Clipped, LocalNoise, PrivateUplink, SkellamNoise
 from fedbraid.privacy.mechanisms import (
-    OWN,
+    LOCAL,
     Mechanism,
     affordable,
     epsilon_of,
-    own_steps,
+    hardest,
+    local_steps,
     require_accounting,
     solved,
 )
@@ -64,9 +65,7 @@ class PrivacySetup:
         return Counter(c for tick in ticks for c in tick.clients.tolist())
 
 
-def attach_privacy(
-    algorithm: Algorithm, crowd: PrivacySetup
-) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
+def attach_privacy(algorithm: Algorithm, crowd: PrivacySetup) -> tuple[Algorithm, PrivacyAccountant | None]:
     """An algorithm with what its privacy needs to know of the run, and what it may cost; others as they are."""
     gather, up = algorithm.gather, algorithm.up
     if crowd.schedule.asynchronous and algorithm.rule.traits().decays_client_state:
@@ -79,11 +78,11 @@ def attach_privacy(
     if not isinstance(gather, Noised) and not isinstance(up, LocalNoise):
         if isinstance(up, PrivateUplink):
             raise ConfigError("this algorithm clips but adds no noise; let private be the outermost call")
-        return algorithm, ()
+        return algorithm, None
     _check(algorithm, crowd)
     require_accounting()
     if isinstance(up, LocalNoise):
-        return _bound_own(algorithm, up, crowd)
+        return _bound_local(algorithm, up, crowd)
     assert isinstance(gather, Noised)
     how, planned = Mechanism.of(crowd.schedule, crowd.clients, crowd.seed is None)
     if isinstance(up, SkellamNoise):
@@ -114,22 +113,24 @@ def attach_privacy(
             )
         new = replace(new, sums=replace(sums, noise=math.ceil(TAILS * z * up.grain / grid.top)))
         up = replace(up, z=z, planned=planned)
-    return replace(algorithm, gather=new, up=up), (Budget(how, z, gather.delta, last),)
-
-
-def _bound_own(
-    algorithm: Algorithm, up: LocalNoise, crowd: PrivacySetup
-) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
-    z, most = _afford(
-        up.noise, up.epsilon, up.delta, OWN, 1 if up.epsilon is None else crowd.participations()
+    return replace(algorithm, gather=new, up=up), PrivacyAccountant(
+        "run", gather.delta, lambda n: Account(how, z, limit=last), lambda payer: last, is_open=True
     )
-    new = replace(algorithm, up=replace(up, z=z))
-    return new, (OwnBudgets(z, up.delta, math.inf if up.epsilon is None else most, crowd.seed is None),)
+
+
+def _bound_local(
+    algorithm: Algorithm, up: LocalNoise, crowd: PrivacySetup
+) -> tuple[Algorithm, PrivacyAccountant | None]:
+    steps = 1 if up.epsilon is None else crowd.participations()
+    z, most = _afford(up.noise, up.epsilon, up.delta, LOCAL, steps)
+    account = Account(LOCAL, z, limit=math.inf if up.epsilon is None else most)
+    accountant = PrivacyAccountant("client", up.delta, lambda n: account, is_open=crowd.seed is None)
+    return replace(algorithm, up=replace(up, z=z)), accountant
 
 
 def _bound_examples(
     algorithm: Algorithm, own: HiddenExamples, crowd: PrivacySetup
-) -> tuple[Algorithm, tuple[PrivacyAccountant, ...]]:
+) -> tuple[Algorithm, PrivacyAccountant | None]:
     """Noise for the worst client of a simulation; real ones, unless it was given, each solve for their own."""
     work = crowd.work
     if (work.replace, work.last, work.shuffle) != (False, "keep", True):
@@ -142,13 +143,16 @@ def _bound_examples(
     most: dict[int, int] = {}
     for c, n in enumerate(sizes.tolist()):
         most[n] = max(most.get(n, 0), longest if totals is None else totals[c])
-    _check_examples(own, dict.fromkeys(most, 1), work)
-    z = least(own, most, work) if own.noise is None and most else own.noise
-    budget = ExampleBudgets(own, work, z, longest, totals)
-    return replace(algorithm, rule=with_noise(algorithm.rule, math.nan if z is None else z)), (budget,)
+    _check_examples(own, most, work)
+    z = least_noise(own, most, work) if own.noise is None and most else own.noise
+    planned = (lambda client: longest) if totals is None else totals.__getitem__
+    accountant = PrivacyAccountant(
+        "example", own.delta, example_account(own, work, z, longest), planned, is_open=totals is None
+    )
+    return replace(algorithm, rule=with_noise(algorithm.rule, math.nan if z is None else z)), accountant
 
 
-def _check_examples(own: HiddenExamples, once: Mapping[int, int], work: Work) -> None:
+def _check_examples(own: HiddenExamples, once: Collection[int], work: Work) -> None:
     """Refuse a budget that a first visit would exceed; warn of a δ that one example among all exceeds."""
     if own.delta >= 1 / max(once, default=1):
         log.warning(
@@ -156,8 +160,9 @@ def _check_examples(own: HiddenExamples, once: Mapping[int, int], work: Work) ->
         )
     if own.noise is None or own.epsilon is None:
         return
-    for n in worst(once, work):
-        how, steps = own_steps(n, work)
+    spent = {n: local_steps(n, work) for n in once}
+    for n in hardest(spent):
+        how, steps = spent[n]
         if (spends := epsilon_of(how, own.noise, own.delta, steps)) > own.epsilon:
             raise ConfigError(
                 f"noise={own.noise} spends epsilon={spends:.3g} in one participation of a client with {n} samples, more than the"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from fedbraid.core.work import Work, batch_sizes, step_counts
 from fedbraid.errors import ConfigError, MissingExtra
 from fedbraid.schedule import Buffered, Rounds, Schedule
 
-APART = 2**0.25  # steps at which ε is accounted exactly grow by this
+K = TypeVar("K")
+
+SPACING = 2**0.25  # steps at which ε is accounted exactly grow by this
 
 HOLLOW = (
     100.0  # an ε that promises nothing; accountants take minutes, and gigabytes, to tell it from larger ones
@@ -24,8 +27,8 @@ HOLLOW = (
 class Mechanism:
     """What is noised how often.
 
-    Cohorts are drawn "poisson" with a rate, or "fixed", so many of N; "all" is without amplification, and "own" the
-    participations of one client that noises for itself. Noise in whole numbers is "skellam", with the clip as its
+    Cohorts are drawn "poisson" with a rate, or "fixed", so many of N; "all" is without amplification, and "local" the
+    participations of one client that noises its uploads. Noise in whole numbers is "skellam", with the clip as its
     `grain`, and without amplification.
     """
 
@@ -64,6 +67,11 @@ class Mechanism:
         cohort = schedule.cohort(N)
         return Mechanism("fixed", N=N, cohort=cohort), float(cohort)
 
+    @property
+    def is_cheap(self) -> bool:
+        """Whether ε is a formula of the participations of one client."""
+        return self.kind == "local"
+
     def epsilon(self, z: float, delta: float, steps: int) -> float:
         """ε after so many steps with noise multiplier z."""
         dp = require_accounting()
@@ -76,7 +84,7 @@ class Mechanism:
             1,
         ):  # one may send nothing, in every step
             return float(dp.get_epsilon_gaussian(z / math.sqrt(steps), delta))
-        if self.kind == "own":  # and here any others, which are up to 2C away
+        if self.kind == "local":  # and here any others, which are up to 2C away
             return float(dp.get_epsilon_gaussian(z / 2 / math.sqrt(steps), delta))
         if self.kind == "poisson":
             accountant = dp.pld.PLDAccountant()
@@ -92,7 +100,7 @@ class Mechanism:
         return order / (2 * z**2) + min(coarse, 1.5 / z**2)
 
 
-OWN = Mechanism("own")
+LOCAL = Mechanism("local")
 
 ORDERS = [*range(2, 65), 80, 96, 128, 192, 256, 512, 1024]
 
@@ -107,7 +115,7 @@ def accounted_at(step: int) -> int:
     """The step at which ε is accounted for this one: the next of those that grow geometrically."""
     at = 1
     while at < step:
-        at = max(at + 1, math.floor(at * APART))
+        at = max(at + 1, math.floor(at * SPACING))
     return at
 
 
@@ -143,10 +151,20 @@ def solved(how: Mechanism, epsilon: float, delta: float, steps: int) -> float:
     return high
 
 
-def own_steps(n: int, work: Work) -> tuple[Mechanism, int]:
-    """(what each local step of a client of n samples is, how many there are in a visit)."""
+def local_steps(n: int, work: Work) -> tuple[Mechanism, int]:
+    """(what each local step of a client of n samples is, how many there are in a participation)."""
     one = np.array([n], np.int64)
     return Mechanism("poisson", float(batch_sizes(one, work)[0] / n)), int(step_counts(one, work)[0])
+
+
+def hardest(spent: Mapping[K, tuple[Mechanism, int]]) -> list[K]:
+    """The keys of (mechanism, steps) that no other exceeds in both rate and steps."""
+    found, top = [], 0
+    for key, (_, steps) in sorted(spent.items(), key=lambda item: -item[1][0].rate):
+        if steps > top:
+            found.append(key)
+            top = steps
+    return found
 
 
 def require_accounting() -> Any:

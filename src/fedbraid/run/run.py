@@ -83,7 +83,7 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: History = field(default_factory=History)
     metadata: Record = field(default_factory=dict)  # committed with the last step
-    budgets: tuple[PrivacyAccountant, ...] = ()  # what privacy costs
+    accountant: PrivacyAccountant | None = None  # what privacy costs
     seen: ClientHistory | None = None  # of clients, where the schedule chooses by it
     is_paused: bool = False  # a callback asked for an end from which the same call continues
     _left: Record = field(default_factory=dict, repr=False)
@@ -126,9 +126,8 @@ class Run:
         population: Population | None = None
         for step in () if self.metadata.get("stopped") else self.source.steps(self):
             tick = step.tick
-            if not all(
-                budget.can_afford(tick.clients.tolist(), self.source.sizes) for budget in self.budgets
-            ):
+            private, sizes = self.accountant, self.source.sizes
+            if private is not None and not private.can_afford(tick.clients.tolist(), sizes):
                 self._stop(pending)
                 break
             before = self.state.x
@@ -140,12 +139,12 @@ class Run:
                 self.seen.take(record)
             notes = step.on_taken(record)
             record |= {**notes.record, **self._measure(before), **self._left}
-            for budget in self.budgets:
-                record |= budget.charge(self.state.t, record["clients"], self.source.sizes)
+            if private is not None:
+                record |= private.charge(record["clients"], self.source.sizes)
             self._left = {}
             answers = [hook(record, self) for hook in self._hooks("step")]
             self.is_paused = PAUSE in answers
-            stop = any(answers) or any(budget.is_exhausted(self.state.t) for budget in self.budgets)
+            stop = any(answers) or (private is not None and private.is_exhausted)
             is_stopped = stop and not self.is_paused
             self.metadata = {**notes.metadata, **({"stopped": self.state.t} if is_stopped else {})}
             pending.append(record)
@@ -270,7 +269,7 @@ def drive(
     engine: Evaluates,
     options: Options,
     folder: Folder | None,
-    budgets: tuple[PrivacyAccountant, ...] = (),
+    accountant: PrivacyAccountant | None = None,
     here: Record | None = None,
 ) -> Result:
     """Steps from any source to the end of the schedule, from where the folder stands if it holds some.
@@ -288,7 +287,7 @@ def drive(
         source.is_live,
         task.initial_personal_state(seed),
     )
-    run = Run(setup, schedule, source, engine, options, state, folder, budgets=budgets)
+    run = Run(setup, schedule, source, engine, options, state, folder, accountant=accountant)
     if folder is None:
         with _spilled(state, options.client_state_storage, setup.task.clients):
             return run.go()
@@ -297,8 +296,9 @@ def drive(
         run.state, run.metadata = run.checkpoint.restore(state)
         if run.state.t < schedule.steps and here is not None:
             bits.agree(folder, here, run.state.t, options.allow_numeric_changes)
-        for budget in budgets:
-            budget.recall(record["clients"] for record in folder.records())
+        if accountant is not None:
+            done = (record for record in folder.records() if record["step"] <= run.state.t)
+            accountant.recall(record["clients"] for record in done)
         return run.go()
     finally:
         run.checkpoint.close()

@@ -90,7 +90,7 @@ def simulate(
         log.warning(caution)
     setting = PrivacySetup(schedule, task.clients, work, task.sizes, seed)
     check_run(algorithm, schedule, task.clients, setting.even(), real=False)
-    algorithm, budgets = attach_privacy(algorithm, setting)
+    algorithm, accountant = attach_privacy(algorithm, setting)
     folder = None if out is None else Folder(out)
     remember_task(task)
     known = folder.config() if folder is not None and folder.exists else None
@@ -113,7 +113,7 @@ def simulate(
             log.log(logging.WARNING if foreseen.is_weak else logging.INFO, str(foreseen))
         jobs = SimulatedSource(setup, runner, schedule.concurrency if isinstance(schedule, Buffered) else 0)
         with naming_noise(foreseen):
-            return drive(setup, schedule, jobs, runner, options, folder, budgets, bits.describe(runner))
+            return drive(setup, schedule, jobs, runner, options, folder, accountant, bits.describe(runner))
 
 
 def resume(

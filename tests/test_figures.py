@@ -374,6 +374,15 @@ def test_the_braids_pairs():
                 assert cells[1] == f"{len(theirs) - missed} of {len(theirs)}", label
 
 
+def test_the_braids_strands_are_its_paired_rows():
+    """The same ratios as in the paired table, and what the braid loses with its sign turned."""
+    paired = rows("braid", "A 40 paired")[1]
+    for label, cells in rows("braid", "strands")[1].items():
+        whole = paired[f"braid {label}"]
+        assert cells[:4] == [whole[0], *whole[2:5]], label
+        assert float(cells[4].split(" ± ")[0]) == -float(whole[6].split(" ± ")[0]), label
+
+
 def test_what_memory_is_worth_under_robust_rules():
     """By attack and seed, FedAdaVR less FedAvg under the same rule, 20 % hostile; a run that diverged has 0."""
     names = {"Fashion-MNIST": "fmnist", "FEMNIST": "femnist"}

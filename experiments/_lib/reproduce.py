@@ -646,7 +646,18 @@ def pictured(path: Path, text: str) -> str:
     return f"\n\n![{text}]({path.name})" if path.exists() else ""
 
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#a0522d")
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+    "#a0522d",
+    "#882255",
+    "#999933",
+)
 GREY = "#b0b0b0"
 
 

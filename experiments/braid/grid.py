@@ -504,7 +504,7 @@ def report(done: Done) -> dict[str, str]:
         )
     shown = [row for row in ROWS if row.name in README_ROWS]
     order = sorted(shown, key=lambda row: README_ROWS.index(row.name))
-    return tables | {"first screen": first_screen(done, order)}
+    return tables | {"first screen": first_screen(done, order), "strands": strands(done)}
 
 
 def first_screen(done: Done, rows: Sequence[Row]) -> str:
@@ -519,6 +519,25 @@ def first_screen(done: Done, rows: Sequence[Row]) -> str:
         "CIFAR-10, one class a client", f"time to {100 * target:.0f} %", "MB up to it", "MB down to it", "accuracy at the end",
         "worst tenth of clients",
     ]  # fmt: skip
+    return markdown(head, made)
+
+
+def strands(done: Done) -> str:
+    """What the braid loses without each of its strands, in four numbers a row."""
+    target, made = SCENARIOS["A"].targets[0], []
+    for row in WITHOUT:
+        if common := gains(done, "A", row):
+            costs = [judged(ratios(done, "A", row, key, target))[0].partition(",")[0] for key in PAIRED[:3]]
+            name = row.name.removeprefix("braid ")
+            made.append([name, str(len(common)), *costs, f"{in_points([-g for g in common])[0]}"])
+    head = [
+        "the braid",
+        "seeds",
+        f"times the time to {100 * target:.0f} %",
+        "times the MB up",
+        "times the MB down",
+        "points of accuracy",
+    ]
     return markdown(head, made)
 
 

@@ -226,9 +226,10 @@ class Race:
             return True
         try:
             setup = PrivacySetup(e.schedule, task.clients, e.work, task.sizes, self.seed)
-            for budget in attach_privacy(e.algorithm, setup)[1]:
-                for step in range(1, e.schedule.steps + 1):
-                    budget.charge(step, [], task.sizes)
+            _, accountant = attach_privacy(e.algorithm, setup)
+            if accountant is not None:
+                for _ in range(e.schedule.steps):
+                    accountant.charge([], task.sizes)
         except ConfigError as error:
             self.excluded[arm.name] = [Obstacle.of(error, "epsilon", "no --epsilon")]
             return False

@@ -516,7 +516,7 @@ def first_screen(done: Done, rows: Sequence[Row]) -> str:
             ends = [spread([ended(x, k) for x in lines.values()]) for k in KEEP[:2]]
             made.append([row.name, *costs, *ends])
     head = [
-        "CIFAR-10, one class a client", f"time to {100 * target:.0f} %", "MB up to it", "MB down to it", "accuracy at the end",
+        "CIFAR-10, one class a client", f"simulated time to {100 * target:.0f} %", "MB up to it", "MB down to it", "accuracy at the end",
         "worst tenth of clients",
     ]  # fmt: skip
     return markdown(head, made)

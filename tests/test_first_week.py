@@ -788,3 +788,43 @@ def test_a_sweep_prints_ties(tmp_path, monkeypatch, capsys):
     code, out, _ = command(*words, capsys=capsys)
     assert code == 0
     assert re.search(r"1 other trial is within \d+\.\d % of the best", " ".join(out.split()))
+
+
+# What a person reads at the end -------------------------------------------------------------------
+
+
+def test_a_result_prints_four_digits_and_says_when_nothing_was_learned():
+    task = fb.tasks.load("digits", clients=20)
+    good = fb.simulate(task, fb.fedavg(), WORK, fb.rounds(3, clients=5))
+    bad = fb.simulate(
+        task, fb.fedavg(), fb.Work(lr=5.0, batch=10), fb.rounds(3, clients=5), ignore_divergence=True
+    )
+    assert re.search(r"accuracy  0\.\d{1,4}\n +loss  \d+\.\d{1,4}\n", str(good))
+    assert "no better" not in str(good)
+    likeliest = torch.bincount(task.test[1]).max() / len(task.test[1])
+    assert ("no better than naming the most frequent label" in str(bad)) == (
+        bad.last("accuracy") <= likeliest
+    )
+    assert bad.last("accuracy") <= likeliest
+
+
+def test_a_notebook_shows_an_algorithm_by_its_name():
+    class Printer:
+        def text(self, said):
+            self.said = said
+
+    printer = Printer()
+    fb.fedadavr(lr=0.02)._repr_pretty_(printer, False)
+    assert printer.said == "fedadavr(lr=0.02)"
+
+
+def test_resume_says_which_command_goes_on_with_a_comparison_or_sweep(tmp_path, capsys):
+    task = fb.Task.from_arrays(model, pairs(), pairs()[0])
+    fb.compare(task, {"a": fb.fedavg()}, WORK, ROUNDS, seeds=1, jobs=1, out=tmp_path / "c 1")
+    code, _, said = command("resume", tmp_path / "c 1", capsys=capsys)
+    assert code == 2
+    assert f"is a comparison; use fedbraid compare '{tmp_path / 'c 1'}'" in " ".join(said.split())
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "sweep.json").write_text("{}")
+    _, _, said = command("resume", tmp_path / "s", capsys=capsys)
+    assert "is a sweep; use fedbraid sweep" in " ".join(said.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from fedbraid.cli.options import AcceptOtherBits, KeepGoing
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet, waiting
 from fedbraid.core.check import number
-from fedbraid.errors import unknown
+from fedbraid.errors import RunError, unknown
 from fedbraid.run.formatting import parse_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ def resume(
         from fedbraid.run.checkpoint import Folder
         from fedbraid.run.simulate import resume as resume_run
 
+    for file, kind in (("compare.json", "comparison"), ("sweep.json", "sweep"), ("choose.json", "choice")):
+        if (run / file).exists() and not (run / "run.json").exists():
+            command = file.partition(".")[0]
+            raise RunError(
+                f"{run} is a {kind}; use fedbraid {command} {shlex.quote(str(run))}, which resumes it"
+            )
     Folder(run).config()  # a folder that holds no run is refused first
     before = Asked.of(run)
     asked = _changed(before, target, track, patience, keep_best)

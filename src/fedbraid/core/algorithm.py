@@ -101,6 +101,10 @@ class Algorithm:
         simple = [name for name in custom if name not in ("Chain", "Pipeline")]
         return ", ".join(simple or custom) or "fedavg()"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In notebooks the name; `repr` has every part."""
+        printer.text(self.label)
+
     @cached_property
     def uploads(self) -> dict[str, Upload]:
         """What clients send up, by name."""

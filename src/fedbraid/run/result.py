@@ -103,8 +103,26 @@ class Result:
             "privacy": self.privacy,
             "engine": self.engine,
             "LoRA": self.lora,
+            "note": self._remark(),
         }
-        return "\n".join(f"{k:>10}  {v}" for k, v in facts.items() if v is not None)
+        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in facts.items()}
+        return "\n".join(f"{k:>10}  {v}" for k, v in shown.items() if v is not None)
+
+    def _remark(self) -> str | None:
+        """That nothing was learned, where the model names labels no better than a constant would."""
+        accuracy, test = self.last("accuracy"), self.task.test
+        labels = None if test is None else test[1]
+        if (
+            accuracy is None
+            or not isinstance(labels, Tensor)
+            or labels.is_floating_point()
+            or labels.ndim != 1
+        ):
+            return None
+        most = float(np.unique(labels.numpy(), return_counts=True)[1].max()) / len(labels)
+        if accuracy > most:
+            return None
+        return f"no better than naming the most frequent label ({most:.1%} of the test set); try a smaller learning rate"
 
     def _repr_html_(self) -> str:
         from fedbraid.report import notebook

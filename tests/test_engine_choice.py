@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -378,6 +379,12 @@ def test_a_system_that_hides_its_cores_forks_and_proc(monkeypatch, blobs):
     with pytest.raises(fb.errors.ConfigError, match="fork"):
         fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(1, clients=2), engine="pool(workers=2)")
     assert fb.simulate(blobs, fb.fedavg(), WORK, fb.rounds(1, clients=2)).history
+
+
+def test_the_compilers_flag_for_this_processor_is_one_that_it_knows():
+    assert build.tuned_for("x86_64") == "-march=native"
+    assert build.tuned_for("arm64") == build.tuned_for("aarch64") == "-mcpu=native"
+    assert build.tuned_for(platform.machine()) in build.FLAGS
 
 
 # vmap is compared with the loop --------------------------------------------------------------------------------

@@ -828,3 +828,16 @@ def test_resume_says_which_command_goes_on_with_a_comparison_or_sweep(tmp_path, 
     (tmp_path / "s" / "sweep.json").write_text("{}")
     _, _, said = command("resume", tmp_path / "s", capsys=capsys)
     assert "is a sweep; use fedbraid sweep" in " ".join(said.split())
+
+
+def test_a_process_is_found_without_proc(tmp_path):
+    """As on macOS: the broker of a folder is known by its command line."""
+    broker = pytest.importorskip("fedbraid.deploy.broker", reason="the extra nats is not installed")
+    import os
+    import shutil
+
+    if shutil.which("ps") is None:
+        pytest.skip("ps is not installed")
+    for proc in (broker.Path("/proc"), tmp_path / "none"):
+        assert "pytest" in broker._command_of(os.getpid(), proc)
+        assert broker._command_of(2**22 + 1, proc) == ""

@@ -209,7 +209,8 @@ accounts {{
                     " there (Debian starts one with the package: systemctl disable --now nats-server)"
                 ) from error
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        with contextlib.suppress(ValueError, OSError):  # macOS reports no limit and refuses to set none
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         try:
             with open(self.errors, "wb") as errors:  # not a pipe: it may outlive its reader
                 self.process = subprocess.Popen(
@@ -242,10 +243,9 @@ accounts {{
             return self.process.pid
         try:
             pid = int(self.pid_file.read_text())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             return None
-        return pid if str(self.config).encode() in command else None
+        return pid if str(self.config) in _command_of(pid) else None
 
     def _wait_until_ready(self) -> None:
         def ready() -> bool:
@@ -307,6 +307,17 @@ def find_program() -> tuple[str, tuple[int, int, int]]:
             f"{program} must be version 2.9 or later, got {told.strip()!r}; install a newer one"
         )
     return program, (version[0], version[1], version[2])
+
+
+def _command_of(pid: int, proc: Path = Path("/proc")) -> str:
+    """The command line of a process, "" where it has ended; systems without /proc ask ps."""
+    try:
+        if proc.is_dir():
+            return (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        words = ["ps", "-ww", "-o", "args=", "-p", str(pid)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def answers(host: str, port: int, timeout: float = 1.0) -> bool:

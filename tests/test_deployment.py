@@ -27,7 +27,7 @@ from fedbraid.deploy import credentials, doctor
 from fedbraid.deploy.node_nats import answer_chunks
 from fedbraid.deploy.transport import OrderVerifier, new_job, pack_answer
 from fedbraid.errors import ConfigError
-from fedbraid.run.atomic_files import write_whole
+from fedbraid.run.atomic_files import write_atomic
 
 pytestmark = [
     pytest.mark.engines,
@@ -430,9 +430,9 @@ def test_samples_json_is_checked(tmp_path):
 
     init(tmp_path / "fleet")
     assert dict(Read.read(tmp_path / "fleet").settings.vouched) == {}
-    write_whole(tmp_path / "fleet" / "samples.json", b'{"node-0": 7}')
+    write_atomic(tmp_path / "fleet" / "samples.json", b'{"node-0": 7}')
     assert Read.read(tmp_path / "fleet").settings.vouched == {"node-0": 7}
-    write_whole(tmp_path / "fleet" / "samples.json", b'{"node-0": "7"}')
+    write_atomic(tmp_path / "fleet" / "samples.json", b'{"node-0": "7"}')
     with pytest.raises(ConfigError, match=r"samples\.json cannot be read"):
         Read.read(tmp_path / "fleet")
 

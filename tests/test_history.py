@@ -19,7 +19,7 @@ def records(count: int) -> list[history.Record]:
 
 @pytest.mark.parametrize("kept", [10, 2**22])
 def test_reads_like_a_list(kept, monkeypatch):
-    monkeypatch.setattr(history, "KEPT", kept)
+    monkeypatch.setattr(history, "MEMORY_BYTES", kept)
     want, got = records(9), History(records(5))
     got.extend(records(9)[5:])
     assert list(got) == want
@@ -46,7 +46,7 @@ def test_reading_between_writing():
 
 def test_what_is_long_is_not_in_memory(monkeypatch):
     """A thousand rounds of a thousand clients are ten megabytes and more as dicts."""
-    monkeypatch.setattr(history, "KEPT", 2**16)
+    monkeypatch.setattr(history, "MEMORY_BYTES", 2**16)
     got = History()
     tracemalloc.start()
     try:

@@ -679,7 +679,7 @@ def test_noise_is_set_beside_updates_before_training(where, caplog):
 def test_divergence_under_noise_names_the_noise():
     task = fb.tasks.load("digits", clients=20)
     with pytest.raises(
-        fb.errors.Diverged, match=r"^the noise that keeps this run private drowned its updates"
+        fb.errors.Diverged, match=r"^the noise that keeps this run private exceeds its updates"
     ):
         fb.simulate(
             task, fb.private(fb.fedavg(), noise=1e5), fb.Work(lr=0.05, steps=1), fb.rounds(9, clients=5)

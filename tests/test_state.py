@@ -297,7 +297,8 @@ def test_other_bits_are_asked_for(cut, monkeypatch, what):
     here = bits.describe
     monkeypatch.setattr(bits, "describe", lambda engine: here(engine) | {what: "another"})
     with pytest.raises(
-        RunError, match=rf"would go on with other bits .*: {what} was .* and is another; .*--allow-numeric"
+        RunError,
+        match=rf"would resume with changed numerics: {what} was .* and is another; .*--allow-numeric",
     ):
         fb.resume(folder, task=run["task"])
     assert len(fb.resume(folder, task=run["task"], allow_numeric_changes=True).history) == 10

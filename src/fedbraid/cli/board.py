@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbraid.run.formatting import format_seconds, format_share
+from fedbraid.run.formatting import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.study.campaign import Event
@@ -68,7 +68,7 @@ class Board:
     def shown(self, value: float | None, before: str = "") -> str:
         if value is None:
             return ""
-        return before + (format_share(value) if self.metric.startswith("accuracy") else f"{value:.3f}")
+        return before + (format_percent(value) if self.metric.startswith("accuracy") else f"{value:.3f}")
 
     def close(self) -> None:
         if self.live is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbraid.cli.run import remembered
 from fedbraid.cli.show import Json, Quiet, entry, give, suggest, table
-from fedbraid.run.formatting import best, format_bytes, format_seconds, format_share, rounds_to, until
+from fedbraid.run.formatting import best, format_bytes, format_percent, format_seconds, rounds_to, until
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
@@ -123,7 +123,7 @@ def _show(rows: list[dict[str, Any]], seconds: float) -> None:
         ["", "accuracy", "worst", f"rounds to {TARGET:.0%}", "sent up", "sent down", "kept"],
         [
             [
-                row["name"], format_share(row["accuracy"]), format_share(row["accuracy_worst"]),
+                row["name"], format_percent(row["accuracy"]), format_percent(row["accuracy_worst"]),
                 str(row["rounds_to_target"] or "–"), format_bytes(row["bytes_up"]), format_bytes(row["bytes_down"]),
                 format_bytes(row["bytes_kept"]) if row["bytes_kept"] else "–",
             ]

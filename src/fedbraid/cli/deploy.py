@@ -13,7 +13,7 @@ from fedbraid.cli.help import App
 from fedbraid.cli.show import Json, Quiet, complain, facts, give, table
 from fedbraid.errors import ConfigError, EngineError
 from fedbraid.parse import literal
-from fedbraid.run.formatting import format_bytes, format_share
+from fedbraid.run.formatting import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from fedbraid.run.checkpoint import Record
@@ -110,7 +110,7 @@ def trial(
     if json:
         give(about)
     elif not quiet:
-        shown: dict[str, Any] = {**about, "accuracy": format_share(about["accuracy"])}
+        shown: dict[str, Any] = {**about, "accuracy": format_percent(about["accuracy"])}
         shown |= {
             "bytes up": format_bytes(shown.pop("bytes_up")),
             "bytes down": format_bytes(shown.pop("bytes_down")),
@@ -405,7 +405,7 @@ class View:
             typer.echo(f"waiting for {self.waits}, for {status['at'] - wait['since']:.0f} s so far", err=True)
         for r in records:
             words = [f"step {r['step']}/{status['steps']}", f"{r['nodes']} nodes", f"clients {r['clients']}"]
-            words += [format_share(r["accuracy"])] if "accuracy" in r else []
+            words += [format_percent(r["accuracy"])] if "accuracy" in r else []
             words += [f"up {format_bytes(r['bytes_up'])}", f"down {format_bytes(r['bytes_down'])}"]
             words += [f"refused or lost {len(r['trouble'])}"] if "trouble" in r else []
             typer.echo("  ".join(words), err=True)

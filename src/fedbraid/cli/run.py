@@ -17,7 +17,15 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.show import Json, Quiet, complain, facts, give, quoted, waiting
 from fedbraid.errors import ConfigError, RunError, unknown
-from fedbraid.run.formatting import best, bits_up, format_bytes, format_seconds, format_share, hint, rounds_to
+from fedbraid.run.formatting import (
+    best,
+    bits_up,
+    format_bytes,
+    format_percent,
+    format_seconds,
+    hint,
+    rounds_to,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -363,8 +371,8 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
             {
                 "algorithm": facts_["algorithm"],
                 "steps": facts_["steps"],
-                "accuracy": None if facts_["accuracy"] is None else format_share(facts_["accuracy"]),
-                "best": None if facts_["best_accuracy"] is None else format_share(facts_["best_accuracy"]),
+                "accuracy": None if facts_["accuracy"] is None else format_percent(facts_["accuracy"]),
+                "best": None if facts_["best_accuracy"] is None else format_percent(facts_["best_accuracy"]),
                 "loss": None if facts_["loss"] is None else f"{facts_['loss']:.4f}",
                 "to target": _reached(target, facts_["rounds_to_target"]),
                 "bytes up": _sent(result),
@@ -420,7 +428,7 @@ def _hint(result: Result) -> str | None:
 def _reached(target: float | None, step: int | None) -> str | None:
     if target is None:
         return None
-    return f"{format_share(target)} {'not reached' if step is None else f'at step {step}'}"
+    return f"{format_percent(target)} {'not reached' if step is None else f'at step {step}'}"
 
 
 def summary(result: Result, target: float | None = None) -> dict[str, Any]:

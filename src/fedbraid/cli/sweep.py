@@ -18,7 +18,7 @@ from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, entry, give, quoted, suggest, table
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError
-from fedbraid.run.formatting import format_seconds, format_share
+from fedbraid.run.formatting import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.core.search_space import Range
@@ -206,7 +206,7 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
 def _tie(result: Sweep, count: int) -> str:
     others = "1 other trial is" if count == 1 else f"{count} other trials are"
     return (
-        f"{others} within {format_share(result.noise)} of the best, as far as {result.samples:,} held-out samples can tell"
+        f"{others} within {format_percent(result.noise)} of the best, as far as {result.samples:,} held-out samples can tell"
         f" accuracies apart with {result.seeds} seed{'s' * (result.seeds > 1)}; --seeds {result.seeds + 2} tells more apart"
     )
 
@@ -218,4 +218,4 @@ def _short(value: Any) -> str:
 def _value(trial: Trial, metric: str) -> str:
     if trial.value is None:
         return "–"
-    return format_share(trial.value) if metric == "accuracy" else f"{trial.value:.4f}"
+    return format_percent(trial.value) if metric == "accuracy" else f"{trial.value:.4f}"

@@ -37,7 +37,7 @@ from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.transport import ORDER_LIMIT, Refusal
 from fedbraid.deploy.troubles import plain, say
 from fedbraid.errors import ConfigError, EngineError
-from fedbraid.run.atomic_files import make_folder, write_whole
+from fedbraid.run.atomic_files import make_folder, write_atomic
 
 OLDEST = (2, 9, 0)
 HANDSHAKE_S = 5
@@ -95,9 +95,9 @@ class Broker:
         nodes = credentials.read_nodes(self.keys)
         server = credentials.public_key(self.keys / "server.nk")
         users = [_user(server, ["fb.>", "$JS.>"], ["_INBOX.server.>"])]
-        write_whole(self.state / "server.conf", _users(users))
-        write_whole(self.state / "nodes.conf", _users(_node(*node) for node in nodes.items()))
-        write_whole(self.config, self._text(len(nodes)).encode())
+        write_atomic(self.state / "server.conf", _users(users))
+        write_atomic(self.state / "nodes.conf", _users(_node(*node) for node in nodes.items()))
+        write_atomic(self.config, self._text(len(nodes)).encode())
 
     def _text(self, nodes: int) -> str:
         sync = ', sync_interval: "always"' if self.syncs else ""

@@ -33,7 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedbraid.deploy.transport import check_name
 from fedbraid.errors import ConfigError, DataError, MissingExtra
-from fedbraid.run.atomic_files import write_whole
+from fedbraid.run.atomic_files import write_atomic
 
 LOOPBACK = ("localhost", "127.0.0.1")  # where the server itself reaches the broker
 CURVE = ec.SECP384R1()
@@ -253,7 +253,7 @@ def _nkeys() -> Any:
 
 
 def _write_nodes(folder: Path, registered: Mapping[str, str]) -> None:
-    write_whole(folder / "nodes.json", json.dumps(registered, indent=0).encode())
+    write_atomic(folder / "nodes.json", json.dumps(registered, indent=0).encode())
 
 
 def _certificate(

@@ -45,7 +45,7 @@ from fedbraid.errors import EngineError, InUseError, RunError
 from fedbraid.links.message import as_message, bundle
 from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.privacy.clipping import LocalNoise
-from fedbraid.run.atomic_files import make_folder, write_whole
+from fedbraid.run.atomic_files import make_folder, write_atomic
 
 
 @dataclass
@@ -108,7 +108,7 @@ class NodeRuntime:
             return done
         answer = self._train(order, body, settings, place)
         make_folder(place)
-        write_whole(place / "answer", order.job.encode() + answer)
+        write_atomic(place / "answer", order.job.encode() + answer)
         return answer
 
     def _settings(self, body: Mapping[str, Any]) -> Settings:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedbraid.core.context import Vectors
 from fedbraid.errors import RunError
-from fedbraid.run.atomic_files import checksum, make_folder, write_whole
+from fedbraid.run.atomic_files import checksum, make_folder, write_atomic
 from fedbraid.run.checkpoint import model_checksum
 
 FILE = "memory.safetensors"
@@ -88,7 +88,7 @@ class NodeMemory:
             }
         )  # fmt: skip
         told = {"fedbraid": about, "checksum": _checksum(about, tensors)}
-        write_whole(place / FILE, save_tensors(tensors, told))
+        write_atomic(place / FILE, save_tensors(tensors, told))
 
 
 def _checksum(about: str, tensors: Vectors) -> str:

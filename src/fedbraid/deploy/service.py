@@ -14,7 +14,7 @@ from fedbraid.deploy.broker import Broker
 from fedbraid.deploy.project import Deployment
 from fedbraid.deploy.supervisor import EXIT_DONE, Supervisor
 from fedbraid.errors import ConfigError, RunError
-from fedbraid.run.atomic_files import make_folder, write_whole
+from fedbraid.run.atomic_files import make_folder, write_atomic
 
 UP = "up.json"
 LOOK_S = 0.3
@@ -32,7 +32,7 @@ def up(folder: Path, host: str, port: int, settings: Sequence[str], given: dict[
     """Run the broker and the server of a deployment until its run has ended."""
     deployment = Deployment.read(folder, given)  # what is wrong is said before anything starts
     broker = broker_of(folder, host, port)
-    write_whole(_state(folder) / UP, json.dumps(Up(host, port, deployment.settings.out)._asdict()).encode())
+    write_atomic(_state(folder) / UP, json.dumps(Up(host, port, deployment.settings.out)._asdict()).encode())
     overrides = [word for pair in settings for word in ("-c", pair)]
     with Supervisor() as supervisor, broker:
         supervisor.start(

@@ -12,7 +12,7 @@ from fedbraid.errors import FedbraidError, MissingExtra, RunError
 from fedbraid.report import sketch
 from fedbraid.report import timeline as clocked
 from fedbraid.report.figure import figure
-from fedbraid.run.formatting import Record, format_bytes, format_share
+from fedbraid.run.formatting import Record, format_bytes, format_percent
 from fedbraid.study import stats
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def as_html(result: Result) -> str:
         "algorithm": result.algorithm.label,
         "task": result.task.spec or result.task.name,
         "steps": result.state.t,
-        "accuracy": None if accuracy is None else format_share(accuracy),
+        "accuracy": None if accuracy is None else format_percent(accuracy),
         "loss": None if loss is None else f"{loss:.4f}",
         "bytes up": format_bytes(result.bytes_up),
         "bytes down": format_bytes(result.bytes_down),

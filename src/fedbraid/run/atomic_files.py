@@ -16,17 +16,17 @@ def make_folder(path: Path) -> None:
         sync(made.parent)
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes) -> None:
     """Write a file whole, or leave no trace; it is on the disk itself before this returns."""
-    part = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "wb", opener=private) as file:
+        with open(temporary, "wb", opener=private) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        temporary.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 

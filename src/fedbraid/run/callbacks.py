@@ -34,18 +34,18 @@ def _before(run: Run) -> list[Record]:
 
 
 def _check(metric: str, record: Record, run: Run) -> None:
-    """Refuse to go by a measurement that this record should hold, and no record ever will."""
-    judged, options = "loss" in record, run.options
+    """Refuse a metric that this record should hold and that no record will ever have."""
+    is_evaluated, options = "loss" in record, run.options
     by_client = metric.removesuffix("_clients").removesuffix(
         "_worst_tenth"
-    )  # left out where no share has a value
+    )  # left out if no local test set has a value
     if metric in record or (options.evaluate_on == "clients" and by_client in record):
         return
-    if not judged and (options.evaluate_every is None or run.setup.task.test is None):
+    if not is_evaluated and (options.evaluate_every is None or run.setup.task.test is None):
         raise ConfigError(
             f"{metric!r} is not measured, since nothing is evaluated; give test= and evaluate_every="
         )
-    if judged:
+    if is_evaluated:
         raise unknown("metric", metric, [k for k in scalars(record) if "/" not in k])
 
 
@@ -170,11 +170,11 @@ class TensorBoard:
         self.folder = None if folder is None else Path(folder)
 
     def start(self, run: Run) -> None:
-        place = self.folder or (run.folder.path if run.folder else Path("runs")) / "tensorboard"
+        folder = self.folder or (run.folder.path if run.folder else Path("runs")) / "tensorboard"
         again = (
             run.state.t + 1 if run.state.t else None
-        )  # hides what a killed run had logged beyond its last commit
-        self.writer, self.flushed = self.writer_of(str(place), purge_step=again), time.monotonic()
+        )  # drops what a killed run logged after its last commit
+        self.writer, self.flushed = self.writer_of(str(folder), purge_step=again), time.monotonic()
         for name, text in facts(run).items():
             self.writer.add_text(name, text, run.state.t)
 
@@ -207,10 +207,12 @@ class MLflow:
         if path is not None and run.state.t and path.exists():
             self.id = json.loads(path.read_text())["run_id"]
             return
-        known = self.client.get_experiment_by_name(self.experiment)
-        place = known.experiment_id if known else self.client.create_experiment(self.experiment)
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        experiment_id = (
+            experiment.experiment_id if experiment else self.client.create_experiment(self.experiment)
+        )
         name = self.name or (run.folder.path.name if run.folder else None)
-        self.id = self.client.create_run(place, run_name=name).info.run_id
+        self.id = self.client.create_run(experiment_id, run_name=name).info.run_id
         for key, text in facts(run).items():
             self.client.log_param(self.id, key, text[:500])
         if run.folder is not None:
@@ -248,11 +250,11 @@ class WandB:
         self.options = {"project": project, "mode": mode, **options}
 
     def start(self, run: Run) -> None:
-        place = self.folder or (run.folder.path if run.folder else ".")
+        folder = self.folder or (run.folder.path if run.folder else ".")
         name = {} if run.folder is None else {"name": run.folder.path.name}
         quiet = self.wandb.Settings(silent=True, console="off")
         self.run = self.wandb.init(
-            **{**name, "dir": str(place), "config": facts(run), "settings": quiet, **self.options}
+            **{**name, "dir": str(folder), "config": facts(run), "settings": quiet, **self.options}
         )
 
     def step(self, record: Record, run: Run) -> None:
@@ -267,11 +269,11 @@ TRACKERS: dict[str, Callable[[], Any]] = {"tensorboard": TensorBoard, "mlflow": 
 
 def trackers(names: str) -> list[Any]:
     """Trackers by name, such as "tensorboard,wandb"."""
-    wanted = [n.strip() for n in names.split(",") if n.strip()]
-    for name in wanted:
+    requested = [n.strip() for n in names.split(",") if n.strip()]
+    for name in requested:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
-    return [TRACKERS[name]() for name in wanted]
+    return [TRACKERS[name]() for name in requested]
 
 
 def watching(

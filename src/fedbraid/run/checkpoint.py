@@ -1,8 +1,8 @@
-"""Run folders: `run.json` says what runs, `metrics.jsonl` what came of each step, `state.db` where it stands.
+"""Run folders: `run.json` has the configuration, `metrics.jsonl` the records of steps, `state.db` the checkpoint.
 
-Each step is one transaction of model, optimizer, clients' rows and the step's record, which is on the disk
-itself before the step is told to anybody. Killed at any instant, or without power, a run resumes from there;
-`metrics.jsonl` follows, and is made again from `state.db` where it lost something.
+Each step is one transaction of model, optimizer, client states and the step's record, which is synced to the disk
+before the step is reported. A run that is killed, or loses power, resumes from there; `metrics.jsonl` is written
+afterwards, and rebuilt from `state.db` if it is incomplete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from fedbraid.core.client_table import ClientTable
 from fedbraid.errors import RunError
 from fedbraid.run import serialize as tree
-from fedbraid.run.atomic_files import checksum, make_folder, private, sync, write_whole
+from fedbraid.run.atomic_files import checksum, make_folder, private, sync, write_atomic
 from fedbraid.run.database import Database
 from fedbraid.run.state import State
 
@@ -62,19 +62,19 @@ class Folder:
             ) from error
 
     def write_config(self, config: Record) -> None:
-        said = {"format": FORMAT, **config}
-        self.write_json("run.json", said | {"checksum": fingerprint(said)})
+        content = {"format": FORMAT, **config}
+        self.write_json("run.json", content | {"checksum": fingerprint(content)})
 
     def config(self) -> Record:
-        """What run.json says, as it was written."""
+        """The content of run.json, with its checksum verified."""
         config = self.read_json("run.json")
         if config.get("format") != FORMAT:
             raise RunError(
                 f"{self.path} is a run folder of format {config.get('format', 1)!r}, and this fedbraid reads format {FORMAT};"
                 " read it with the version that wrote it, or start a new run"
             )
-        said = config.pop("checksum", None)
-        if said != fingerprint(config):
+        recorded = config.pop("checksum", None)
+        if recorded != fingerprint(config):
             raise RunError(
                 f"{self.path / 'run.json'} is not as the run wrote it (its checksum does not fit); restore it or start a"
                 " new run in another folder"
@@ -95,8 +95,8 @@ class Folder:
         return config
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a file whole or not at all."""
-        write_whole(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
+        """Write a file atomically."""
+        write_atomic(self.path / name, (json.dumps(value, indent=2) + "\n").encode())
 
     def records(self) -> Iterator[Record]:
         """The records of metrics.jsonl; a last line still being written is left out."""
@@ -114,7 +114,7 @@ class Folder:
 
 
 def fingerprint(config: Record) -> str:
-    """A text that differs for other configurations, however they are written down."""
+    """A text that differs between configurations, whatever the order of their keys."""
     plain = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.blake2b(plain, digest_size=16).hexdigest()
 
@@ -148,14 +148,14 @@ class Checkpoint:
             ) from error
         if self._saved is None and self.metrics.tell():
             self.metrics.close()
-            raise self.db.damaged("it holds no step, and metrics.jsonl does")
+            raise self.db.corrupt("it holds no step, and metrics.jsonl does")
         for name, rows in self._tables.items():
             rows.attach(self.db, name, row_limit(rows, memory, clients))
         for table in ("sent", "records"):
             self.db.create(table)
 
     def restore(self, state: State) -> tuple[State, Record]:
-        """The last committed state and note, `state` itself where there is none."""
+        """The last committed state and note; `state` itself if there is none."""
         if self._saved is None:
             return state, {}
         (head, blob), self._saved = self._saved, None
@@ -165,23 +165,23 @@ class Checkpoint:
                 " another folder"
             )
         try:
-            whole = self._unpack(blob, state)
+            trees = self._unpack(blob, state)
             self._sent = set(head["sent"])
             sent = {v: self._unpack(blob, state) for v, blob in self.db.read("sent", sorted(self._sent))}
-            restored = State(**whole, sent=sent, clients=state.clients)
+            restored = State(**trees, sent=sent, clients=state.clients)
         except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise RunError(
                 f"the checkpoint in {self.folder.path} is of another version or configuration ({error!r}); start a new run"
             ) from error
         self._end = head["metrics"]
-        self._mend()
+        self._repair()
         return restored, head["note"]
 
     def _unpack(self, blob: bytes, state: State) -> Any:
         return tree.unpack(blob, self._tables, self._records, state.x.device)
 
-    def _mend(self) -> None:
-        """Cut metrics.jsonl to what was committed, or make it again."""
+    def _repair(self) -> None:
+        """Truncate metrics.jsonl to the committed steps, or rebuild it."""
         try:
             left, found = self._end["bytes"], 0
             self.metrics.seek(0)
@@ -199,14 +199,14 @@ class Checkpoint:
             raise self._full(error) from error
 
     def commit(self, state: State, records: list[Record], note: Record) -> None:
-        """One step, or several, for good."""
+        """Commit one step or several."""
         lines = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records]
         text = b"".join(lines)
         done, size, before = self._end["count"], self._end["bytes"], self._end["sum"]
         end = {"count": done + len(lines), "bytes": size + len(text), "sum": checksum(text, before)}
         head = {"config": self._config, "sent": sorted(state.sent), "metrics": end, "note": note}
-        whole = {name: getattr(state, name) for name in TREES}
-        blob = tree.pack(whole, "state", self._tables, self._records)
+        trees = {name: getattr(state, name) for name in TREES}
+        blob = tree.pack(trees, "state", self._tables, self._records)
         with self.db.transaction():
             for rows in self._tables.values():
                 rows.flush()
@@ -223,7 +223,7 @@ class Checkpoint:
             raise self._full(error) from error
 
     def _commit_sent(self, state: State) -> None:
-        """Versions are written once and deleted when nobody needs them."""
+        """Versions are written once and deleted when no client needs them."""
         self.db.delete("sent", self._sent - state.sent.keys())
         new = sorted(state.sent.keys() - self._sent)
         self.db.write("sent", new, [tree.pack(state.sent[v], "sent", {}, self._records) for v in new])
@@ -234,37 +234,37 @@ class Checkpoint:
         )
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what it lost is in state.db
+        with contextlib.suppress(OSError):  # unwritten records are in state.db
             self.metrics.close()
         self.db.close()
 
 
 def rows_of(state: State) -> Iterator[tuple[str, ClientTable]]:
-    """Every table of rows in a state, by its place."""
+    """Every client table in a state, with its path."""
     yield "clients", state.clients
     for name in TREES:
         yield from tree.tables(getattr(state, name), name)
 
 
 def row_limit(rows: ClientTable, memory: str, clients: int) -> int | None:
-    """How many rows may stay in memory: all of them, unless they would take more than a quarter of it."""
+    """The number of rows that may stay in memory: all (None), unless they would take more than a quarter of it."""
     if memory == "memory":
         return None
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    if memory == "auto" and rows.row_bytes * clients <= room:
+    budget = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    if memory == "auto" and rows.row_bytes * clients <= budget:
         return None
-    return max(64, min(room, 2**28) // max(rows.row_bytes, 1))
+    return max(64, min(budget, 2**28) // max(rows.row_bytes, 1))
 
 
 def save_model(path: Path, tensors: dict[str, Tensor]) -> None:
-    """The model's named tensors as a safetensors file with its checksum, whole or not at all."""
+    """The model's named tensors as a safetensors file with its checksum, written atomically."""
     plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     data = save_tensors(plain, {"checksum": model_checksum(plain)})
     try:
         metrics = path.with_name("metrics.jsonl")
-        if metrics.exists():  # a model says that the run came this far
+        if metrics.exists():  # a final model implies that the records are complete
             sync(metrics)
-        write_whole(path, data)
+        write_atomic(path, data)
     except OSError as error:
         raise RunError(
             f"{path} cannot be written ({error.strerror}); free space, then resume: the last committed step is intact"
@@ -276,10 +276,10 @@ def load_model(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            said = (file.metadata() or {}).get("checksum")
+            recorded = (file.metadata() or {}).get("checksum")
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path} cannot be read ({error}); resume its run to write it again") from error
-    if said != model_checksum(tensors):
+    if recorded != model_checksum(tensors):
         raise RunError(f"{path} is corrupt (its checksum does not fit); resume its run to write it again")
     return tensors
 

@@ -1,4 +1,4 @@
-"""What run.json holds, and what is built from it again."""
+"""The content of run.json, and what is rebuilt from it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SCHEDULES: dict[str, Any] = {
 def describe(
     setup: Setup, schedule: Schedule, engine: bits.Described, options: Options, device: str
 ) -> Record:
-    """Everything that a run needs to be run again."""
+    """Everything that is needed to repeat a run."""
     algorithm, task = setup.algorithm, setup.task
     return {
         "task": task.spec,
@@ -84,12 +84,12 @@ def describe(
     }  # fmt: skip
 
 
-def same(folder: Folder, known: Record, config: Record) -> None:
+def same(folder: Folder, recorded: Record, config: Record) -> None:
     """Refuse to mix two runs in one folder."""
     for key in ("data", "parts", "work", "schedule", "seed", "engine", "device"):
-        if known.get(key) != config[key]:
+        if recorded.get(key) != config[key]:
             raise RunError(
-                f"{folder.path} already contains a run with {key}={known.get(key)!r} (now: {config[key]!r});"
+                f"{folder.path} already contains a run with {key}={recorded.get(key)!r} (now: {config[key]!r});"
                 " choose another out= or delete the folder"
             )
 
@@ -100,10 +100,10 @@ def remember_task(task: Task) -> None:
 
 
 def task_of(folder: Folder, config: Record) -> Task:
-    """The task of a folder: built again, or found among those of this process."""
+    """The task of a folder: rebuilt, or found among those of this process."""
     if config["task"] is not None:
-        made: Task = tasks.reload(config["task"])
-        return made
+        reloaded: Task = tasks.reload(config["task"])
+        return reloaded
     for task in list(_TASKS.values()):
         if task.fingerprint == config["data"]:
             return task
@@ -113,12 +113,12 @@ def task_of(folder: Folder, config: Record) -> Task:
 
 
 def resumed_algorithm(folder: Folder, config: Record) -> Algorithm:
-    """The algorithm of a folder, where its call builds these very parts."""
-    with suppress(ConfigError):  # a part in it may be the user's own
+    """The algorithm of a folder, if its call builds the same parts."""
+    with suppress(ConfigError):  # a part in it may be a user's
         if config["algorithm"] is not None:
-            made = algorithm_of(config["algorithm"])
-            if parts(made) == config["parts"]:
-                return made
+            algorithm = algorithm_of(config["algorithm"])
+            if parts(algorithm) == config["parts"]:
+                return algorithm
     raise RunError(
         f"the algorithm of {folder.path} was made in Python; pass it again: fb.resume({str(folder.path)!r}, algorithm=algorithm)"
     )

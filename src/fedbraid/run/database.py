@@ -15,13 +15,13 @@ import numpy as np
 from fedbraid.errors import InUseError, RunError
 from fedbraid.run.atomic_files import checksum, private, sync
 
-STATE = "state"  # the table of the head and the tree, which say of the others what they must hold
+STATE = "state"  # the table of the head and the tree; the head has the totals of all other tables
 
 
 class Database:
     """One SQLite file: tables of rows, and the state of the last committed step.
 
-    A commit has reached the disk itself when it returns. A scratch file goes with its process and need not.
+    A commit is synced to the disk when it returns. A scratch file ends with its process and is not synced.
     """
 
     def __init__(self, path: Path, row_bytes: int = 4096, scratch: bool = False) -> None:
@@ -68,7 +68,7 @@ class Database:
             f"the checkpoint {self.path} cannot be read or written ({text}); restore it from a copy or start a new run"
         )
 
-    def damaged(self, what: str) -> RunError:
+    def corrupt(self, what: str) -> RunError:
         return RunError(f"{self.path} is corrupt ({what}); restore it from a copy or start a new run")
 
     @contextmanager
@@ -92,7 +92,7 @@ class Database:
                 f"CREATE TABLE IF NOT EXISTS {_quoted(table)} (id INTEGER PRIMARY KEY, sum INTEGER NOT NULL, data BLOB NOT NULL)"
             )
             if table not in self._totals:
-                self._totals[table] = self._held(table)
+                self._totals[table] = self._totals_of(table)
 
     def write(self, table: str, ids: Sequence[int], rows: Iterable[bytes] | np.ndarray) -> None:
         """Put rows in a table; the caller holds the transaction."""
@@ -107,7 +107,7 @@ class Database:
         self._sql.executemany(f"DELETE FROM {_quoted(table)} WHERE id = ?", ((i,) for i in gone))
 
     def _count(self, table: str, ids: Sequence[int], marks: list[int]) -> None:
-        """These rows go, and rows of these checksums come under the same ids."""
+        """Update the totals: these rows are replaced by rows with these checksums."""
         total = self._totals[table]
         old = list(self._select("id, sum", table, ids))
         total[0] += len(marks) - len(old)
@@ -115,10 +115,10 @@ class Database:
         total[2] += sum(marks) - sum(m for _, m in old)
 
     def read(self, table: str, ids: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """(id, row) of those ids that have one."""
+        """(id, row) of the ids that have a row."""
         for i, mark, data in self._select("id, sum, data", table, ids):
             if not isinstance(data, bytes) or _mark(i, data) != mark:
-                raise self.damaged(f"row {i} of {table} does not fit its checksum")
+                raise self.corrupt(f"row {i} of {table} does not fit its checksum")
             yield i, data
 
     def _select(self, columns: str, table: str, ids: Sequence[int]) -> Iterator[Any]:
@@ -133,7 +133,7 @@ class Database:
             raise self._refusal(error) from error
 
     def every(self, table: str) -> Iterator[tuple[int, bytes]]:
-        """(id, row) of all, in the order of their ids."""
+        """(id, row) of all rows, in the order of their ids."""
         lo = -1
         while some := list(self._page(table, lo)):
             yield from self.read(table, some)
@@ -151,23 +151,23 @@ class Database:
     def count(self, table: str, excluding: Iterable[int] = ()) -> int:
         return self._totals[table][0] - sum(1 for _ in self._select("id", table, list(excluding)))
 
-    # What was committed -------------------------------------------------------------------------------
+    # The committed state ------------------------------------------------------------------------------
 
     def put_state(self, head: dict[str, Any], tree: bytes) -> None:
-        """The state of a step, with what every table must hold beside it."""
-        said = {**head, "tables": self._totals, "tree": checksum(tree)}
-        blobs = [json.dumps(said, separators=(",", ":")).encode(), tree]
+        """Store the state of a step, with the totals of every table."""
+        content = {**head, "tables": self._totals, "tree": checksum(tree)}
+        blobs = [json.dumps(content, separators=(",", ":")).encode(), tree]
         self._sql.executemany(
             f"INSERT OR REPLACE INTO {STATE} VALUES (?, ?, ?)",
             [(i, _mark(i, memoryview(blob)), blob) for i, blob in enumerate(blobs)],
         )
 
     def get_state(self) -> tuple[dict[str, Any], bytes] | None:
-        """The last committed state, None where there is none; refuses a file that is not as it was committed."""
+        """The last committed state, None if there is none; refuses a file that differs from what was committed."""
         try:
-            said = self._sql.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if said != "ok":
-                raise self.damaged(said)
+            verdict = self._sql.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise self.corrupt(verdict)
             with self.transaction():
                 self._sql.execute(
                     f"CREATE TABLE IF NOT EXISTS {STATE} (id INTEGER PRIMARY KEY, sum INTEGER NOT NULL, data BLOB NOT NULL)"
@@ -175,7 +175,7 @@ class Database:
             blobs = dict(self.read(STATE, [0, 1]))
             head = json.loads(blobs[0]) if blobs else {"tables": {}}
             if blobs and (len(blobs) < 2 or checksum(blobs[1]) != head["tree"]):
-                raise self.damaged("its two halves are of other steps")
+                raise self.corrupt("its two halves are of different steps")
             self._verify(head["tables"])
         except sqlite3.Error as error:
             raise self._refusal(error) from error
@@ -183,14 +183,14 @@ class Database:
         return (head, blobs[1]) if blobs else None
 
     def _verify(self, tables: dict[str, list[int]]) -> None:
-        """Whether every table holds the rows that it held at the commit, none missing and none more."""
-        there = {row[0] for row in self._sql.execute("SELECT name FROM sqlite_master")} - {STATE}
-        for name in there | tables.keys():
-            if (self._held(name) if name in there else [0, 0, 0]) != tables.get(name, [0, 0, 0]):
-                raise self.damaged(f"its table {name} is not what was committed")
+        """Refuse tables whose rows differ from those at the commit."""
+        existing = {row[0] for row in self._sql.execute("SELECT name FROM sqlite_master")} - {STATE}
+        for name in existing | tables.keys():
+            if (self._totals_of(name) if name in existing else [0, 0, 0]) != tables.get(name, [0, 0, 0]):
+                raise self.corrupt(f"its table {name} is not what was committed")
 
-    def _held(self, table: str) -> list[int]:
-        """How many rows a table has, the sum of their ids, and that of their checksums."""
+    def _totals_of(self, table: str) -> list[int]:
+        """The number of rows of a table, the sum of their ids, and that of their checksums."""
         row = self._sql.execute(f"SELECT COUNT(*), SUM(id), SUM(sum) FROM {_quoted(table)}").fetchone()
         return [n or 0 for n in row]
 

@@ -1,4 +1,4 @@
-"""What a model is worth: loss, accuracy and the task's own metrics, on the whole test set and by client."""
+"""Evaluation of models: loss, accuracy and the task's metrics, on the pooled test set and by client."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _JUDGES: weakref.WeakKeyDictionary[Task, TorchGradient] = weakref.WeakKeyDiction
 
 
 class Evaluates(Protocol):
-    """Whoever can evaluate a model: an engine, or a gradient."""
+    """An engine or a gradient, which can evaluate a model."""
 
     def evaluate(self, x: Tensor, inputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]: ...
 
 
-Models = Tensor | Callable[[NDArray[np.int64]], Tensor]  # everybody's `[D]`, or these clients', `[m, D]`
+Models = (
+    Tensor | Callable[[NDArray[np.int64]], Tensor]
+)  # one model `[D]`, or a function of clients to theirs `[m, D]`
 Scores = tuple[Tensor, Tensor | None, list[Any]]  # a loss per example, classes or None, outputs in chunks
-TOGETHER = 64  # clients whose own models are held at a time
+TOGETHER = 64  # clients whose personalized models are in memory at a time
 
 
 def evaluate_model(
@@ -45,18 +47,19 @@ def evaluate_model(
     """Loss, accuracy and metrics of a model on the pooled test set, or also by client.
 
     A metric that is NaN or infinite for a client is undefined there: it is left out of the means over clients and
-    counted in `undefined`. One that is so on the whole test set ends the run. Where clients have models of their own, each judges its own test share, or as good a part of the common test set.
+    counted in `undefined`. One that is undefined on the pooled test set ends the run. Personalized models are each
+    evaluated on their client's local test set, or on an equal slice of a common test set.
     """
     if task.test is None:
         raise DataError("the task has no test set to evaluate on; give test= or evaluate_every=None")
     losses, classes, outputs = (
-        _scores(engine, task, x, *task.test) if isinstance(x, Tensor) else _own_scores(engine, task, x)
+        _scores(engine, task, x, *task.test) if isinstance(x, Tensor) else _personal_scores(engine, task, x)
     )
     record: Record = {"loss": float(losses.double().mean())}
     if on == "clients":
         record["loss_clients"] = float(_by_client(losses, task).mean())
     if classes is not None:
-        right = (classes == _whole(task.test[1])).double().cpu()
+        right = (classes == _read_all(task.test[1])).double().cpu()
         record["accuracy"] = float(right.mean())
         if on == "clients":
             record |= _spread("accuracy", _by_client(right, task))
@@ -68,28 +71,28 @@ def evaluate_model(
 
 
 def _by_client(each: Tensor, task: Task) -> NDArray[np.float64]:
-    """The mean of a measurement over every client's test share, where it has one."""
+    """The mean of a metric over each local test set that is not empty."""
     assert task.test_offsets is not None
     cuts, upto = task.test_offsets, np.concatenate([[0.0], np.cumsum(each.double().cpu().numpy())])
-    held = np.diff(cuts) > 0
-    means: NDArray[np.float64] = np.diff(upto[cuts])[held] / np.diff(cuts)[held]
+    has_tests = np.diff(cuts) > 0
+    means: NDArray[np.float64] = np.diff(upto[cuts])[has_tests] / np.diff(cuts)[has_tests]
     return means
 
 
-def _spread(name: str, shares: NDArray[np.float64]) -> Record:
-    """A measurement's mean over the clients, and over the tenth of them that it is worst for."""
-    ordered = np.sort(-shares if falls(name) else shares)[: max(1, len(shares) // 10)]
+def _spread(name: str, values: NDArray[np.float64]) -> Record:
+    """A metric's mean over the clients, and over the worst tenth of them."""
+    ordered = np.sort(-values if falls(name) else values)[: max(1, len(values) // 10)]
     worst = float(ordered.mean())
-    return {f"{name}_clients": float(shares.mean()), f"{name}_worst_tenth": -worst if falls(name) else worst}
+    return {f"{name}_clients": float(values.mean()), f"{name}_worst_tenth": -worst if falls(name) else worst}
 
 
-# The task's own metrics ---------------------------------------------------------------------------
+# The task's metrics -------------------------------------------------------------------------------
 
 
-def _own_scores(engine: Evaluates, task: Task, models: Callable[[NDArray[np.int64]], Tensor]) -> Scores:
-    """Those of every client's own model on its share, in the order of the test set."""
+def _personal_scores(engine: Evaluates, task: Task, models: Callable[[NDArray[np.int64]], Tensor]) -> Scores:
+    """The scores of every client's personalized model on its local test set, in the order of the test set."""
     assert task.test is not None
-    order, found = list(_shares(task)), []
+    order, found = list(_local_test_rows(task)), []
     for lo in range(0, len(order), TOGETHER):
         some = order[lo : lo + TOGETHER]
         for x, (_, rows) in zip(models(np.array([client for client, _ in some])), some):
@@ -104,14 +107,14 @@ def _own_scores(engine: Evaluates, task: Task, models: Callable[[NDArray[np.int6
 
 @torch.no_grad()
 def per_client(task: Task, x: Models) -> list[Record]:
-    """A row for each client that has a test share: its samples, and what its model is worth there."""
+    """A row for each client with a local test set: its number of samples, and its model's metrics there."""
     if task.test is None or task.test_offsets is None:
         raise DataError(
             "a table by client needs local test sets; give test_fraction= or client_tests= when the task is made, natural"
             " ids, or load(…, test_shares=True)"
         )
     table = []
-    for client, rows in _shares(task):
+    for client, rows in _local_test_rows(task):
         vector = x if isinstance(x, Tensor) else x(np.array([client]))[0]
         inputs, targets = (tree.take(t, rows) for t in task.test)
         losses, classes, outputs = _outputs(task, vector, inputs, targets)
@@ -121,16 +124,16 @@ def per_client(task: Task, x: Models) -> list[Record]:
         row["loss"] = float(losses.double().mean())
         if classes is not None:
             row["accuracy"] = float((classes == targets).double().mean())
-        whole = outputs[0] if len(outputs) == 1 else tree.cat(outputs)
+        all_outputs = outputs[0] if len(outputs) == 1 else tree.cat(outputs)
         for name, metric in task.metrics.items():
-            value = _value(metric, name, whole, targets, inputs, f"for client {client}")
+            value = _value(metric, name, all_outputs, targets, inputs, f"for client {client}")
             row[name] = value if np.isfinite(value) else None
         table.append(row)
     return table
 
 
-def _shares(task: Task) -> Iterator[tuple[int, Tensor]]:
-    """Each client's rows of the test set; one that is everybody's is dealt, a row after the other."""
+def _local_test_rows(task: Task) -> Iterator[tuple[int, Tensor]]:
+    """Each client's rows of the test set; a common one is dealt to the clients row by row."""
     assert task.test is not None
     count, N = tree.length(task.test[0]), task.clients
     for client in range(N if task.test_offsets is not None else min(N, count)):
@@ -175,11 +178,11 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
         outputs = chunks[0] if len(chunks) == 1 else tree.cat(chunks)
     except (RuntimeError, TypeError) as error:
         raise RunError(
-            f"metric {name!r} cannot see all outputs{when}: they differ in shape ({error}); give forward= that makes them alike"
+            f"metric {name!r} cannot get all outputs{when}: they differ in shape ({error}); give forward= that makes their shapes equal"
         ) from error
     assert task.test is not None
     asks = "inputs" in by_signature(metric).order if callable(metric) else False
-    inputs, targets = (tree.map(_whole, t) for t in (task.test[0] if asks else None, task.test[1]))
+    inputs, targets = (tree.map(_read_all, t) for t in (task.test[0] if asks else None, task.test[1]))
     value = _value(metric, name, outputs, targets, inputs, f"on the test set{when}")
     if not np.isfinite(value):
         raise RunError(
@@ -191,8 +194,8 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
         each = []
         for i, (lo, hi) in enumerate(pairwise(task.test_offsets)):
             if hi > lo:
-                own = [tree.take(t, slice(int(lo), int(hi))) for t in (outputs, targets, inputs)]
-                each.append(_value(metric, name, own[0], own[1], own[2], f"for client {i}{when}"))
+                local = [tree.take(t, slice(int(lo), int(hi))) for t in (outputs, targets, inputs)]
+                each.append(_value(metric, name, local[0], local[1], local[2], f"for client {i}{when}"))
         values = np.array(each)
         defined = values[np.isfinite(values)]  # a local test set of one class has no AUC, say
         record |= _spread(name, defined) if len(defined) else {}
@@ -204,16 +207,16 @@ def _measure(task: Task, name: str, chunks: list[Any], on: str, step: int | None
 
 def _warn(task: Task, name: str, missing: int, count: int) -> None:
     """Say once for each task that a metric is undefined for some clients."""
-    said = _WARNED.setdefault(task, set())
-    if name not in said:
-        said.add(name)
+    warned = _WARNED.setdefault(task, set())
+    if name not in warned:
+        warned.add(name)
         log.warning(
             f"metric {name!r} is undefined on the local test sets of {missing} of {count} clients, which are left out of"
             f" its mean; `undefined` in the history counts them"
         )
 
 
-def _whole(leaf: Any) -> Any:
+def _read_all(leaf: Any) -> Any:
     """All rows of a leaf, however it is kept."""
     if isinstance(leaf, LazyColumn):
         return leaf.read_all()
@@ -223,7 +226,7 @@ def _whole(leaf: Any) -> Any:
 def _value(metric: Any, name: str, outputs: Any, targets: Tree, inputs: Tree, where: str) -> float:
     """One number of a function, or of an object with reset, update and compute."""
     try:
-        if all(hasattr(metric, part) for part in ("reset", "update", "compute")):
+        if all(hasattr(metric, method) for method in ("reset", "update", "compute")):
             metric.reset()
             metric.update(outputs, targets)
             return float(metric.compute())

@@ -31,7 +31,7 @@ def export(
     format: str | None = None,
     task: Task | None = None,
 ) -> Path:
-    """Write the final model of a result or of a run folder; the format follows from the name unless given.
+    """Write the final model of a result or of a run folder; the format follows by default from the name.
 
     TorchScript and ONNX take inputs of any batch size. A folder whose task was made in Python needs `task` for them.
     """
@@ -41,29 +41,29 @@ def export(
         raise ConfigError(f"{path.name!r} names no format; end it in {', '.join(SUFFIXES)}, or give one")
     if kind not in FORMATS:
         raise unknown("format", kind, FORMATS)
-    part = path.with_name(f".{path.name}.part")
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        part.touch()
+        temporary.touch()
         if kind == "safetensors":
-            _safetensors(source, part)
+            _safetensors(source, temporary)
         else:
             module, sample = _model(source, task)
-            (_torchscript if kind == "torchscript" else _onnx)(module, sample, part)
-        part.replace(path)
+            (_torchscript if kind == "torchscript" else _onnx)(module, sample, temporary)
+        temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return path
 
 
-def _safetensors(source: Result | str | os.PathLike[str], part: Path) -> None:
+def _safetensors(source: Result | str | os.PathLike[str], target: Path) -> None:
     if isinstance(source, Result):
-        save_model(part, source.task.layout.views(source.x))
+        save_model(target, source.task.layout.views(source.x))
     else:
         path = _file(Folder(source))
         load_model(path)
-        shutil.copyfile(path, part)
+        shutil.copyfile(path, target)
 
 
 def _file(folder: Folder) -> Path:
@@ -75,7 +75,7 @@ def _file(folder: Folder) -> Path:
 
 
 def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[nn.Module, Tree]:
-    """The module with its final weights, ready to judge, and three samples for it."""
+    """The module with its final weights, in evaluation mode, and three samples for it."""
     if isinstance(source, Result):
         module, task = source.model(), source.task
     else:
@@ -92,13 +92,13 @@ def _model(source: Result | str | os.PathLike[str], task: Task | None) -> tuple[
         out = call(module, sample)
     if task.forward is not None or not isinstance(out, Tensor):
         raise DataError(
-            f"the model gives a {type(out).__name__} by a call of its own; TorchScript and ONNX hold models"
+            f"the model returns a {type(out).__name__} by a custom call; TorchScript and ONNX hold models"
             " that give a tensor: export safetensors"
         )
     return module, sample
 
 
-def _torchscript(module: nn.Module, sample: Tree, part: Path) -> None:
+def _torchscript(module: nn.Module, sample: Tree, target: Path) -> None:
     two = tree.take(sample, slice(2))
     given = {"example_kwarg_inputs": two} if isinstance(two, dict) else {"example_inputs": two}
     with _quiet(), torch.no_grad():
@@ -107,10 +107,10 @@ def _torchscript(module: nn.Module, sample: Tree, part: Path) -> None:
             raise DataError(
                 "the model computes differently for other inputs, which a trace cannot hold; export safetensors"
             )
-        traced.save(str(part))
+        traced.save(str(target))
 
 
-def _onnx(module: nn.Module, sample: Tree, part: Path) -> None:
+def _onnx(module: nn.Module, sample: Tree, target: Path) -> None:
     try:
         import onnx
     except ImportError as error:
@@ -121,15 +121,15 @@ def _onnx(module: nn.Module, sample: Tree, part: Path) -> None:
     args, kwargs = ((), two) if isinstance(two, dict) else (two if isinstance(two, tuple) else (two,), None)
     with _quiet():
         torch.onnx.export(
-            module, args, str(part), kwargs=kwargs, dynamo=False, input_names=names, output_names=["output"],
+            module, args, str(target), kwargs=kwargs, dynamo=False, input_names=names, output_names=["output"],
             dynamic_axes=axes,
         )  # fmt: skip
-        onnx.checker.check_model(str(part))
+        onnx.checker.check_model(str(target))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch calls both formats old, but programs read them."""
+    """Silence PyTorch's deprecation warnings of both formats, which programs still read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What a run's bits depend on besides its configuration: versions, processor, threads, compiled code."""
+"""The numerics fingerprint: what a run's bits depend on besides its configuration, such as versions and processor."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fedbraid_native.build import FLAGS, compiler, cpu_model, version
 
 
 class Described(Protocol):
-    """Whatever computes a run's numbers, and says how."""
+    """An engine, which describes how it computes a run's numbers."""
 
     def describe(self) -> str: ...
 
 
 def describe(engine: Described) -> Record:
-    """What the numbers of this engine, once open, depend on here."""
+    """The numerics fingerprint of this engine, once it is open."""
     from fedbraid import __version__
 
-    said: Record = {
+    facts: Record = {
         "fedbraid": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -37,8 +37,8 @@ def describe(engine: Described) -> Record:
         "threads": torch.get_num_threads(),
     }
     if "native" in engine.describe():
-        said |= _native(engine)
-    return said
+        facts |= _native(engine)
+    return facts
 
 
 def _native(engine: Described) -> Record:
@@ -56,11 +56,11 @@ def _native(engine: Described) -> Record:
 
 
 @contextmanager
-def as_before(known: Record | None) -> Iterator[None]:
-    """As many threads as the run in a folder had, where its numbers depend on them."""
-    now, bits = torch.get_num_threads(), (known or {}).get("bits", {})
+def as_before(recorded: Record | None) -> Iterator[None]:
+    """Use as many threads as the run in a folder did, if its numbers depend on them."""
+    now, bits = torch.get_num_threads(), (recorded or {}).get("bits", {})
     try:
-        if "threads" in bits and "kernels" not in bits:  # compiled gradients give the same on any number
+        if "threads" in bits and "kernels" not in bits:  # compiled gradients are the same with any number
             integer("threads", bits["threads"])
             torch.set_num_threads(bits["threads"])
         yield
@@ -68,21 +68,21 @@ def as_before(known: Record | None) -> Iterator[None]:
         torch.set_num_threads(now)
 
 
-def agree(folder: Folder, here: Record, step: int, accept: bool) -> None:
-    """Refuse to go on with other bits, unless told; then run.json says from which step on."""
-    known = folder.config()
-    before = known.get("bits", {})
-    apart = [
-        f"{key} was {before.get(key)} and is {here.get(key)}"
-        for key in {**before, **here}
-        if before.get(key) != here.get(key)
+def agree(folder: Folder, current: Record, step: int, accept: bool) -> None:
+    """Refuse to resume with changed numerics unless accepted; then run.json records from which step on."""
+    recorded = folder.config()
+    before = recorded.get("bits", {})
+    changed = [
+        f"{key} was {before.get(key)} and is {current.get(key)}"
+        for key in {**before, **current}
+        if before.get(key) != current.get(key)
     ]
-    if not apart:
+    if not changed:
         return
     if step and not accept:
         raise RunError(
-            f"{folder.path} would go on with other bits than it began with: {', '.join(apart)}; resume it where it began,"
-            " or take them with --allow-numeric-changes (allow_numeric_changes=True)"
+            f"{folder.path} would resume with changed numerics: {', '.join(changed)}; resume it where it began,"
+            " or accept the change with --allow-numeric-changes (allow_numeric_changes=True)"
         )
-    history = [*known.get("bits_before", []), {**before, "until": step}] if step else []
-    folder.write_config({**known, "bits": here, "bits_before": history})
+    history = [*recorded.get("bits_before", []), {**before, "until": step}] if step else []
+    folder.write_config({**recorded, "bits": current, "bits_before": history})

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, durations, rounds to a target. Nothing here imports torch."""
+"""Numbers as text: bytes, durations, rounds to a target. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def format_share(share: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     """
-    >>> format_share(0.9712), format_share(None)
+    >>> format_percent(0.9712), format_percent(None)
     ('97.1 %', '–')
     """
-    return "–" if share is None else f"{100 * share:.1f} %"
+    return "–" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def hint(history: Sequence[Record], classes: int | None) -> str | None:
-    """What to try where a classifier came to no more than guessing.
+    """What to try if a classifier is no better than guessing.
 
     >>> hint([{"accuracy": 0.11, "loss": 41.0}], 10)
     'no better than guessing among 10 classes: try a smaller learning rate, or clip gradients'
@@ -87,14 +87,14 @@ def hint(history: Sequence[Record], classes: int | None) -> str | None:
 
 
 def bits_up(history: Sequence[Record], parameters: int) -> float | None:
-    """How many bits a number of an update took on its way up, all headers included."""
+    """The bits per number of an uploaded update, all headers included."""
     sent = sum(r["up"].get("delta", 0) for r in history)
     numbers = parameters * sum(r["uploads"] for r in history)
     return 8 * sent / numbers if sent and numbers else None
 
 
 def rounds_to(history: Iterable[Record], target: float, key: str = "accuracy") -> int | None:
-    """The first step at which a measurement reaches the target, None where it never does.
+    """The first step at which a metric reaches the target; None if it never does.
 
     >>> rounds_to([{"step": 1, "accuracy": 0.4}, {"step": 2}, {"step": 3, "accuracy": 0.9}], 0.8)
     3
@@ -103,10 +103,10 @@ def rounds_to(history: Iterable[Record], target: float, key: str = "accuracy") -
 
 
 def until(history: Iterable[Record], step: int | None, key: str) -> int | None:
-    """What a count, such as `bytes_up`, adds up to by a step."""
+    """The sum of a count, such as `bytes_up`, up to a step."""
     return None if step is None else sum(r[key] for r in history if r["step"] <= step)
 
 
 def best(history: Iterable[Record], key: str = "accuracy") -> float | None:
-    """The largest value of a measurement."""
+    """The largest value of a metric."""
     return max((r[key] for r in history if key in r), default=None)

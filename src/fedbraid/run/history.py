@@ -1,4 +1,4 @@
-"""The records of a run, one a step: what is long goes to a file without a name, so that no run grows in memory."""
+"""The records of a run, one a step: long histories are in an unnamed file, so that no run grows in memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, overload
 
 Record = dict[str, Any]
 
-KEPT = 2**22  # bytes of records that stay in memory
+MEMORY_BYTES = 2**22  # bytes of records that are held in memory
 
 
 class History(Sequence[Record]):
-    """Reads like a list of dicts; each look gives a fresh one. It costs eight bytes of memory a record."""
+    """A sequence of dicts, each of which is unpickled on access. It costs eight bytes of memory a record."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
-        self._file = SpooledTemporaryFile(max_size=KEPT)  # noqa: SIM115
+        self._file = SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
         self._ends = array("Q", [0])
         self._at_end = True
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class History(Sequence[Record]):
             self._at_end = False
             self._file.seek(self._ends[i])
             packed = self._file.read(self._ends[i + 1] - self._ends[i])
-        found: Record = pickle.loads(packed)  # of this process's own making: nobody else can open the file
+        found: Record = pickle.loads(packed)  # written by this process; no other process can open the file
         return found
 
     def __iter__(self) -> Iterator[Record]:

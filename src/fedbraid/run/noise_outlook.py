@@ -1,4 +1,4 @@
-"""How private noise compares with what clients send, in one sentence before a run begins.
+"""A comparison of private noise with clients' updates, in one sentence before a run begins.
 
 A clipped update has at most the norm C; over d weights, noise N(0, (zC)²) on the sum of n updates has the norm zC√d on
 average, so that the mean of n has zC√d/n (clients that add it themselves: zC√(d/n)). Updates of several steps point
@@ -26,7 +26,7 @@ HOPELESS = 10.0  # and next to nothing from here on
 
 @dataclass(frozen=True)
 class Outlook:
-    """Noise beside updates, a step and a run long."""
+    """Noise relative to updates, over a step and over a run."""
 
     noise: float  # standard deviation of a coordinate of the average
     update: float  # a coordinate of an update with the norm of the clip, root mean square
@@ -51,22 +51,22 @@ class Outlook:
         return math.ceil(self.cohort * (more**2 if self.client_side else more))
 
     def __str__(self) -> str:
-        said = (
+        text = (
             f"privacy: noise of {self.noise:.2g} on each of {format_count(self.weights)} weights of the average, beside"
             f" {self.update:.2g} of a clipped update: {self.noise / self.update:.3g} × in a step, {self.of_run:.2g} × over"
             f" {self.steps:,} steps"
         )
         if not self.is_weak:
-            return said
+            return text
         hope = "which is hopeless" if self.of_run > HOPELESS else "which leaves little to learn from"
         return (
-            f"{said}, {hope}; use cohorts of {self.enough:,} clients at this noise, a larger epsilon=, sampling='poisson',"
+            f"{text}, {hope}; use cohorts of {self.enough:,} clients at this noise, a larger epsilon=, sampling='poisson',"
             " or fewer weights (LoRA, personal=)"
         )
 
 
 def outlook(algorithm: Algorithm, steps: int, cohort: float, weights: int) -> Outlook | None:
-    """That of an algorithm which was bound to its run; None where it adds no noise to what clients send."""
+    """The outlook of an algorithm that is attached to its run; None if it adds no noise to uploads."""
     gather, up = algorithm.gather, algorithm.up
     if isinstance(gather, Noised) and gather.z > 0:
         planned = gather.planned
@@ -80,38 +80,38 @@ def outlook(algorithm: Algorithm, steps: int, cohort: float, weights: int) -> Ou
 
 
 @contextmanager
-def naming_noise(seen: Outlook | None) -> Iterator[None]:
-    """Where a run diverges whose noise exceeds its updates, the error says so first."""
+def naming_noise(forecast: Outlook | None) -> Iterator[None]:
+    """If a run diverges whose noise exceeds its updates, begin the error with that."""
     try:
         yield
     except Diverged as error:
-        if seen is None or seen.of_run <= 1:
+        if forecast is None or forecast.of_run <= 1:
             raise
         raise Diverged(
-            f"the noise that keeps this run private drowned its updates ({seen}). What it came to: {error}"
+            f"the noise that keeps this run private exceeds its updates ({forecast}), and then {error}"
         ) from error
 
 
 def privacy_of(algorithm: Algorithm) -> Record | None:
-    """What ε is stated at, for whom and by which noise; None of an algorithm that promises nothing."""
-    if (own := hiding(algorithm.rule)) is not None:
-        return {"delta": own.delta, "unit": "example", "where": "client"}
-    for part, where in ((algorithm.gather, "server"), (algorithm.up, "client")):
-        if isinstance(part, Noised | LocalNoise):
-            where = "distributed" if isinstance(part, Noised) and part.by_clients else where
-            return {"delta": part.delta, "unit": "client", "where": where}
+    """δ, the unit and the place of the noise that ε is stated for; None unless the algorithm is private."""
+    if (example_noise := hiding(algorithm.rule)) is not None:
+        return {"delta": example_noise.delta, "unit": "example", "where": "client"}
+    for source, where in ((algorithm.gather, "server"), (algorithm.up, "client")):
+        if isinstance(source, Noised | LocalNoise):
+            where = "distributed" if isinstance(source, Noised) and source.by_clients else where
+            return {"delta": source.delta, "unit": "client", "where": where}
     return None
 
 
 UNITS = {"client": "all data of a client", "example": "one example of a client"}
 
 
-def promise(epsilon: float | None, said: Record | None) -> str | None:
-    """(ε, δ) and whom it protects, for tables.
+def promise(epsilon: float | None, privacy: Record | None) -> str | None:
+    """(ε, δ) and the protected unit, for tables.
 
     >>> promise(7.9951, {"delta": 1e-5, "unit": "client", "where": "server"})
     'ε = 7.995, δ = 1e-05, for all data of a client'
     """
-    if epsilon is None or said is None:
+    if epsilon is None or privacy is None:
         return None
-    return f"ε = {epsilon:.4g}, δ = {said['delta']:g}, for {UNITS[said['unit']]}"
+    return f"ε = {epsilon:.4g}, δ = {privacy['delta']:g}, for {UNITS[privacy['unit']]}"

@@ -1,4 +1,4 @@
-"""A bar that shows how a run is doing: step, accuracy, bytes up and down, time left."""
+"""A progress bar of a run: step, accuracy, bytes up and down, time left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedbraid.algorithms.lora import how
-from fedbraid.run.formatting import format_bytes, format_seconds, format_share
+from fedbraid.run.formatting import format_bytes, format_percent, format_seconds
 from fedbraid.run.noise_outlook import outlook
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Screen(Protocol):
     def add(self, title: str, total: int, done: int) -> int: ...
 
     def show(self, bar: int, done: int, facts: list[str], finished: bool = False) -> None:
-        """Draw; `facts` are from the most to the least important."""
+        """Draw; `facts` are ordered from the most to the least important."""
 
     def say(self, text: str) -> None: ...
 
@@ -56,19 +56,19 @@ class Bar:
     def start(self, run: Run) -> None:
         title = self.title or run.setup.algorithm.label.split("(")[0]
         if not (self.shared or self.screen.disabled):
-            self._foretell(run)
+            self._forecast(run)
         self.bar = self.screen.add(title, run.schedule.steps, run.state.t)
         self.custom = dict.fromkeys(run.setup.task.metrics, float("nan"))
         for record in run.folder.records() if run.folder is not None and run.state.t else ():
             self._add(record)  # steps before a resume
 
-    def _foretell(self, run: Run) -> None:
-        """Say how adapters are averaged, and how private noise compares with updates."""
+    def _forecast(self, run: Run) -> None:
+        """Print how adapters are averaged, and how private noise compares with updates."""
         layout, algorithm = run.setup.task.layout, run.setup.algorithm
         if (adapters := how(layout, algorithm)) is not None:
             self.screen.say(f"LoRA: {adapters}")
         foreseen = outlook(algorithm, run.schedule.steps, run.setup.cohort, layout.size)
-        if foreseen is not None and not foreseen.is_weak:  # weak ones are warned of
+        if foreseen is not None and not foreseen.is_weak:  # weak ones are logged as warnings
             self.screen.say(str(foreseen))
 
     def step(self, record: Record, run: Run) -> None:
@@ -87,7 +87,7 @@ class Bar:
         self.custom = {name: record.get(name, value) for name, value in self.custom.items()}
 
     def _facts(self) -> list[str]:
-        facts = [format_share(self.accuracy)]
+        facts = [format_percent(self.accuracy)]
         facts += [f"{name} {value:.3f}" for name, value in self.custom.items()]
         facts += [] if self.epsilon is None else [f"ε {self.epsilon:.2f}"]
         return [*facts, f"↑ {format_bytes(self.up)}", f"↓ {format_bytes(self.down)}"]
@@ -98,12 +98,12 @@ class Bar:
             self.screen.stop()
 
     def close(self) -> None:
-        """Stop drawing, also when a run did not reach its end."""
+        """Stop drawing, also after an error."""
         self.screen.stop()
 
 
 class CellsBar:
-    """One bar for all cells of a comparison: hears its events and counts server steps."""
+    """One bar for all cells of a comparison: receives its events and counts server steps."""
 
     def __init__(self) -> None:
         self.screen = display()
@@ -141,12 +141,12 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a bar belongs there unasked: in a terminal or a notebook, but not in pipes or worker processes."""
+    """Whether to draw a bar by default: in a terminal or a notebook, but not in pipes or worker processes."""
     return os.getpid() == _PROCESS and (in_notebook() or sys.stderr.isatty())
 
 
 def display(console: Console | None = None) -> Screen:
-    """A screen for bars, which draws when told to and starts no thread."""
+    """A screen for bars, which draws when called and starts no thread."""
     return Cell() if console is None and in_notebook() else Terminal(console)
 
 
@@ -154,7 +154,7 @@ def display(console: Console | None = None) -> Screen:
 
 
 class Cell:
-    """Bars under a notebook's cell, one line each, gone when the run has ended."""
+    """Bars under a notebook's cell, one line each, removed when the run has ended."""
 
     every = 0.25
     disabled = False
@@ -162,7 +162,7 @@ class Cell:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.bars: list[tuple[str, int, int, float]] = []  # title, total, done at the start, begun
-        self.shown: Any = None
+        self.handle: Any = None
 
     def add(self, title: str, total: int, done: int) -> int:
         self.bars.append((title, total, done, time.monotonic()))
@@ -172,17 +172,17 @@ class Cell:
 
     def show(self, bar: int, done: int, facts: list[str], finished: bool = False) -> None:
         title, total, first, begun = self.bars[bar]
-        took = time.monotonic() - begun
-        left = took * (total - done) / (done - first) if done > first else None
+        elapsed = time.monotonic() - begun
+        left = elapsed * (total - done) / (done - first) if done > first else None
         clock = (
-            f"took {format_seconds(took)}"
+            f"took {format_seconds(elapsed)}"
             if finished
             else ""
             if left is None
             else f"{format_seconds(left)} left"
         )
-        said = html.escape("  ".join([title, f"{done}/{total}", *facts, clock]))
-        self.lines[bar] = f"<div><progress value='{done}' max='{total}'></progress> <code>{said}</code></div>"
+        text = html.escape("  ".join([title, f"{done}/{total}", *facts, clock]))
+        self.lines[bar] = f"<div><progress value='{done}' max='{total}'></progress> <code>{text}</code></div>"
         self._draw("".join(self.lines))
 
     def say(self, text: str) -> None:
@@ -190,7 +190,7 @@ class Cell:
         self.bars.append(("", 0, 0, 0.0))
 
     def stop(self) -> None:
-        if self.shown is not None:
+        if self.handle is not None:
             self._draw("")
 
     def _draw(self, text: str) -> None:
@@ -198,20 +198,20 @@ class Cell:
 
         page: Any = ipython
 
-        if self.shown is None:
-            self.shown = page.display(page.HTML(text), display_id=True)
+        if self.handle is None:
+            self.handle = page.display(page.HTML(text), display_id=True)
         else:
-            self.shown.update(page.HTML(text))
+            self.handle.update(page.HTML(text))
 
 
 # Terminals ------------------------------------------------------------------------------------------
 
-BARS = (24, 10)  # how wide the bar may be, the widest that leaves room for all else
+BARS = (24, 10)  # widths of the bar; the widest that fits is used
 TITLE = 8  # to which a long title may be cut
 
 
 class Terminal:
-    """Bars on stderr, one line each however narrow the terminal; nothing where it is not a terminal."""
+    """Bars on stderr, one line each however narrow the terminal; none if stderr is not a terminal."""
 
     every = 0.1
 
@@ -229,7 +229,7 @@ class Terminal:
     def add(self, title: str, total: int, done: int) -> int:
         bar = self.progress.add_task(title, total=total, completed=done, facts=[])
         self.progress.start()
-        self.console.show_cursor(True)  # whatever ends the run, the terminal stays usable
+        self.console.show_cursor(True)  # the terminal stays usable however the run ends
         return bar
 
     def show(self, bar: int, done: int, facts: list[str], finished: bool = False) -> None:
@@ -249,7 +249,7 @@ class Terminal:
 
 
 def _line(screen: Terminal) -> Any:
-    """A column of whole lines, which leaves out what does not fit: bytes first, never the count or the time."""
+    """A column of complete lines, which drops facts that do not fit: bytes first, never the count or the time."""
     from rich.progress import ProgressColumn
     from rich.text import Text
 
@@ -259,15 +259,15 @@ def _line(screen: Terminal) -> Any:
             title = f"{task.description:<{titles}}"
             count = f"{task.completed}/{task.total}".rjust(2 * len(str(task.total)) + 1)
             clock = _clock(task)
-            known = task.fields["facts"]
-            for facts in (known[:n] for n in range(len(known), min(1, len(known)) - 1, -1)):
+            task_facts = task.fields["facts"]
+            for facts in (task_facts[:n] for n in range(len(task_facts), min(1, len(task_facts)) - 1, -1)):
                 for wide in BARS:
                     line = _assembled(title, wide, task, [count, *facts, clock])
                     if line.cell_len <= screen.console.width:
                         return line
-            rest = [count, *known[:1], clock]
-            room = screen.console.width - len("  ".join(filter(None, rest))) - 1
-            return _assembled(_cut(title.strip(), max(TITLE, room)), 0, task, rest)
+            rest = [count, *task_facts[:1], clock]
+            width = screen.console.width - len("  ".join(filter(None, rest))) - 1
+            return _assembled(_cut(title.strip(), max(TITLE, width)), 0, task, rest)
 
     def _assembled(title: str, wide: int, task: Any, rest: list[str]) -> Text:
         done = round(wide * task.completed / task.total) if task.total else wide
@@ -279,12 +279,12 @@ def _line(screen: Terminal) -> Any:
 
 
 def _clock(task: Any) -> str:
-    """Time left while it runs, time taken when it has finished, nothing where it was stopped."""
+    """Time left while it runs, elapsed time when it has finished, nothing if it was stopped."""
     if task.finished:
         return f"took {format_seconds(task.finished_time or 0.0)}"
     left = None if task.stop_time is not None else task.time_remaining
     return "" if left is None else f"{format_seconds(left)} left"
 
 
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 1] + "…"
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -31,7 +31,7 @@ from fedbraid.run.state import State
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """The result of a run."""
 
     x: Tensor  # the final model, flat float32: the averaged one, which was evaluated
     history: Sequence[Record] = field(repr=False)  # one dict per server step
@@ -39,29 +39,31 @@ class Result:
     state: State = field(repr=False)
     algorithm: Algorithm = field(repr=False)
     engine: str = ""
-    plan: str | None = None  # why this engine, where fedbraid chose it
+    plan: str | None = None  # why this engine, if fedbraid selected it
     out: Path | None = None
     work: Work | None = field(default=None, repr=False)
 
     def model(self, client: int | None = None) -> nn.Module:
-        """The torch module with the final weights; a client's has its own parts, or is the model of its own."""
+        """The torch module with the final weights; with `client`, that client's personalized model."""
         with self._rows(client):
             return load_model_of(self.task, self.algorithm, self.state, client)
 
     def per_client(self) -> list[Record]:
-        """A row a client that has a test share: its samples, and what the model that it uses is worth there."""
+        """A row for each client with a local test set: its number of samples, and its model's metrics there."""
         with self._rows(0):
-            own = partial(models_of, self.algorithm.rule, self.state)
-            return per_client(self.task, own if self.state.clients.default else self.x)
+            models = partial(models_of, self.algorithm.rule, self.state)
+            return per_client(self.task, models if self.state.clients.default else self.x)
 
     @contextmanager
     def _rows(self, client: int | None) -> Iterator[None]:
-        """What clients remember, which the end of a run closed."""
+        """Open the clients' state, which the end of the run closed."""
         if client is None or not self.state.clients.stored:
             yield
             return
         if self.out is None:
-            raise RunError("what clients hold went to a file that ended with the run; give out= to keep it")
+            raise RunError(
+                "the clients' state was spilled to a temporary file, which ended with the run; give out= to store it"
+            )
         db = Database(self.out / "state.db")
         try:
             self.state.clients.attach(db, "clients", None)
@@ -79,16 +81,16 @@ class Result:
 
     @property
     def lora(self) -> str | None:
-        """How low-rank adapters were averaged, where there are some."""
+        """How low-rank adapters were averaged; None without adapters."""
         return lora(self.task.layout, self.algorithm)
 
     @property
     def privacy(self) -> str | None:
-        """(ε, δ) that the run spent and whom it protects, where it is private."""
+        """(ε, δ) that the run spent and the protected unit; None unless it is private."""
         return promise(self.last("epsilon"), privacy_of(self.algorithm))
 
     def last(self, key: str) -> float | None:
-        """The latest value of a measurement, None where there was none."""
+        """The latest value of a metric; None if there is none."""
         return next((r[key] for r in reversed(self.history) if key in r), None)
 
     def __str__(self) -> str:
@@ -105,11 +107,11 @@ class Result:
             "LoRA": self.lora,
             "note": self._remark(),
         }
-        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in facts.items()}
-        return "\n".join(f"{k:>10}  {v}" for k, v in shown.items() if v is not None)
+        rounded = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in facts.items()}
+        return "\n".join(f"{k:>10}  {v}" for k, v in rounded.items() if v is not None)
 
     def _remark(self) -> str | None:
-        """That nothing was learned, where the model names labels no better than a constant would."""
+        """A note that nothing was learned, if the accuracy is at most that of the most frequent label."""
         accuracy, test = self.last("accuracy"), self.task.test
         labels = None if test is None else test[1]
         if (
@@ -130,13 +132,13 @@ class Result:
         return notebook.as_html(self)
 
     def plot(self, metric: str | None = None, axis: str = "step") -> Any:
-        """A matplotlib figure of a measurement over "step", "bytes", "time" or "flops" (extra `plot`)."""
+        """A matplotlib figure of a metric over "step", "bytes", "time" or "flops" (extra `plot`)."""
         from fedbraid.report import notebook
 
         return notebook.plot(self, metric, axis)
 
     def timeline(self) -> Any:
-        """A matplotlib figure of who trained when, from which version, in a run on a clock (extra `plot`)."""
+        """A matplotlib figure of each job's client, version and interval, in a run with a clock (extra `plot`)."""
         from fedbraid.report import notebook
 
         return notebook.timeline(self)
@@ -161,19 +163,19 @@ class Result:
 
 
 def models_of(rule: Rule, state: State, clients: NDArray[np.int64]) -> Tensor:
-    """The whole models `[m, D]` that clients use: the server's or their own, with their personal parts."""
+    """The full models `[m, D]` that clients use: the global or personalized ones, with personal parameters."""
     memory = {name: v.to(state.x.device) for name, v in state.clients.get(clients).items()}
     personal = rule.traits().personal
-    own = None if personal is None else personal.personal_model
-    shared = state.average.expand(len(clients), -1) if own is None else own(memory)
+    personal_model = None if personal is None else personal.personal_model
+    shared = state.average.expand(len(clients), -1) if personal_model is None else personal_model(memory)
     return torch.cat([shared, memory[PERSONAL]], 1) if PERSONAL in memory else shared
 
 
 def load_model_of(task: Task, algorithm: Algorithm, state: State, client: int | None) -> nn.Module:
-    """A module with the averaged weights, and the personal parts that clients start with, or with a client's own."""
+    """A module with the averaged weights and the initial personal parameters, or with a client's model."""
     if client is None:
-        own = state.clients.default.get(PERSONAL)
-        x = state.average if own is None else torch.cat([state.average, own.to(state.average)])
+        personal = state.clients.default.get(PERSONAL)
+        x = state.average if personal is None else torch.cat([state.average, personal.to(state.average)])
     elif not 0 <= client < task.clients:
         raise ConfigError(f"there is no client {client}; there are {task.clients} from 0 on")
     else:

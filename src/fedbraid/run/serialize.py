@@ -1,4 +1,4 @@
-"""State as it is written down: trees of tensors, numbers, rows and records, as JSON with the tensors beside it."""
+"""Serialized state: trees of tensors, numbers, client tables and records, as JSON followed by the tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Records = Mapping[str, type]  # qualified name -> class
 
 
 def tables(tree: Any, path: str) -> Iterator[tuple[str, ClientTable]]:
-    """Every table of rows in a tree, once, named by its place."""
-    seen: set[int] = set()
+    """Every client table in a tree, once, named by its path."""
+    listed: set[int] = set()
     for name, value in _walk(tree, path):
-        if isinstance(value, ClientTable) and id(value) not in seen:
-            seen.add(id(value))
+        if isinstance(value, ClientTable) and id(value) not in listed:
+            listed.add(id(value))
             yield name, value
 
 
@@ -58,11 +58,11 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def pack(tree: Any, path: str, named: Mapping[str, ClientTable], known: Records) -> bytes:
-    """A tree as bytes; its rows stay in their tables, of which it keeps the names."""
-    places = {id(rows): name for name, rows in named.items()}
+def pack(tree: Any, path: str, named: Mapping[str, ClientTable], record_types: Records) -> bytes:
+    """A tree as bytes; client tables are stored by name, without their rows."""
+    table_names = {id(rows): name for name, rows in named.items()}
     tensors: dict[str, Tensor] = {}
-    keys: dict[int, str] = {}  # a tensor in several places is written once
+    keys: dict[int, str] = {}  # a tensor that occurs several times is written once
 
     def lay(value: Any, path: str) -> Any:
         match value:
@@ -71,15 +71,15 @@ def pack(tree: Any, path: str, named: Mapping[str, ClientTable], known: Records)
                     keys[id(value)] = str(len(tensors))
                     tensors[keys[id(value)]] = value.detach().cpu().contiguous().clone()
                 return {"tensor": keys[id(value)]}
-            case ClientTable() if id(value) in places:
-                return {"rows": places[id(value)]}
+            case ClientTable() if id(value) in table_names:
+                return {"rows": table_names[id(value)]}
             case dict() if all(type(k) in (str, int) for k in value):
                 return {"dict": [[k, lay(v, f"{path}.{k}")] for k, v in value.items()]}
             case None | bool() | int() | float() | str():
                 return value
         if type(value) in (tuple, list):
             return {type(value).__name__: [lay(v, f"{path}.{i}") for i, v in enumerate(value)]}
-        if _is_record(value) and _found(_name(type(value)), known) is type(value):
+        if _is_record(value) and _record_type(_name(type(value)), record_types) is type(value):
             inner = {k: lay(v, f"{path}.{k}") for k, v in _fields(value).items()}
             return {"record": _name(type(value)), "fields": inner}
         raise RunError(
@@ -91,8 +91,8 @@ def pack(tree: Any, path: str, named: Mapping[str, ClientTable], known: Records)
     return len(head).to_bytes(4, "little") + head + save_tensors(tensors)
 
 
-def unpack(blob: bytes, named: Mapping[str, ClientTable], known: Records, device: Any) -> Any:
-    """The tree that `pack` wrote; ValueError, KeyError, TypeError or SafetensorError where it did not."""
+def unpack(blob: bytes, named: Mapping[str, ClientTable], record_types: Records, device: Any) -> Any:
+    """The tree that `pack` wrote; ValueError, KeyError, TypeError or SafetensorError for other bytes."""
     size = int.from_bytes(blob[:4], "little")
     head, tensors = json.loads(blob[4 : 4 + size]), load_tensors(bytes(blob[4 + size :]))
     build: dict[str, Callable[[Any], Any]] = {
@@ -107,7 +107,7 @@ def unpack(blob: bytes, named: Mapping[str, ClientTable], known: Records, device
         if not isinstance(value, dict):
             return value
         if "record" in value:
-            kind = _found(value["record"], known)
+            kind = _record_type(value["record"], record_types)
             if kind is None:
                 raise KeyError(value["record"])
             return _made(kind, {k: raise_up(v) for k, v in value["fields"].items()})
@@ -117,10 +117,10 @@ def unpack(blob: bytes, named: Mapping[str, ClientTable], known: Records, device
     return raise_up(head)
 
 
-def _found(name: str, known: Records) -> type | None:
-    """A record's class: one of those known, or one that fedbraid itself has loaded; a file imports nothing."""
-    if name in known:
-        return known[name]
+def _record_type(name: str, record_types: Records) -> type | None:
+    """A record's class: a registered one, or one in a loaded module of fedbraid; nothing is imported."""
+    if name in record_types:
+        return record_types[name]
     module, _, inner = name.partition(":")
     if module != "fedbraid" and not module.startswith("fedbraid."):
         return None

@@ -1,4 +1,4 @@
-"""What the server holds of its own, for parts that train or distil on it."""
+"""The server's data, for transforms that train or distil on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedbraid.errors import DataError
 
 
 @dataclass(frozen=True)
-class Held:
-    """A task's public share and test set, and the model to try on them."""
+class TaskServerData:
+    """A task's public set and test set, and the model that is evaluated on them."""
 
     task: Task
     seed: int
@@ -24,7 +24,7 @@ class Held:
     def public(self) -> tuple[Tree, Tree]:
         if self.task.public is None:
             raise DataError(
-                "the server's part needs data of its own, and the task has none; give public=(inputs, targets)"
+                "the algorithm needs public data on the server, and the task has none; give public=(inputs, targets)"
             )
         return self.task.public
 
@@ -32,7 +32,7 @@ class Held:
     def test(self) -> tuple[Tree, Tree]:
         if self.task.test is None:
             raise DataError(
-                "the server's part needs the test set, and the task has none; give test=(inputs, targets)"
+                "the algorithm needs the test set on the server, and the task has none; give test=(inputs, targets)"
             )
         return self.task.test
 

@@ -18,7 +18,7 @@ from fedbraid.core.link import BroadcastContext
 from fedbraid.core.work import step_counts
 from fedbraid.engines.engine import Reply, Setup
 from fedbraid.errors import Diverged, WireError
-from fedbraid.run.server_data import Held
+from fedbraid.run.server_data import TaskServerData
 from fedbraid.run.source import ServerStep, StepSource
 from fedbraid.run.state import State
 from fedbraid.run.step_metrics import StepMetrics
@@ -84,7 +84,7 @@ def advance(
             state.t, cohort if traits.planned_cohort is None else traits.planned_cohort, N, population.samples, lr, K, a, metrics.quantized_fraction if traits.quantized_fraction is None else traits.quantized_fraction,
             layout, sizes, metrics.max_staleness, {name: v[None] for name, v in state.sent[state.t].vectors.items()},
             tick.dropped if tick.is_synchronous else 0, setup.seed,
-            Held(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
+            TaskServerData(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
         )  # fmt: skip
         acc = algorithm.gather.zero(x) if acc is None else acc
         u, gather, notes = algorithm.gather.close(acc, state.gather, ctx)

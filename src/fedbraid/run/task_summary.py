@@ -1,7 +1,7 @@
-"""What a report says of a task: who holds what, and what a sample costs.
+"""Facts about a task for reports: its partition, and the FLOPs of a sample.
 
-A task that can be loaded by name is loaded again. One that was made in Python is described in the run's
-folder when the run begins, in `task.json`.
+A task that can be loaded by name is reloaded. One that was made in Python is described in `task.json` in the run's
+folder when the run begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FILE = "task.json"
 CLIENTS = 400  # columns of the partition picture
-SIZES = 100_000  # clients whose sizes are kept in a folder
+SIZES = 100_000  # clients whose sizes are stored in a folder
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class TaskSummary:
 
     partition: Record
     sizes: NDArray[np.int64] | None
-    forward: float | None  # FLOPs per sample, where the model could be counted
+    forward: float | None  # FLOPs per sample, None if they could not be counted
     parameters: int
 
 
 def of_task(task: Task) -> TaskSummary:
     try:
         forward = flops.of_task(task)
-    except Exception:  # torch's counter runs the user's own model in its own way, and may not get through
+    except Exception:  # torch's counter may fail on a user's model
         forward = None
     return TaskSummary(_partition(task), task.sizes, forward, task.layout.size)
 
@@ -60,19 +60,19 @@ def note(folder: Folder, task: Task) -> None:
     """Describe a task made in Python in the run's folder."""
     if task.spec is not None and not files.names_file(task.spec):
         return
-    known = of_task(task.to("cpu"))
-    sizes = None if known.sizes is None or len(known.sizes) > SIZES else known.sizes.tolist()
-    folder.write_json(FILE, vars(known) | {"sizes": sizes})
+    summary = of_task(task.to("cpu"))
+    sizes = None if summary.sizes is None or len(summary.sizes) > SIZES else summary.sizes.tolist()
+    folder.write_json(FILE, vars(summary) | {"sizes": sizes})
 
 
 def noted(folder: Folder) -> TaskSummary | None:
     """What the run's folder says of its task, None where it says nothing."""
     if not (folder.path / FILE).exists():
         return None
-    said = folder.read_json(FILE)
+    facts = folder.read_json(FILE)
     try:
-        sizes = None if said["sizes"] is None else np.array(said["sizes"], np.int64)
-        return TaskSummary(dict(said["partition"]), sizes, said["forward"], int(said["parameters"]))
+        sizes = None if facts["sizes"] is None else np.array(facts["sizes"], np.int64)
+        return TaskSummary(dict(facts["partition"]), sizes, facts["forward"], int(facts["parameters"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"{folder.path / FILE} is corrupt ({error}); remove it to report without the partition"

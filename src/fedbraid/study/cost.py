@@ -96,7 +96,7 @@ def estimate(
     full_layout = Layout.of(module) if full_layout is None else full_layout
     layout, everything = full_layout.shared, full_layout.flatten(module)
     x, personal = everything[: layout.size], everything[layout.size :]
-    state = State.first(algorithm, layout, x, 0, own={PERSONAL: personal} if len(personal) else None)
+    state = State.first(algorithm, layout, x, 0, personal={PERSONAL: personal} if len(personal) else None)
     server = sum(_bytes(tree) for tree in (state.x, state.gather, state.server, state.wire))
     rows = {name: r.row_bytes for name, r in rows_of(state)}
     server += sum(size * crowd.clients for name, size in rows.items() if name != "clients")

@@ -18,7 +18,7 @@ from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, Diverged, RunError
 from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
-from fedbraid.run.formatting import format_seconds, format_share
+from fedbraid.run.formatting import format_percent, format_seconds
 from fedbraid.run.run import PAUSE, Run
 from fedbraid.run.simulate import simulate
 from fedbraid.study import flops, stats
@@ -373,8 +373,8 @@ class Race:
     def unreached(self, values: Sequence[tuple[float, str]]) -> ConfigError:
         value, name = max(values)
         return ConfigError(
-            f"no candidate reached an accuracy of {format_share(self.situation.accuracy)} in {self.rounds} rounds; the"
-            f" best, {name}, came to {format_share(value)}; use accuracy={math.floor(100 * value) / 100:g} or more rounds"
+            f"no candidate reached an accuracy of {format_percent(self.situation.accuracy)} in {self.rounds} rounds; the"
+            f" best, {name}, came to {format_percent(value)}; use accuracy={math.floor(100 * value) / 100:g} or more rounds"
         )
 
     def confirm(self, finalists: Sequence[Arm]) -> Grid:

@@ -19,24 +19,22 @@ from typing import Any, Generic, TypeVar
 from fedbraid.algorithms.registry import parts
 from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.work import Work
-from fedbraid.engines.engine import Engine
+from fedbraid.data.task import Task
 from fedbraid.engines.in_process import InProcess
 from fedbraid.errors import EngineError, RunError
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.result import Result
 from fedbraid.run.run import Run
+from fedbraid.run.simulate import simulate
 from fedbraid.schedule import Schedule
-from fedbraid.study import stats
+from fedbraid.study import flops, stats
+from fedbraid.study.energy import DeviceProfile, EnergyMeter
 from fedbraid.workers import Ask, Failure, WorkerPool, prepare
 
 FAILED = "failed.json"
 REPORT_EVERY_S = 0.2  # between two messages of a cell
 
 C = TypeVar("C")
-
-
-def engine(runs: int) -> Engine:
-    """Where the cells of a campaign run: in its worker processes, of one thread each, which share compiled models."""
-    return InProcess(threads=1, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,23 @@ class Entry:
         what = repr((parts(self.algorithm), self.work, self.schedule)).encode()
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40]
         return f"{slug}-{hashlib.blake2b(what, digest_size=4).hexdigest()}"
+
+
+def train(
+    task: Task, e: Entry, seed: int, out: Path, runs: int, callbacks: Sequence[Any], energy: DeviceProfile | None = None,
+    **options: Any,
+) -> Result:  # fmt: skip
+    """Run an entry, in a worker of a campaign of so many runs; with a device, records say what its clients spent.
+
+    Workers have one thread each and share compiled models.
+    """
+    if energy is not None:
+        client_flops = flops.of_clients(task, e.algorithm, e.work)
+        callbacks = [*callbacks, EnergyMeter(energy, client_flops, getattr(e.schedule, "bandwidth", None))]
+    return simulate(
+        task, e.algorithm, e.work, e.schedule, seed=seed, engine=InProcess(threads=1, runs=runs), out=out,
+        callbacks=callbacks, **options,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

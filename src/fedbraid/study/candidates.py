@@ -21,7 +21,7 @@ from fedbraid.core.work import Work
 from fedbraid.data import tree
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, MissingExtra, unknown
-from fedbraid.parse import with_keywords
+from fedbraid.parse import quantity, with_keywords
 from fedbraid.run.formatting import format_bytes, format_seconds
 from fedbraid.schedule import Schedule, buffered, rounds
 from fedbraid.schedule.availability import availability
@@ -65,9 +65,15 @@ FIRST = (
 )
 
 
+UNITS = {"uplink": "rate", "downlink": "rate", "server_memory": "size", "deadline": "duration", "epsilon": ""}
+
+
 @dataclass(frozen=True)
 class Situation:
-    """What there is and what counts: clients, links in bytes a second, memory in bytes, times in seconds."""
+    """What there is and what counts: clients, links in bytes a second, memory in bytes, times in seconds.
+
+    Numbers may come with other units, such as "200kB/s".
+    """
 
     per_round: int | float = 10
     rounds: int | None = None
@@ -87,8 +93,9 @@ class Situation:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise unknown("objective", self.objective, OBJECTIVES)
-        for name in ("uplink", "downlink", "server_memory", "deadline", "epsilon"):
+        for name, unit in UNITS.items():
             if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, value := quantity(name, value, unit) if unit else value)
                 number(name, value, "(0, inf)", "admits nothing")
         if self.rounds is not None:
             integer("rounds", self.rounds)

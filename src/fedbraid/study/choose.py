@@ -22,7 +22,6 @@ from fedbraid.core.check import number
 from fedbraid.core.work import Work
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, Diverged, MissingExtra
-from fedbraid.parse import quantity
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_bytes, format_seconds
 from fedbraid.run.run import unproven
@@ -185,13 +184,9 @@ def choose(
         task = tasks.load(task, clients, partition)
     elif clients is not None or partition is not None:
         raise ConfigError("clients= and partition= go with the name of a task; this task has its own")
-    given: dict[str, tuple[Any, str]] = {
-        "uplink": (uplink, "rate"), "downlink": (downlink, "rate"), "server_memory": (server_memory, "size"),
-        "deadline": (deadline, "duration"),
+    limits: dict[str, Any] = {
+        "uplink": uplink, "downlink": downlink, "server_memory": server_memory, "deadline": deadline
     }  # fmt: skip
-    limits = {
-        key: None if value is None else quantity(key, value, kind) for key, (value, kind) in given.items()
-    }
     situation = Situation(
         per_round=per_round, rounds=rounds, no_client_state=no_client_state, epsilon=epsilon, accuracy=accuracy,
         online=availability(online) if isinstance(online, str | os.PathLike) else online,

@@ -31,21 +31,10 @@ from fedbraid.run.config import SCHEDULES
 from fedbraid.run.formatting import format_bytes, format_count
 from fedbraid.run.progress import CellsBar, is_watched
 from fedbraid.run.run import CLIENTS
-from fedbraid.run.simulate import simulate
 from fedbraid.schedule import Schedule
 from fedbraid.study import flops, stats
-from fedbraid.study.campaign import (
-    Campaign,
-    Cell,
-    Entry,
-    Event,
-    OnEvent,
-    Progress,
-    claim,
-    engine,
-    ignore,
-)
-from fedbraid.study.energy import DeviceProfile, EnergyMeter, profile_of
+from fedbraid.study.campaign import Campaign, Cell, Entry, Event, OnEvent, Progress, claim, ignore, train
+from fedbraid.study.energy import DeviceProfile, profile_of
 from fedbraid.workers import Ask, Failure
 
 FILE = "compare.json"
@@ -386,16 +375,9 @@ class Grid:
         return is_done or cell.failure is not None
 
     def _run_cell(self, cell: Cell, ask: Ask) -> None:
-        e = cell.entry
         logging.disable(logging.NOTSET if cell.seed == self.seeds[0] else logging.WARNING)  # log once
-        callbacks: list[Any] = [Progress(ask, self.metric or self.task.measures[0])]
-        if self.energy is not None:
-            client_flops = flops.of_clients(self.task, e.algorithm, e.work)
-            callbacks.append(EnergyMeter(self.energy, client_flops, getattr(e.schedule, "bandwidth", None)))
-        simulate(
-            self.task, e.algorithm, e.work, e.schedule, seed=cell.seed, engine=engine(len(self.cells)), out=cell.folder,
-            callbacks=callbacks, **self.options,
-        )  # fmt: skip
+        progress, runs = Progress(ask, self.metric or self.task.measures[0]), len(self.cells)
+        train(self.task, cell.entry, cell.seed, cell.folder, runs, [progress], self.energy, **self.options)
 
     def _gains(self, key: str) -> list[Record]:
         """By entry, over seeds: the clients' mean, the worst tenth's, and their gain over local-only training."""

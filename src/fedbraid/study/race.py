@@ -20,9 +20,8 @@ from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.formatting import format_percent, format_seconds
 from fedbraid.run.run import PAUSE, Run
-from fedbraid.run.simulate import simulate
-from fedbraid.study import flops, stats
-from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, engine
+from fedbraid.study import stats
+from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, train
 from fedbraid.study.candidates import (
     BASELINE,
     SPENDING,
@@ -35,7 +34,6 @@ from fedbraid.study.candidates import (
     nothing_left,
 )
 from fedbraid.study.compare import Grid
-from fedbraid.study.energy import EnergyMeter
 from fedbraid.study.sweep import hold_out
 from fedbraid.workers import Ask, Failure, WorkerPool
 
@@ -294,16 +292,13 @@ class Race:
         """In a worker."""
         logging.disable(logging.WARNING)
         e, begun = heat.arm.entry, time.monotonic()
-        until = _Until(heat.step, self.situation.deadline)
-        visit = flops.of_clients(self.tuning, e.algorithm, e.work)
-        meter = EnergyMeter(self.situation.device, visit, self.situation.network)
-        simulate(
-            self.tuning, e.algorithm, e.work, e.schedule, seed=self.seed, engine=engine(len(self.candidates)), out=heat.folder,
-            callbacks=[until, meter, Progress(ask, self.metric)], checkpoint_every=e.schedule.steps,
-            **self.options(e.schedule.steps),
+        until, steps = _Until(heat.step, self.situation.deadline), e.schedule.steps
+        train(
+            self.tuning, e, self.seed, heat.folder, len(self.candidates), [until, Progress(ask, self.metric)],
+            self.situation.device, checkpoint_every=steps, **self.options(steps),
         )  # fmt: skip
         spent, history = time.monotonic() - begun, self.in_time(list(Folder(heat.folder).records()))
-        rest = (e.schedule.steps - len(until.times)) * until.per_step
+        rest = (steps - len(until.times)) * until.per_step
         look = self._score(history, heat.rung == len(RUNGS) - 1)
         return look | {"step": history[-1]["step"], "seconds": spent, "run": spent + rest}
 

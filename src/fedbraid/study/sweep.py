@@ -31,9 +31,8 @@ from fedbraid.data.lazy import LazyColumn
 from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError, DataError, MissingExtra, RunError, unknown
 from fedbraid.run.checkpoint import Record
-from fedbraid.run.simulate import simulate
 from fedbraid.study import stats
-from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, engine, ignore
+from fedbraid.study.campaign import Campaign, Entry, Event, Journal, OnEvent, Progress, claim, ignore, train
 from fedbraid.workers import Ask, Failure
 
 __all__ = [
@@ -326,10 +325,8 @@ class _Search:
         folder = self.out / "trials" / _key(job.settings)
         for seed in range(self.plan.seeds):
             callbacks = [Progress(ask, self.metric, LOOKS)] if seed == 0 else []
-            result = simulate(
-                self.tuning, entry.algorithm, entry.work, entry.schedule,
-                seed=self.plan.seed + seed, engine=engine(self.plan.trials * self.plan.seeds), out=folder / f"seed-{seed}", callbacks=callbacks, **self.options,
-            )  # fmt: skip
+            runs, out = self.plan.trials * self.plan.seeds, folder / f"seed-{seed}"
+            result = train(self.tuning, entry, self.plan.seed + seed, out, runs, callbacks, **self.options)
             steps += result.state.t
             final = stats.final(result.history, self.metric)
             if result.state.t < entry.schedule.steps:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT / "docs/_site"))
 import books  # noqa: E402
 import commands  # noqa: E402
 import content  # noqa: E402
+import parameters  # noqa: E402
 
 
 def blocks(page):
@@ -386,3 +387,44 @@ def test_a_page_says_first_what_it_is_for(page):
 def test_the_search_finds_the_fields_words(word):
     texts = [p.read_text().lower() for p in GUIDES]
     assert any(word.lower() in text for text in texts), f"no page has the word {word!r}"
+
+
+# The API pages ------------------------------------------------------------------------------------
+
+
+def on_the_api_pages():
+    """(name, parameters) of every function and class that users call."""
+    import importlib
+    import inspect
+
+    import fedbraid as fb
+
+    for stem in ("algorithms", "data", "index", "links", "watching"):
+        text = (ROOT / f"docs/api/{stem}.md").read_text()
+        for path, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", text, re.M):
+            members = re.search(r"members: \[(.*?)\]", options)
+            try:
+                home = importlib.import_module(path)
+                names = members[1].split(", ") if members else [n for n in dir(home) if not n.startswith("_")]
+            except ImportError:
+                home, names = importlib.import_module(path.rpartition(".")[0]), [path.rpartition(".")[2]]
+            for name in names:
+                value = getattr(home, name)
+                is_here = getattr(value, "__module__", "") == home.__name__ or members or path.endswith(name)
+                if callable(value) and is_here and stem != "errors" and "errors" not in path:
+                    yield name, [p for p in inspect.signature(value).parameters if p != "self"]
+    for name in ("from_arrays", "from_datasets", "from_table"):
+        yield name, list(inspect.signature(getattr(fb.Task, name)).parameters)
+
+
+def test_every_parameter_on_the_api_pages_is_described():
+    found = dict(on_the_api_pages())
+    assert len(found) > 90
+    bare = [
+        f"{name}({p})" for name, given in found.items() for p in given if not parameters.described(name, p)
+    ]
+    assert bare == []
+    stale = [
+        f"{name}({p})" for name, own in parameters.FOR.items() for p in own if p not in found.get(name, ())
+    ]
+    assert stale == []

@@ -1,6 +1,7 @@
 """What a Ray cluster costs beside a pool, and what those costs come to on 10,000 nodes with 10 million clients.
 
     python benchmarks/cluster.py [--repeats 3] [--rounds 3]
+    python benchmarks/cluster.py --driver 10 100 1000
 
 W3 on two nodes of one CPU each, beside a pool of two workers. Contestants take turns, so that a noisy machine is
 noisy for both; the smallest time of each counts. The first round of every run is not counted: there, workers are
@@ -13,8 +14,9 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,22 +61,44 @@ class Clock:
         self.at.append(np.array([time.perf_counter(), time.process_time()]))
 
 
-def seconds(task: fb.Task, work: fb.Work, engine: str, cohort: int, rounds: int) -> np.ndarray:
+def seconds(
+    task: fb.Task, work: fb.Work, engine: str, cohort: int, rounds: int, algorithm: fb.Algorithm | None = None
+) -> np.ndarray:
     """(seconds, the driver's CPU seconds) of one round, the first left out."""
     clock = Clock()
-    plan = (task, fb.fedavg(), work, fb.rounds(rounds + 1, clients=cohort))
+    plan = (task, algorithm or fb.fedavg(), work, fb.rounds(rounds + 1, clients=cohort))
     fb.simulate(*plan, engine=engine, evaluate_every=None, progress=False, callbacks=[clock])
     return (clock.at[-1] - clock.at[0]) / rounds
 
 
-def w3(clients: int = 20) -> fb.Task:
+def w3(clients: int = 20, samples: int = 500) -> fb.Task:
     """W3 with a smaller table; a round is the same."""
     draw = torch.Generator().manual_seed(0)
     pairs = [
-        (torch.randn(500, 3, 32, 32, generator=draw), torch.randint(10, (500,), generator=draw))
+        (torch.randn(samples, 3, 32, 32, generator=draw), torch.randint(10, (samples,), generator=draw))
         for _ in range(clients)
     ]
     return fb.Task.from_arrays(fb.models.w3_cnn, pairs)
+
+
+@dataclass(frozen=True)
+class EachUpload(fb.Mean):
+    """A mean that is given every upload, as medians and server-held memory are."""
+
+    def traits(self):
+        return replace(super().traits(), needs_every_upload=True)
+
+
+def driver(repeats: int, cohorts: Sequence[int]) -> dict[str, float]:
+    """The driver's CPU seconds for a round of W3 with one short step, folded by the workers and by the driver."""
+    work, costs = fb.Work(lr=0.01, steps=1, batch=4), {}
+    for cohort in cohorts:
+        task = w3(cohort, 4)
+        for way, gather in (("workers fold", fb.Mean()), ("the driver folds", EachUpload())):
+            a = fb.Algorithm(gather=gather)
+            took = [seconds(task, work, "ray(workers=2)", cohort, 1, a)[1] for _ in range(repeats)]
+            costs[f"driver s a round of {cohort}, {way}"] = min(took)
+    return costs
 
 
 def wide(d: int) -> fb.Task:
@@ -187,8 +211,16 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument(
+        "--driver", type=int, nargs="+", metavar="CLIENTS", help="only the driver's CPU, by cohort"
+    )
     given = options.parse_args()
     with two_nodes():
+        if given.driver:
+            print(
+                json.dumps({k: round(v, 3) for k, v in driver(given.repeats, given.driver).items()}, indent=2)
+            )
+            return
         costs = throughput(given.repeats, given.rounds) | prices(given.repeats)
     costs |= server(given.repeats)
     rounded = {k: v if isinstance(v, int) else float(f"{v:.4g}") for k, v in costs.items()}

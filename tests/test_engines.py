@@ -19,6 +19,7 @@ import fedbraid as fb
 from fedbraid.errors import EngineError
 from fedbraid.links.plain import PlainUplink
 from fedbraid.links.wire import encode_scalars, pack_message
+from fedbraid.workers import WorkerPool
 
 c = fb.codecs
 ENGINES = ("in_process(backend='loop')", "in_process(backend='vmap')", "pool(workers=2)")
@@ -48,6 +49,80 @@ def test_the_same_numbers_in_every_engine(blobs, algorithm, schedule):
             assert (mine["bytes_up"], mine["bytes_down"]) == (theirs["bytes_up"], theirs["bytes_down"])
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["train_loss"] == pytest.approx(theirs["train_loss"], abs=1e-5)
+
+
+FOLDED = [
+    *ALGORITHMS,
+    fb.fednova(),
+    fb.fedgbo("adam"),
+    fb.fedadavr(held="client"),
+    fb.with_codecs(fb.scaffold(), up=c.topk(0.3)),
+    fb.secure(fb.fedavg()),
+    fb.private(fb.fedavg(), clip=1.0, noise=0.5),
+    fb.attack(fb.fedavg(), "alie", share=0.4),
+    fb.robust(fb.fedavg(), "median"),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "schedule"),
+    [*((a, fb.rounds(3, clients=5)) for a in FOLDED), (fb.scaffold(), fb.rounds(4, clients=5, timeout=2.0))],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_no_number_of_workers_changes_a_bit(blobs, algorithm, schedule, monkeypatch):
+    """Workers fold their own clients where the gather is a sum; the record says the same too."""
+    monkeypatch.setattr("fedbraid.engines.folding.FROM", 0)
+    one, *others = (
+        fb.simulate(blobs, algorithm, WORK, schedule, seed=4, engine=engine)
+        for engine in (
+            "in_process(backend='loop')",
+            *(f"pool(workers={n}, backend='loop')" for n in (1, 2, 3)),
+        )
+    )
+    for other in others:
+        assert torch.equal(one.x, other.x)
+        assert one.history == other.history
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_a_worker_hands_over_one_accumulator(blobs, folds, monkeypatch):
+    """Of a mean there is one from each of two workers, and no upload; memory on the server is given every upload."""
+    monkeypatch.setattr("fedbraid.engines.folding.FROM", 2)
+    pool, replies, handed = fb.engines.pool(workers=2, backend="loop"), [], []
+    train, ask_all = type(pool).train, WorkerPool.ask_all
+
+    def seen(self, orders):
+        for reply in train(self, orders):
+            replies.append((len(reply.uploads), reply.norms is not None, reply.folded is not None))
+            yield reply
+
+    def counted(self, task):
+        handed.append(ask_all(self, task))
+        return handed[-1]
+
+    monkeypatch.setattr(type(pool), "train", seen)
+    monkeypatch.setattr(WorkerPool, "ask_all", counted)
+    fb.simulate(blobs, fb.fedavg() if folds else fb.fedvarp(), WORK, fb.rounds(1, clients=6), engine=pool)
+    if folds:  # six clients are more than 2 · 2
+        assert replies == [(0, True, False)] * (len(replies) - 1) + [(0, True, True)]
+        (accumulators,) = handed
+        assert len(accumulators) == 2
+    else:
+        assert replies == [(1, False, False)] * len(replies)
+        assert handed == []
+
+
+def test_sums_of_more_levels_than_lie_in_shared_memory(monkeypatch):
+    """Clients whose updates differ by 27 orders of magnitude: the third level goes by word."""
+    monkeypatch.setattr("fedbraid.engines.folding.FROM", 0)
+    scales = (1e-18, 1e-9, 1.0, 1e9)
+    data = [(torch.ones(4, 3) * scale, torch.ones(4, 1)) for scale in scales]
+    task = fb.Task.from_arrays(nn.Linear(3, 1, bias=False), data, loss=lambda out, y: out[:, 0])
+    runs = [
+        fb.simulate(task, fb.fedavg(), fb.Work(lr=1.0, steps=1), fb.rounds(2, clients=4), engine=engine)
+        for engine in ("in_process(backend='loop')", "pool(workers=2, backend='loop')")
+    ]
+    assert torch.equal(runs[0].x, runs[1].x)
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "auto", "pool(workers=1)", "pool(workers=3, block=2)"])

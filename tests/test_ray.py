@@ -122,6 +122,18 @@ def test_two_nodes_give_the_numbers_of_one_process(cluster, blobs):
     close(here.x, lone.x)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("engine", ["ray(backend='loop')", "ray(backend='loop', workers=1, block=2)"])
+def test_tasks_fold_their_clients_to_the_bits_of_one_process(cluster, blobs, engine, monkeypatch):
+    monkeypatch.setattr("fedbraid.engines.folding.FROM", 0)
+    for algorithm in (fb.fedavg(), fb.scaffold(), fb.fednova(), fb.secure(fb.fedavg()), fb.fedvarp()):
+        plan = (blobs, algorithm, fb.Work(lr=0.1, batch=4, steps=3), fb.rounds(3, clients=5))
+        here = fb.simulate(*plan, seed=3, engine="in_process(backend='loop')")
+        there = fb.simulate(*plan, seed=3, engine=engine)
+        assert torch.equal(here.x, there.x), algorithm.name
+        assert here.history == there.history, algorithm.name
+
+
 def test_asynchronous_schedules_run_too(cluster, blobs):
     plan = (blobs, fb.qafel(), WORK, fb.buffered(steps=5, buffer=2, concurrency=4))
     here = fb.simulate(*plan, engine="in_process")

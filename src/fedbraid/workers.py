@@ -142,6 +142,14 @@ class WorkerPool:
         self.pending[pipe] += 1
         return pipe
 
+    def ask_all(self, task: Callable[[int], Any]) -> list[Any]:
+        """What comes of a thing for each process, which none of them has anything to do before."""
+        pipes = list(self.workers)
+        for i, pipe in enumerate(pipes):
+            self._send(pipe, task(i))
+            self.pending[pipe] += 1
+        return [self.answer(pipe) for pipe in pipes]
+
     def answer(self, pipe: Connection) -> Any:
         """What came of the next thing that this one was given; an error of ours is raised here."""
         _, said = self._receive(pipe)

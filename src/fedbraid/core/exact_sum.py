@@ -25,7 +25,9 @@ would round it, and no addition rounds again.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +57,21 @@ class ExactSum:
         self.levels: dict[int, Tensor] = {}
         self.load: dict[int, float] = {}  # a bound on the largest number of quanta in each level
         self.is_finite = True
+        self.is_borrowed = False  # its levels lie in memory that is not its own, and may only be read
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As arrays, which processes pass to one another faster than tensors."""
+        return {**self.__dict__, "levels": {j: level.cpu().numpy() for j, level in self.levels.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # arrays may be read-only, and nobody writes to them
+            levels = {j: torch.from_numpy(level) for j, level in state["levels"].items()}
+        self.__dict__.update(state, levels=levels, device=None, is_borrowed=True)
 
     def add(self, w: Tensor, v: Tensor) -> ExactSum:
         """Add w_i v_i of a block, w `[m]` or `[m, 1]`, v `[m, d]`."""
+        self._own()
         v = v.expand(w.numel(), -1).float()
         weights = w.reshape(-1).float().tolist()
         largest = [abs(p) * most for p, most in zip(weights, _reach(v), strict=True)]
@@ -76,7 +90,8 @@ class ExactSum:
         return self
 
     def merge(self, other: ExactSum) -> ExactSum:
-        """Add another sum, whose storage may be used."""
+        """Add another sum, whose storage may be used unless it is borrowed."""
+        self._own()
         lowest, highest = min(other.levels, default=0), max(other.levels, default=0)
         for j in range(lowest, highest + 3):  # carrying may make two more
             if j in other.levels and j in self.levels and self.load[j] + other.load[j] > FULL:
@@ -84,10 +99,11 @@ class ExactSum:
                 self._carry(j)
         for j, level in other.levels.items():
             if j in self.levels:
-                self.levels[j] += level
+                self.levels[j] += level.to(self.device)
                 self.load[j] += other.load[j]
             else:
-                self.levels[j], self.load[j] = level, other.load[j]
+                self.levels[j] = level.to(self.device, copy=True) if other.is_borrowed else level
+                self.load[j] = other.load[j]
         self.is_finite &= other.is_finite
         return self
 
@@ -113,6 +129,11 @@ class ExactSum:
                 if j in self.levels:
                     self._carry(j)
         return self
+
+    def _own(self) -> None:
+        if self.is_borrowed:
+            self.levels = {j: level.clone() for j, level in self.levels.items()}
+            self.is_borrowed = False
 
     def set_level(self, j: int, numbers: Tensor) -> None:
         """Put in a level that another sum had; refuses what is no whole number of quanta or too many."""
@@ -140,6 +161,7 @@ class ExactSum:
 
     def _carry(self, j: int) -> None:
         """Leave digits in [0, quantum above) at level j, and the rest in the level above."""
+        self._own()
         above, up = self._level(j + 1), quantum(j + 1)
         more = self.load[j] * 2.0**-WIDTH + 1
         if self.load[j + 1] + more > FULL:

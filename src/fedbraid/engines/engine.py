@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.context import Participation, Vectors
+from fedbraid.core.context import Participation, Tree, Vectors
 from fedbraid.core.link import Sizes
 from fedbraid.core.work import Work, step_counts
 
@@ -58,6 +58,11 @@ class TrainRequest:
     def version(self) -> int:
         return int(self.participation.version[0])
 
+    def part(self, some: slice) -> TrainRequest:
+        """What some of them are told."""
+        state = {name: v[some] for name, v in self.client_state.items()}
+        return TrainRequest(self.participation[some], self.download, state)
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -66,6 +71,7 @@ class Orders:
     participation: Participation
     download: Vectors
     recall: Callable[[NDArray[np.int64]], Vectors]
+    folds_at: int | None = None  # the server step that workers fold the uploads for; None: each is needed
     after: NDArray[np.int64] | None = None  # who will train from the version after, where that is known
 
     @property
@@ -84,7 +90,11 @@ class Orders:
 
 @dataclass
 class Reply:
-    """A block's uploads as the server decodes them, and its new client state."""
+    """A block's uploads as the server decodes them, and its new client state.
+
+    Where a worker folded the uploads there are none, but their `norms`, and `folded` in the last reply to the same orders;
+    where they stay masked there is `folded` alone.
+    """
 
     participation: Participation
     uploads: Vectors  # [m, ·]
@@ -92,7 +102,8 @@ class Reply:
     sizes: Sizes  # bytes by name, [m] each
     loss: Tensor  # [m]
     down: Sizes | None = None  # bytes that really went down, where clients are real
-    folded: Any = None  # the gather's accumulator of these clients, where their uploads stay masked
+    norms: Tensor | None = None  # [m], of each client's first upload, where a worker saw it
+    folded: Tree = None  # the gather's accumulator of these clients and those of earlier replies
 
     @property
     def clients(self) -> NDArray[np.int64]:
@@ -121,6 +132,7 @@ class Reply:
             {k: np.concatenate([p.sizes[k] for p in parts]) for k in first.sizes},
             torch.cat([p.loss for p in parts]),
             None if first.down is None else {k: np.concatenate([(p.down or {})[k] for p in parts]) for k in first.down},
+            None if first.norms is None else torch.cat([p.norms for p in parts if p.norms is not None]),
         )  # fmt: skip
 
 

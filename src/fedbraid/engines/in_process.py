@@ -61,13 +61,8 @@ class InProcess:
             torch.set_num_threads(1)
         wide = setup.task.full_layout.size >= WIDE_ROW and setup.cohort > 1
         self.gradient_threads = GradientThreads(self.grad) if wide and isinstance(self.grad, Native) else None
-        width = (
-            4
-            * setup.task.full_layout.size
-            * 6
-            * (self.gradient_threads.count if self.gradient_threads else 1)
-        )
-        self.size = self.block or (max(1, min(1024, BLOCK_BYTES // width)) if self.grad.vectorized else 1)
+        threads = self.gradient_threads.count if self.gradient_threads else 1
+        self.size = self.block or block_limit(setup, self.grad, threads)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
         self.setup.task.prefetch(orders.clients, orders.version, self.setup.seed, orders.after)
@@ -99,6 +94,12 @@ class InProcess:
         if self.gradient_threads:
             self.gradient_threads.close()
         torch.set_num_threads(self.torch_threads)
+
+
+def block_limit(setup: Setup, grad: Gradient, threads: int = 1) -> int:
+    """How many clients train in one call at the most, so that a block's vectors stay within `BLOCK_BYTES`."""
+    width = 4 * setup.task.full_layout.size * 6 * threads
+    return max(1, min(1024, BLOCK_BYTES // width)) if grad.vectorized else 1
 
 
 def block_sizes(clients: int, workers: int, most: int) -> list[int]:

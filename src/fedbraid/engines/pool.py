@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import math
 import mmap
+import pickle
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedbraid.core.context import Participation, Vectors
+from fedbraid.core.context import Participation, Tree, Vectors
+from fedbraid.core.exact_sum import ExactSum
 from fedbraid.engines.backends import planned
 from fedbraid.engines.choice import EnginePlan
 from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest, participate
-from fedbraid.engines.in_process import check_counts
+from fedbraid.engines.folding import Folder, is_worth_folding, merged
+from fedbraid.engines.in_process import block_limit, check_counts
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 from fedbraid.workers import Ask, Failure, WorkerPool
 
 MESSAGES = 16  # to each worker in a wave at the least, where there are so many blocks: small clients cost less than a message
 AHEAD = 2  # messages that a worker has at a time, so that it waits for nobody
+LEVELS = 2  # of a worker's sums that lie in shared memory; more are rare, and go by word
+Fold = tuple[int, int]  # a call of `train`, and the server step that it folds for
 SLOT_BYTES = 2**30  # about how much the shared rows may take, however large the cohort
 
 
@@ -40,6 +45,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, block=self.block)
+        self.calls = 0  # of `train`: workers begin a new accumulator with each
+        self.fold: Fold | None = None  # what a worker's folder is for
 
     def open(self, setup: Setup) -> None:
         if setup.task.device.type != "cpu":
@@ -57,18 +64,36 @@ class Pool:
 
     def train(self, orders: Orders) -> Iterator[Reply]:
         self.shared.send(orders.download)
-        for lo in range(0, len(orders.clients), self.shared.slots):
-            some = orders.part(slice(lo, lo + self.shared.slots))
+        self.calls += 1
+        fold: Fold | None = None
+        if orders.folds_at is not None and is_worth_folding(len(orders.clients), self.count):
+            fold = (self.calls, orders.folds_at)
+        slots, last = self.shared.slots if fold is None else self.shared.state_slots, None
+        for lo in range(0, len(orders.clients), slots):
+            some = orders.part(slice(lo, lo + slots))
             self.shared.write(0, some.client_state, "memory")
-            yield from self._wave(some.participation)
+            for reply in self._wave(some.participation, fold):
+                if last is not None:
+                    yield last
+                last = reply
+        if last is not None:
+            yield last if fold is None else replace(last, folded=self._merged(fold, orders.download["x"]))
 
-    def _wave(self, participation: Participation) -> Iterator[Reply]:
+    def _merged(self, fold: Fold, x: Tensor) -> Tree:
+        """What the workers folded: one accumulator from each."""
+        found = self.workers_pool.ask_all(lambda worker: (fold, worker))
+        parts = [self.shared.take(worker, *said) for worker, said in enumerate(found) if said is not None]
+        return merged(self.setup.algorithm, parts, x)
+
+    def _wave(self, participation: Participation, fold: Fold | None) -> Iterator[Reply]:
         """As many clients as there are slots, handed out block by block to whoever is free.
 
         Replies come in the clients' order, and are gathered while others train.
         """
         clients, version = participation.clients, int(participation.version[0])
         each = self.block or (-(-len(clients) // self.count) if self.grad.vectorized else 1)
+        if fold is not None:  # blocks that nobody waits for may be as small as they are fastest
+            each = self.block or min(each, block_limit(self.setup, self.grad))
         some = each * max(1, len(clients) // (each * self.count * MESSAGES))
         todo = iter([(lo, min(lo + some, len(clients))) for lo in range(0, len(clients), some)])
         early: dict[int, Any] = {}
@@ -76,7 +101,7 @@ class Pool:
 
         def next_task() -> Any:
             lo, hi = next(todo, (0, 0))
-            return (version, clients[lo:hi].tolist(), lo, each) if hi else None
+            return (version, clients[lo:hi].tolist(), lo, each, fold) if hi else None
 
         for block, said in self.workers_pool.results(next_task, ahead=AHEAD):
             if isinstance(said, Failure):
@@ -90,27 +115,38 @@ class Pool:
 
     def _reply(self, who: Participation, lo: int, facts: list[Any]) -> Reply:
         hi = lo + len(who)
+        is_folded = "norms" in facts[0]
         return Reply(
             who,
-            self.shared.read(lo, hi, "uploads"),
+            {} if is_folded else self.shared.read(lo, hi, "uploads"),
             self.shared.read(lo, hi, "memory"),
             {
                 name: np.concatenate([np.array(f["sizes"][name], np.int64) for f in facts])
                 for name in facts[0]["sizes"]
             },
             torch.tensor([v for f in facts for v in f["loss"]]),
+            norms=torch.tensor([v for f in facts for v in f["norms"]]) if is_folded else None,
         )
 
     def _train(self, order: Any, ask: Ask) -> Any:
         """What a worker does: train clients block by block and write their rows; the facts go back by word."""
-        version, clients, lo, each = order
-        return [self._block(version, clients[k : k + each], lo + k) for k in range(0, len(clients), each)]
+        if len(order) == 2:
+            return self._hand_over(*order)
+        version, clients, lo, each, fold = order
+        if fold is not None and fold != self.fold:
+            self.fold, self.folder = fold, Folder(self.setup.algorithm, self.shared.down, fold[1])
+        return [
+            self._block(version, clients[k : k + each], lo + k, fold is not None)
+            for k in range(0, len(clients), each)
+        ]
 
-    def _block(self, version: int, clients: list[int], lo: int) -> Any:
+    def _block(self, version: int, clients: list[int], lo: int, folds: bool) -> Any:
         memory = {k: v.clone() for k, v in self.shared.view(lo, lo + len(clients), "memory").items()}
         try:
             who = participate(self.setup, np.array(clients, np.int64), version)
             reply = client_update(self.setup, self.grad, TrainRequest(who, self.shared.down, memory))
+            if folds:
+                reply = self.folder.add(reply)
         except FedbraidError:
             raise
         except Exception as error:
@@ -123,7 +159,12 @@ class Pool:
         return {
             "sizes": {name: v.tolist() for name, v in reply.sizes.items()},
             "loss": reply.loss.tolist(),
+            **({} if reply.norms is None else {"norms": reply.norms.tolist()}),
         }
+
+    def _hand_over(self, fold: Fold, worker: int) -> Any:
+        """A worker's accumulator, its vectors in shared memory; None where it has trained nobody."""
+        return self.shared.lay(worker, self.folder.acc) if fold == self.fold else None
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         torch.set_num_threads(self.threads)
@@ -147,12 +188,20 @@ class _Shared:
         layout, algorithm = setup.task.layout, setup.algorithm
         uploads = {name: torch.zeros(width) for name, width in algorithm.widths(layout).items()}
         names = {"uploads": uploads, "memory": first_client_state(setup)}
-        row = sum(v.nbytes for vectors in names.values() for v in vectors.values())
-        self.slots = max(workers, min(setup.cohort, SLOT_BYTES // max(row, 1)))
+        rows = {kind: sum(v.nbytes for v in vectors.values()) for kind, vectors in names.items()}
+        self.slots, self.state_slots = (
+            max(workers, min(setup.cohort, SLOT_BYTES // max(row, 1)))
+            for row in (sum(rows.values()), rows["memory"])
+        )
         self.down = {name: _shared(d.size(layout)) for name, d in algorithm.downloads.items()}
         self.rows = {
-            kind: {name: _shared(self.slots, v.numel(), dtype=v.dtype) for name, v in vectors.items()}
-            for kind, vectors in names.items()
+            kind: {name: _shared(slots, v.numel(), dtype=v.dtype) for name, v in vectors.items()}
+            for (kind, vectors), slots in zip(names.items(), (self.slots, self.state_slots), strict=True)
+        }
+        folds = not algorithm.gather.traits().needs_every_upload
+        self.sums = {
+            name: _shared(workers, LEVELS, d.size(layout), dtype=torch.float64)
+            for name, d in (algorithm.gathered.items() if folds else ())
         }
         self._last: Vectors = {}
 
@@ -168,6 +217,23 @@ class _Shared:
 
     def read(self, lo: int, hi: int, kind: str) -> Vectors:
         return {name: rows[lo:hi].clone() for name, rows in self.rows[kind].items()}
+
+    def lay(self, worker: int, acc: Tree) -> tuple[bytes, list[tuple[str, int]]]:
+        """(an accumulator without the levels of sums that it leaves in shared memory, these by name)."""
+        laid = []
+        for name, total in acc.vectors.items():
+            if isinstance(total, ExactSum):
+                for row, j in zip(self.sums[name][worker], sorted(total.levels, reverse=True), strict=False):
+                    row.copy_(total.levels.pop(j))
+                    laid.append((name, j))
+        return pickle.dumps(acc), laid
+
+    def take(self, worker: int, rest: bytes, laid: list[tuple[str, int]]) -> Tree:
+        """The accumulator that a worker left, borrowed."""
+        acc, rows = pickle.loads(rest), {name: iter(each[worker]) for name, each in self.sums.items()}
+        for name, j in laid:
+            acc.vectors[name].levels[j] = next(rows[name])
+        return acc
 
     def view(self, lo: int, hi: int, kind: str) -> Vectors:
         return {name: rows[lo:hi] for name, rows in self.rows[kind].items()}

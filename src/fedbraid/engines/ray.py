@@ -24,11 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedbraid.core.context import Participation, Vectors
+from fedbraid.core.context import Vectors
 from fedbraid.core.local_training import Gradient
 from fedbraid.engines.backends import gradient, planned
-from fedbraid.engines.client_update import client_update
+from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Reply, Setup
+from fedbraid.engines.folding import Folder, is_worth_folding, merged
+from fedbraid.engines.in_process import block_limit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
 
 if TYPE_CHECKING:
@@ -69,20 +71,28 @@ class Ray:
         self.grad, self.plan = planned(setup, "ray", self.backend, self.count, 1)
         self.key, self.parcel = uuid.uuid4().hex, ray.put(parcel)
         self.task = ray.remote(num_cpus=1, max_retries=RETRIES)(_block)
-        row = 4 * sum(setup.algorithm.widths(setup.task.layout).values())
-        self.wave = max(self.count, WAVE_BYTES // max(row, 1))
+        uploads = 4 * sum(setup.algorithm.widths(setup.task.layout).values())
+        state = sum(v.nbytes for v in first_client_state(setup).values())
+        self.wave, self.state_wave = (
+            max(self.count, WAVE_BYTES // max(row, 1)) for row in (uploads + state, state)
+        )
         self.down: tuple[Vectors, Any] = ({}, None)
 
     def train(self, orders: Orders) -> Iterator[Reply]:
         if self.down[0] is not orders.download:
             self.down = (orders.download, self.ray.put(_numpy(orders.download)))
-        for lo in range(0, len(orders.clients), self.wave):
-            some = orders.participation[lo : lo + self.wave]
+        if not is_worth_folding(len(orders.clients), self.count):
+            orders = dataclasses.replace(orders, folds_at=None)
+        wave = self.wave if orders.folds_at is None else self.state_wave
+        for lo in range(0, len(orders.clients), wave):
+            some = orders.participation[lo : lo + wave]
             yield self._wave(dataclasses.replace(orders, participation=some))
 
     def _wave(self, orders: Orders) -> Reply:
-        m = len(orders.clients)
-        each = self.block or -(-m // (self.count * (1 if self.grad.vectorized else BLOCKS)))
+        m, folds_at = len(orders.clients), orders.folds_at
+        each = -(-m // (self.count * (1 if self.grad.vectorized else BLOCKS)))
+        if folds_at is None:
+            each = self.block or each
         blocks = [orders.part(slice(lo, lo + each)) for lo in range(0, m, each)]
         asked = [
             self.task.remote(
@@ -93,12 +103,13 @@ class Ray:
                 self.down[1],
                 _numpy(b.client_state),
                 self.grad.name,
+                folds_at,
+                self.block,
             )
             for b in blocks
         ]
-        return _joined(
-            orders.participation, self._get(asked)
-        )  # in the order of the cohort, whoever was first
+        replies = self._get(asked)  # in the order of the cohort, whoever was first
+        return _joined(self.setup, orders, replies)
 
     def _get(self, asked: list[Any]) -> list[dict[str, Any]]:
         try:
@@ -239,16 +250,28 @@ def _block(
     down: dict[str, NDArray[np.float32]],
     memory: dict[str, NDArray[np.float32]],
     backend: str,
+    folds_at: int | None = None,
+    block: int | None = None,
 ) -> dict[str, Any]:
-    """One block of clients, on whichever worker Ray chose."""
+    """One block of clients, on whichever worker Ray chose: what they sent, or one accumulator of it."""
     from fedbraid.engines.engine import TrainRequest, participate
 
     setup, grad = _opened(key, parcel, backend)
-    who = participate(setup, np.array(clients), version)
-    reply = client_update(setup, grad, TrainRequest(who, _tensors(down), _tensors(memory)))
+    request = TrainRequest(participate(setup, np.array(clients), version), _tensors(down), _tensors(memory))
+    if folds_at is None:
+        return _as_arrays(client_update(setup, grad, request))
+    folder, each = Folder(setup.algorithm, request.download, folds_at), block or block_limit(setup, grad)
+    replies = [
+        folder.add(client_update(setup, grad, request.part(slice(lo, lo + each))))
+        for lo in range(0, len(clients), each)
+    ]
+    return _as_arrays(Reply.join(replies)) | {"folded": folder.acc}
+
+
+def _as_arrays(reply: Reply) -> dict[str, Any]:
     return {
         "uploads": _numpy(reply.uploads), "memory": _numpy(reply.client_state), "sizes": reply.sizes,
-        "loss": reply.loss.numpy(),
+        "loss": reply.loss.numpy(), **({} if reply.norms is None else {"norms": reply.norms.numpy()}),
     }  # fmt: skip
 
 
@@ -270,7 +293,7 @@ def _tensors(arrays: dict[str, NDArray[np.float32]]) -> Vectors:
     return {name: torch.tensor(a) for name, a in arrays.items()}
 
 
-def _joined(who: Participation, parts: list[dict[str, Any]]) -> Reply:
+def _joined(setup: Setup, orders: Orders, parts: list[dict[str, Any]]) -> Reply:
     def all_of(kind: str) -> dict[str, Any]:
         return {name: np.concatenate([p[kind][name] for p in parts]) for name in parts[0][kind]}
 
@@ -278,4 +301,8 @@ def _joined(who: Participation, parts: list[dict[str, Any]]) -> Reply:
         {k: torch.from_numpy(v) for k, v in all_of(kind).items()} for kind in ("uploads", "memory")
     )
     loss = torch.from_numpy(np.concatenate([p["loss"] for p in parts]))
-    return Reply(who, uploads, memory, all_of("sizes"), loss)
+    reply = Reply(orders.participation, uploads, memory, all_of("sizes"), loss)
+    if orders.folds_at is not None:
+        reply.norms = torch.from_numpy(np.concatenate([p["norms"] for p in parts]))
+        reply.folded = merged(setup.algorithm, [p["folded"] for p in parts], orders.download["x"])
+    return reply

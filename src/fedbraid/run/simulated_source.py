@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ class SimulatedSource:
         self.setup, self.task, self.engine = setup, setup.task, engine
         self.ahead = 0 < concurrency * width <= self.BUDGET
         self.stateful = algorithm.stateful(layout) or bool(setup.task.initial_personal_state(setup.seed))
+        self.folds = not algorithm.gather.traits().needs_every_upload
         self.blocks: dict[int, list[int]] = {}
         self.ready: dict[int, dict[int, Reply]] = {}
         self.after: NDArray[np.int64] | None = None  # the next step's clients, where data is read ahead
@@ -85,7 +87,8 @@ class SimulatedSource:
             return
         if not self.ahead:
             for version, clients in _runs(tick):
-                yield from self.engine.train(self._orders(state, version, clients, self.after))
+                orders = self._orders(state, version, clients, self.after)
+                yield from self.engine.train(replace(orders, folds_at=state.t if self.folds else None))
             return
         block: list[Reply] = []
         seen: set[int] = set()
@@ -116,7 +119,7 @@ class SimulatedSource:
             return {k: v.to(state.x.device) for k, v in state.clients.get(some).items()}
 
         who = participate(self.setup, clients, version)
-        return Orders(who, state.sent[version].vectors, recall, after)
+        return Orders(who, state.sent[version].vectors, recall, after=after)
 
 
 def _foreseen(ticks: Iterator[Tick]) -> Iterator[tuple[Tick, Tick | None]]:

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbraid.core.algorithm import Algorithm
-from fedbraid.core.context import ServerContext, Uploads, Vectors
+from fedbraid.core.context import ServerContext, Vectors
 from fedbraid.core.link import BroadcastContext
 from fedbraid.core.work import step_counts
 from fedbraid.engines.engine import Reply, Setup
+from fedbraid.engines.folding import account, as_uploads
 from fedbraid.errors import Diverged, WireError
 from fedbraid.run.server_data import TaskServerData
 from fedbraid.run.source import ServerStep, StepSource
@@ -62,14 +63,15 @@ def advance(
     acc = None  # made while the first clients train
     state.clients.expect()
     for reply in _encoded(step.replies, state.t + 1):
-        up = uploads(setup, state, reply)
+        facts = reply.participation
+        up = as_uploads(algorithm, facts, reply.uploads, _sent(state, facts.version), state.t, x)
         down, synced = _charge(algorithm, state, reply)
         metrics.add(up, reply, down, algorithm.up.quantized(reply.clients))
-        acc = algorithm.gather.zero(x) if acc is None else acc
-        if reply.folded is None:
+        if reply.norms is None and reply.folded is None:
+            acc = algorithm.gather.zero(x) if acc is None else acc
             acc = algorithm.gather.add(acc, account(algorithm, up), state.gather, x)
-        else:
-            acc = reply.folded
+        elif reply.folded is not None:  # by workers or under masks
+            acc = reply.folded if acc is None else algorithm.gather.merge(acc, reply.folded)
         state.clients.put(reply.clients, {**reply.client_state, **synced})
         del reply, up  # before the next block comes
     if metrics.count or traits.steps_when_empty:
@@ -148,22 +150,6 @@ def two_strokes(
     if buffers is not None:
         new[buffers] = average[buffers]
     return new, average, server
-
-
-def uploads(setup: Setup, state: State, reply: Reply) -> Uploads:
-    """A block of replies as the server sees it, each with what its sender was sent."""
-    x, who = state.x, reply.participation
-    staleness = torch.from_numpy(state.t - who.version).to(x)[:, None]
-    return Uploads(
-        who.clients, reply.uploads, who.n.to(x), who.K.to(x), who.a.to(x), staleness, who.lr.to(x.device),
-        _sent(state, who.version), setup.algorithm.gathered,
-    )  # fmt: skip
-
-
-def account(algorithm: Algorithm, up: Uploads) -> Uploads:
-    """The uploads, and what server parts make of each."""
-    made = algorithm.server.account(up)
-    return up.having({**up.vectors, **made}) if made else up
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedbraid.core.context import Uploads
 from fedbraid.engines.engine import Reply
+from fedbraid.engines.folding import upload_norms
 from fedbraid.errors import Diverged
 from fedbraid.schedule import Tick
 
@@ -45,16 +46,17 @@ class StepMetrics:
         else:
             self.losses += loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
-        sent = next(iter(up.vectors.values()), torch.zeros(len(loss), 0))
-        self.is_masked = not up.vectors
-        moved = torch.linalg.vector_norm(sent, dim=1, keepdim=True)
+        norms = upload_norms(up.vectors) if up.vectors else reply.norms
+        self.is_masked = norms is None
+        norms = torch.zeros_like(loss) if norms is None else norms
+        moved = norms[:, None]
         if self.drops_nonfinite:  # what does not reach the model does not end the run
             moved = moved.nan_to_num(0.0, 0.0)
         # in float64, which lr has
         columns = torch.cat([up.p(self.kind), up.lr, up.K, up.a, loss[:, None], moved], 1)
         self.sums = dict(zip(self.sums, _plus([*self.sums.values()], columns.cpu().numpy()), strict=True))
         if not math.isfinite(self.sums["update_norm"]):
-            bad = next(int(c) for c, v in zip(reply.clients, sent) if not torch.isfinite(v.norm()))
+            bad = next(int(c) for c, norm in zip(reply.clients, norms.tolist()) if not math.isfinite(norm))
             raise Diverged(
                 f"client {bad}'s update at step {self.step} is not finite; lower the learning rate, or clip gradients with"
                 " clip=. The last checkpoint is intact"

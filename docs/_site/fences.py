@@ -10,7 +10,7 @@ from typing import Any
 import griffe
 
 sys.path.insert(0, str(Path(__file__).parent))
-import parameters  # noqa: E402
+import parameters
 
 EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.S | re.M)
 

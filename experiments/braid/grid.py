@@ -569,8 +569,10 @@ def question(done: Done, kind: str, item: str, says: str, all_three: bool) -> Cl
         else:
             lower = in_points(common)[1] > 0
             parts.append(None if None in found else found[0] or found[1] or lower)
+    known = [part for part in parts if part is not None]
+    so_far = f"holds for {sum(known)} of {len(known)} rows that are run, of {len(parts)}; " if known else ""
     return Claim(
-        item, says, verdict(parts), f"scenario A, the row's for the braid's: {'; '.join(told) or 'not run'}",
+        item, says, verdict(parts), f"scenario A, {so_far}the row's for the braid's: {'; '.join(told) or 'not run'}",
         "fedbraid reproduce braid",
     )  # fmt: skip
 

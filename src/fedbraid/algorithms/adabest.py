@@ -75,8 +75,8 @@ class AdaptiveServer(Transform):
 
 
 @dataclass(frozen=True)
-class Visits:
-    """Samples over all visits so far, and how many visits there were."""
+class SampleCount:
+    """Samples over all participations so far, and how many participations there were."""
 
     samples: float = 0.0
     count: float = 0
@@ -86,13 +86,13 @@ class Visits:
 class MeanSamples(Transform):
     """n̄, the mean number of samples over every participation so far, sent to clients; 0 before the first, when no h_i is."""
 
-    def init(self, x: Tensor, layout: Layout) -> Visits:
-        return Visits()
+    def init(self, x: Tensor, layout: Layout) -> SampleCount:
+        return SampleCount()
 
     def sends(self) -> tuple[Download, ...]:
         return (Download("n_mean", width=1, signed=False),)
 
-    def send(self, s: Visits, x: Tensor, N: int) -> Vectors:
+    def send(self, s: SampleCount, x: Tensor, N: int) -> Vectors:
         return {"n_mean": torch.full((1,), s.samples / max(s.count, 1))}
 
     def accounts(self) -> tuple[Upload, ...]:
@@ -101,8 +101,10 @@ class MeanSamples(Transform):
     def account(self, up: Uploads) -> Vectors:
         return {"n": up.n}
 
-    def update(self, u: Vectors, s: Visits, x: Tensor, ctx: ServerContext) -> tuple[Vectors, Visits]:
-        return u, Visits(s.samples + ctx.cohort * float(u["n"]), s.count + ctx.cohort)
+    def update(
+        self, u: Vectors, s: SampleCount, x: Tensor, ctx: ServerContext
+    ) -> tuple[Vectors, SampleCount]:
+        return u, SampleCount(s.samples + ctx.cohort * float(u["n"]), s.count + ctx.cohort)
 
 
 @builder

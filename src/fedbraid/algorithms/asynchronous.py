@@ -37,8 +37,8 @@ class Mixing(Mean):
         )
 
     def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> Sums:
-        apart = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
-        return super().add(acc, up.having({**up.vectors, "delta": apart}), s, x)
+        gap = x - up.sent["x"] + up.vectors["delta"]  # x − y_i
+        return super().add(acc, up.having({**up.vectors, "delta": gap}), s, x)
 
 
 def buffered_steps(lr: float, momentum: float) -> Pipeline:
@@ -117,7 +117,7 @@ def ca2fl(lr: float = 1.0) -> Algorithm:
 
 @dataclass(frozen=True)
 class DatedUpdates:
-    """A ledger, and of which version each of its entries is."""
+    """A table of last updates, and the version of each."""
 
     table: UpdateTable
     clients: Tensor  # int64
@@ -126,7 +126,7 @@ class DatedUpdates:
 
 @dataclass(frozen=True)
 class RecentMifa(DeltaGather):
-    """The mean of everybody's last update, without those of versions more than `limit` steps ago."""
+    """The mean of every client's last update, without those of versions more than `limit` steps ago."""
 
     limit: int = 1
 

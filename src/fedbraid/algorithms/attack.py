@@ -240,7 +240,7 @@ def attack(
     if kind not in COLLUDING:
         if isinstance(a.up, PrivateUplink):
             raise ConfigError(
-                f"{kind} changes uploads before they are clipped; wrap it the other way round: fb.private(fb.attack(…), …)"
+                f"{kind} changes uploads before they are clipped; use fb.private(fb.attack(…), …)"
             )
         return replace(a, up=HostileUplink(a.up.codec, a.up, kind, amount, hostile, only=a.up.only), name="")
     who = a.name.split("(")[0] or "this algorithm"

@@ -87,7 +87,7 @@ def fedprox(mu: float = 0.01, lr: float = 1.0, weights: str = "samples") -> Algo
 
 @dataclass(frozen=True)
 class EffectiveSteps(Rule):
-    """FedNova's client half: Δ_i as everybody sends it, and a_i, the effective number of steps."""
+    """FedNova's client half: Δ_i as every client sends it, and a_i, the effective number of steps."""
 
     def uploads(self) -> tuple[Upload, ...]:
         return DELTA, Upload("a", width=1, signed=False)

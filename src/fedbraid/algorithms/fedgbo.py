@@ -28,7 +28,7 @@ from fedbraid.errors import ConfigError, unknown
 
 @dataclass(frozen=True)
 class Fixed(Rule):
-    """y ← y + U(g, s), the statistics s staying as they came."""
+    """y ← y + U(g, s), the statistics s as they were downloaded (Algorithm 1)."""
 
     optimizer: Optimizer
 

@@ -22,7 +22,7 @@ from fedbraid.core.vector_spec import Download
 
 @dataclass(frozen=True)
 class HeavyBall(Rule):
-    """g + (β/(a η))·M, so that the a steps of a visit together add β M."""
+    """g + (β/(a η))·M, so that a local training of a steps adds β M."""
 
     beta: float
 

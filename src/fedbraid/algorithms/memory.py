@@ -112,8 +112,8 @@ def population_weight(weights: str, ctx: ServerContext) -> float:
 class ClientHeldMemory(Rule):
     """The client keeps y_i: δ_i = Δ_i − y_i goes up, and y_i ← y_i + δ_i as it was received.
 
-    `rated` remembers Δ_i/η instead; `counted` uploads the weight of a first visit too. With `fade` ρ every memory shrinks
-    by 1 − ρ a step, wherever its client is: y_i ← (1 − ρ)^(t − t_i) y_i when it comes again.
+    `rated` remembers Δ_i/η instead; `counted` uploads the weight of a first participation too. With `fade` ρ every memory shrinks
+    by 1 − ρ a step, wherever its client is: y_i ← (1 − ρ)^(t − t_i) y_i when it participates again.
     """
 
     weights: str = "samples"
@@ -244,7 +244,7 @@ class Clusters:
 
 @dataclass(frozen=True)
 class ClusterVarp(DeltaGather):
-    """As FedVARP with one y per cluster: y_c ← mean of the cohort's Δ_i in c, kept where none took part.
+    """As FedVARP with one y per cluster: y_c ← mean of the cohort's Δ_i in c, unchanged where none took part.
 
     Client i belongs to cluster `i mod clusters`, or to `clusters[i]`.
     """

@@ -49,7 +49,7 @@ def fedper(lr: float = 1.0, weights: str = "samples") -> Algorithm:
 
 @dataclass(frozen=True)
 class HeadFirst(Rule):
-    """The first share of a visit's steps moves the personal parts only, the rest the shared ones only (Algorithm 1)."""
+    """The first fraction of the local steps moves the personal parts only, the rest the shared ones only (Algorithm 1)."""
 
     head: float
 
@@ -180,7 +180,7 @@ def pfedme(
 
 @dataclass(frozen=True)
 class LocalOnly(Rule):
-    """Every client goes on from where its own last visit ended."""
+    """Every client continues from where its last local training ended."""
 
     def init(self, x: Tensor) -> Vectors:
         return {"y_i": x.clone()}

@@ -53,7 +53,7 @@ class Robust(Gather):
     """A robust rule in the place of the mean; what clients upload is judged together, and every client counts alike.
 
     With `memory`: s̃ = rule over S of (Δ_i − y_i); G = s̃ + ȳ; ȳ ← ȳ + (|S|/N)·s̃; y_i ← Δ_i as it was received. A client
-    that comes twice in a buffer counts once, with its last upload; what accumulates is added up. What server parts make of
+    that uploads twice in a buffer counts once, with its last upload; what accumulates is added up. What server parts make of
     an upload is made of what the rule makes of it.
     """
 
@@ -92,11 +92,11 @@ class Robust(Gather):
         g, rows = up.vectors["delta"], table.rows
         g = g / up.lr.to(g) if self.memory.formula.per_rate else g
         old = {name: v.to(g.device) for name, v in rows.get(up.clients).items()}
-        kept = torch.where(g.isfinite().all(1, keepdim=True), g, old["y"])
-        rows.put(up.clients, {"weight": torch.ones_like(old["weight"]), "y": kept})
+        stored = torch.where(g.isfinite().all(1, keepdim=True), g, old["y"])
+        rows.put(up.clients, {"weight": torch.ones_like(old["weight"]), "y": stored})
         vectors = {**up.vectors, "delta": g - old["y"]}
         if self._stores_otherwise:
-            vectors["stored"] = (kept if rows.codec is None else rows.get(up.clients)["y"].to(g)) - old["y"]
+            vectors["stored"] = (stored if rows.codec is None else rows.get(up.clients)["y"].to(g)) - old["y"]
         declared = {
             **up.declared, "delta": replace(up.declared["delta"], accumulates=True), "stored": Upload("stored", accumulates=True)
         }  # fmt: skip
@@ -122,16 +122,18 @@ class Robust(Gather):
         if lost:
             vectors = {name: v[finite] for name, v in vectors.items()}
             squares = {name: v[finite] for name, v in squares.items()}
-        came = clients[finite.numpy(force=True)]
+        judged_clients = clients[finite.numpy(force=True)]
         declared = acc.blocks[0].declared
         units = _units({name: squares[name].sqrt() for name in self.uploads}, declared)
         judged = [Judged(vectors[n], squares[n], units[n], s.base.get(n)) for n in self.uploads]
-        order = torch.from_numpy(np.argsort(rng.bits(ctx.seed, "bucketing", ctx.t, came))).to(finite.device)
+        order = torch.from_numpy(np.argsort(rng.bits(ctx.seed, "bucketing", ctx.t, judged_clients))).to(
+            finite.device
+        )
         decision = self.rule.decide(judged, order, len(lost))
         u = {name: decision.apply(v) for name, v in vectors.items()}
         if decision.rest is not None and bool(decision.rest.any()):
             u = self._with_rest(u, decision.rest, acc.blocks, ids, clients, finite, s.base)
-        metrics = self._metrics(decision, judged, u, came, lost)
+        metrics = self._metrics(decision, judged, u, judged_clients, lost)
         base = {name: u[name] for name in self.uploads} if self.rule.has_base else {}
         if s.table is None:
             return u, RobustState(base), metrics

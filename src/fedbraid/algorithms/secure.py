@@ -64,7 +64,7 @@ class SecureMean(Mean):
 
     Weights are whole numbers by which each client multiplies its codes before it masks them: its samples, which are
     summed beside the codes, and s(τ) in steps of 1/256, which the server tells the clients of a full buffer. A simulation
-    sums without masks, which cancel; clients of another bit width are summed apart.
+    sums without masks, which cancel; clients of another bit width have a sum of their own.
     """
 
     codec: Codec = field(default_factory=Shared)

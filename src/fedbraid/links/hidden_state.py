@@ -39,7 +39,7 @@ class HiddenState(Downlink):
         return {"synced": torch.full((1,), -1)}  # bytes broadcast up to what it holds
 
     def open(self, vectors: Vectors, who: BroadcastContext) -> Broadcast:
-        """Everybody starts from the same values."""
+        """All clients start from the same values."""
         held = {name: to_wire(v, who.declared[name], self.codec) for name, v in vectors.items()}
         sizes = {name: encode_down(Identity(), v, name, who).size for name, v in held.items()}
         add_overhead(sizes)
@@ -67,22 +67,22 @@ class HiddenState(Downlink):
             )
         upto = s.upto + sum(sizes.values())
         frames = {name: c.frame for name, c in cast.items() if c.frame is not None}
-        kept = self._kept(s, bundle(frames), who) if who.real else {}
+        log = self._log(s, bundle(frames), who) if who.real else {}
         version = ModelVersion({name: c.means for name, c in cast.items()}, sizes, upto, self._size(who))
-        return Broadcast(version, SharedState(held, upto, stretched, kept), {"contraction": ratio})
+        return Broadcast(version, SharedState(held, upto, stretched, log), {"contraction": ratio})
 
     def _size(self, who: BroadcastContext) -> int:
         """The length of the whole state's message."""
         plain = [FRAME_BYTES + 4 * d.size(who.layout) for d in who.declared.values()]
         return sum(plain) + message_overhead(tuple(who.declared))
 
-    def _kept(self, s: SharedState, message: bytes, who: BroadcastContext) -> dict[int, Tensor]:
+    def _log(self, s: SharedState, message: bytes, who: BroadcastContext) -> dict[int, Tensor]:
         """The messages that a client may still need: only for as long as they are less than the whole state."""
-        kept = {**s.log, who.version: as_tensor(message)}
+        log = {**s.log, who.version: as_tensor(message)}
         whole = self._size(who)
-        while kept and sum(len(m) for m in kept.values()) > whole:
-            del kept[min(kept)]
-        return kept
+        while log and sum(len(m) for m in log.values()) > whole:
+            del log[min(log)]
+        return log
 
     def message_bytes(
         self, versions: Mapping[int, ModelVersion], fetched: NDArray[np.int64], memory: Vectors

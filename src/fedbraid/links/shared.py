@@ -136,7 +136,7 @@ class Shared(Framed):
 
 
 def _signs(n: int) -> F32:
-    """±1, the same for everybody."""
+    """±1, the same for all clients."""
     drawn = rng.bits(0, "shared rotation", np.arange(n, dtype=np.uint64))
     return np.where(drawn >> np.uint64(63), np.float32(-1), np.float32(1))
 

@@ -213,7 +213,7 @@ def choose_neighbours(
 
     Safe is: with a share `corrupt` of clients on the server's side, that any honest one has `threshold` neighbours
     among them has a chance below 2⁻⁴⁰; with a share `gone` of clients dropping out, that any keeps fewer than
-    `threshold` has one below 2⁻³⁰ (Bell et al. 2020, by hypergeometric tails). Where no ring is, everybody is everybody's
+    `threshold` has one below 2⁻³⁰ (Bell et al. 2020, by hypergeometric tails). Where no ring is, every client is every other's
     neighbour, and the threshold is more than half of them.
 
     >>> choose_neighbours(20, None, None)
@@ -317,7 +317,7 @@ def _seal(key: bytes, sender: int, message: bytes, opens: bool = False) -> bytes
     try:
         done: bytes = cipher.decrypt(nonce, message, None) if opens else cipher.encrypt(nonce, message, None)
     except InvalidTag:
-        raise WireError(f"the shares from party {sender} do not open; they were changed on the way") from None
+        raise WireError(f"the shares from party {sender} do not open; they were changed in transit") from None
     return done
 
 
@@ -519,7 +519,7 @@ class SecureServer:
         return found
 
     def _read_masked(self, party: int, body: bytes) -> bool:
-        self._total += self.session.unpack(body)  # nothing else is kept of it
+        self._total += self.session.unpack(body)  # nothing else is stored of it
         return True
 
     def _read_unmask(self, party: int, body: bytes) -> dict[int, NDArray[np.int64]]:

@@ -42,7 +42,7 @@ LEVEL = 0.05
 
 @dataclass
 class Choice:
-    """What `choose` came to; `algorithm`, `work` and `schedule` are the winner's, ready for `fb.simulate`."""
+    """The result of `choose`; `algorithm`, `work` and `schedule` are the winner's, ready for `fb.simulate`."""
 
     facts: Record = field(repr=False)  # as --json prints them
     algorithm: Algorithm
@@ -173,7 +173,7 @@ def choose(
     times may have units ("200kB/s", "4GB", "2h"). `online` is "phones", a JSON file or an `availability`; `device` is a
     profile, by which computing takes time and energy, unless `durations` say the time. `candidates` are raced instead of
     all that fedbraid has; `work` is what clients do, but for the rate, which is searched. Given the same folder again, it
-    goes on, or answers at once. `note` is kept in `choose.json`.
+    goes on, or answers at once. `note` is stored in `choose.json`.
 
     >>> found = fb.choose("digits", clients=100, partition="label_chunks(1)", per_round=5, minutes=2)  # doctest: +SKIP
     >>> fb.simulate(task, found.algorithm, found.work, found.schedule)  # doctest: +SKIP
@@ -216,7 +216,7 @@ def choose(
     return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
 
 
-# What it comes to ---------------------------------------------------------------------------------
+# The result ---------------------------------------------------------------------------------------
 
 
 class _Final:
@@ -261,7 +261,7 @@ class _Final:
         return row | {"time": history[-1]["time"]} | {k: sum(r[v] for r in history) for k, v in sums.items()}
 
     def _place(self, name: str) -> tuple[int, float]:
-        """Those that always came to a value first, by its mean."""
+        """Candidates that have a value with every seed first, by its mean."""
         known = [v for v in self.values[name] if v is not None]
         sign = 1.0 if self.spends else -self.race.sign
         return len(self.values[name]) - len(known), sign * fmean(known) if known else math.inf
@@ -313,8 +313,8 @@ class _Final:
         if near and count < 3:
             said.append("So few seeds tell no difference; give more minutes.")
         elif near:
-            apart = [[x - y for x, y in zip(self.complete[best], self.complete[name])] for name in near]
-            least = max(stats.resolution(d, LEVEL / pairs) for d in apart)
+            gaps = [[x - y for x, y in zip(self.complete[best], self.complete[name])] for name in near]
+            least = max(stats.resolution(d, LEVEL / pairs) for d in gaps)
             much = f"{math.expm1(least):.0%}" if self.spends else self._shown(least).replace(" %", " points")
             said.append(f"Differences below {much} would not have been found with these seeds.")
         if (doubt := unproven(self.best.entry.algorithm, self.best.entry.schedule)) is not None:

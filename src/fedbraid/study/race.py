@@ -109,7 +109,7 @@ class _Until:
 
 
 class Race:
-    """The folder of a choice: `choose.json` says what is chosen, `choose.jsonl` what came of each heat and decision."""
+    """The folder of a choice: `choose.json` says what is chosen, `choose.jsonl` the results of heats and the decisions."""
 
     def __init__(
         self, task: Task, situation: Situation, given: Mapping[str, Algorithm] | None, out: Path, minutes: float,
@@ -186,7 +186,7 @@ class Race:
     # On held-out clients ----------------------------------------------------------------------------
 
     def run(self, admitted: Sequence[Admitted]) -> list[Arm]:
-        """All arms, of which the best came to the last rung."""
+        """All arms, of which the best reached the last rung."""
         first = [arm for a in admitted if self._account(arm := self.arm(a, 0), self.tuning)]
         if not first:
             raise nothing_left(self.excluded)
@@ -332,9 +332,9 @@ class Race:
         return max((r for r in range(len(RUNGS)) if (arm.key, r) in self.looks), default=-1)
 
     def ranked(self, arms: Sequence[Arm]) -> list[Arm]:
-        """By the rung that they came to and what they were worth there; the first of equals first."""
-        came = [(arm, self.rung_of(arm)) for arm in arms]
-        known = [(arm, rung) for arm, rung in came if rung >= 0]
+        """By the rung that they reached and their score there; the first of equals first."""
+        rungs = [(arm, self.rung_of(arm)) for arm in arms]
+        known = [(arm, rung) for arm, rung in rungs if rung >= 0]
         return [a for a, _ in sorted(known, key=lambda p: (-p[1], -self.looks[p[0].key, p[1]]["score"]))]
 
     # On fresh seeds -----------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class Race:
         value, name = max(values)
         return ConfigError(
             f"no candidate reached an accuracy of {format_percent(self.situation.accuracy)} in {self.rounds} rounds; the"
-            f" best, {name}, came to {format_percent(value)}; use accuracy={math.floor(100 * value) / 100:g} or more rounds"
+            f" best, {name}, reached {format_percent(value)}; use accuracy={math.floor(100 * value) / 100:g} or more rounds"
         )
 
     def confirm(self, finalists: Sequence[Arm]) -> Grid:

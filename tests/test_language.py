@@ -105,6 +105,15 @@ CONTRACT = {  # names outside checks use, and terms of the field that hold such 
     "test_shares",  # of tasks.load: stored in the specs of published runs
 }
 CLEAN = (  # files and folders whose names keep to these words; the others are to follow
+    "cli/board.py",
+    "cli/catalogue.py",
+    "cli/demo.py",
+    "cli/doctor.py",
+    "cli/export.py",
+    "cli/help.py",
+    "cli/report.py",
+    "cli/show.py",
+    "cli/watch.py",
     "core/check.py",
     "core/codec.py",
     "core/custom_loop.py",

@@ -1,4 +1,4 @@
-"""What a campaign is doing, drawn on stderr while it goes on; silent when that is not a terminal."""
+"""The progress of a campaign, drawn on stderr while it runs; silent unless that is a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DRAW_EVERY_S = 0.2
 
 
 class Board:
-    """A line that says how much is done and how long the rest takes, and a line for each of what runs now."""
+    """A line with the progress and the time left, and a line for each running cell."""
 
     def __init__(self, what: str, total: float = 0, metric: str = "accuracy") -> None:
         from rich.console import Console
@@ -40,7 +40,7 @@ class Board:
         self.see(event)
 
     def see(self, event: Event[Any]) -> None:
-        """What a kind of campaign remembers besides."""
+        """Update what a subclass displays."""
 
     def draw(self) -> None:
         if self.live is not None and time.monotonic() - self.drawn >= DRAW_EVERY_S:
@@ -49,7 +49,8 @@ class Board:
 
     def picture(self) -> Any:
         lines = [
-            f"{cell}, step {step}{self.shown(value, ', ')}" for cell, (step, value) in self.running.items()
+            f"{cell}, step {step}{self.value_text(value, ', ')}"
+            for cell, (step, value) in self.running.items()
         ]
         return "\n".join([self.title(), *lines])
 
@@ -58,14 +59,14 @@ class Board:
             f"{self.ended:g} of {self.total:g} {self.what} done{self.left(self.ended / max(1, self.total))}"
         )
 
-    def left(self, share: float) -> str:
-        """How long the rest takes when this share is done."""
-        if not share:
+    def left(self, fraction: float) -> str:
+        """The time left when this fraction is done."""
+        if not fraction:
             return ""
-        took = time.monotonic() - self.begun
-        return f", about {format_seconds(took * max(0.0, 1 - share) / share)} left"
+        elapsed = time.monotonic() - self.begun
+        return f", about {format_seconds(elapsed * max(0.0, 1 - fraction) / fraction)} left"
 
-    def shown(self, value: float | None, before: str = "") -> str:
+    def value_text(self, value: float | None, before: str = "") -> str:
         if value is None:
             return ""
         return before + (format_percent(value) if self.metric.startswith("accuracy") else f"{value:.3f}")
@@ -100,19 +101,19 @@ class CellBoard(Board):
         from rich.table import Table
 
         todo = sum(c.entry.schedule.steps for c in self.cells if str(c) not in self.already)
-        share = sum(self.steps.values()) / todo if todo else 0.0
-        title = f"{self.ended:g} of {self.total:g} cells done{self.left(share)}"
+        fraction = sum(self.steps.values()) / todo if todo else 0.0
+        title = f"{self.ended:g} of {self.total:g} cells done{self.left(fraction)}"
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
         grid.add_column("", no_wrap=True, overflow="ellipsis", min_width=8)
         for name in ("seeds", "step", "now"):
             grid.add_column(name, justify="right", no_wrap=True)
         for name in dict.fromkeys(c.entry.name for c in self.cells):
-            mine = [str(c) for c in self.cells if c.entry.name == name]
-            going = [self.running[k] for k in mine if k in self.running]
+            keys = [str(c) for c in self.cells if c.entry.name == name]
+            going = [self.running[k] for k in keys if k in self.running]
             grid.add_row(
                 name,
-                f"{sum(k in self.ready for k in mine)}/{len(mine)}",
+                f"{sum(k in self.ready for k in keys)}/{len(keys)}",
                 ", ".join(str(step) for step, _ in going),
-                ", ".join(self.shown(value) for _, value in going),
+                ", ".join(self.value_text(value) for _, value in going),
             )
         return grid

@@ -1,4 +1,4 @@
-"""`fedbraid list`: what there is, a line each."""
+"""`fedbraid list`: what is available, a line each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def list_(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what tasks, algorithms, codecs, partitions, models, engines and schedules there are.
+    """List the available tasks, algorithms, codecs, partitions, models, engines and schedules.
 
     \b
     Examples:
@@ -30,11 +30,11 @@ def list_(
       fedbraid list partitions --json
     """
     if kind is not None and kind not in KINDS:
-        raise unknown("kind of thing to list", kind, KINDS)
-    shown = {k: _described(k) for k in (KINDS if kind is None else (kind,))}
+        raise unknown("kind to list", kind, KINDS)
+    catalogue = {k: _described(k) for k in (KINDS if kind is None else (kind,))}
     if json:
-        return give(shown)
-    for name, entries in shown.items():
+        return give(catalogue)
+    for name, entries in catalogue.items():
         print(f"{name}:")
         wide = max(map(len, entries))
         for one, text in entries.items():
@@ -42,10 +42,10 @@ def list_(
 
 
 def _described(kind: str) -> dict[str, str]:
-    return {name: _first_line(thing) for name, thing in _things(kind).items()}
+    return {name: _first_line(builder) for name, builder in _entries(kind).items()}
 
 
-def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
+def _entries(kind: str) -> Mapping[str, Callable[..., Any]]:
     match kind:
         case "tasks":
             from fedbraid.data import tasks
@@ -76,5 +76,5 @@ def _things(kind: str) -> Mapping[str, Callable[..., Any]]:
     return {f.__name__: f for f in (schedule.rounds, schedule.buffered, schedule.immediate)}
 
 
-def _first_line(thing: Callable[..., Any]) -> str:
-    return (inspect.getdoc(thing) or "").partition("\n")[0]
+def _first_line(builder: Callable[..., Any]) -> str:
+    return (inspect.getdoc(builder) or "").partition("\n")[0]

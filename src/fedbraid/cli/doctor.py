@@ -34,11 +34,11 @@ MARKS = {"ok": "✓", "missing": "–", "wrong": "✗"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; "missing" is optional, "wrong" stops fedbraid from working."""
+    """The result of one check; "missing" is optional, "wrong" stops fedbraid from working."""
 
     what: str
     state: str
-    says: str
+    detail: str
     do: str = ""
 
 
@@ -64,13 +64,13 @@ def doctor(why: Why = None, json: Json = False, quiet: Quiet = False) -> None:
     elif not quiet:
         wide = max(len(f.what) for f in found)
         for f in found:
-            entry(f"{MARKS[f.state]} {f.what:<{wide}}  ", f"{f.says}{f'; {f.do}' if f.do else ''}")
+            entry(f"{MARKS[f.state]} {f.what:<{wide}}  ", f"{f.detail}{f'; {f.do}' if f.do else ''}")
     if wrong := [f for f in found if f.state == "wrong"]:
-        raise RunError(f"{wrong[0].what}: {wrong[0].says}; {wrong[0].do}")
+        raise RunError(f"{wrong[0].what}: {wrong[0].detail}; {wrong[0].do}")
 
 
 def explain(run: Path, json: bool) -> None:
-    """Which engine a run took, and why."""
+    """Print which engine a run used, and why."""
     from fedbraid.run.checkpoint import Folder
 
     config = Folder(run).config()
@@ -82,21 +82,21 @@ def explain(run: Path, json: bool) -> None:
 
 
 def versions() -> str:
-    """What a report of a bug should begin with: fedbraid, Python, torch, the compiler and the extras."""
+    """The versions for a bug report: fedbraid, Python, torch, the compiler and the extras."""
     import numpy
     import torch
 
     from fedbraid import __version__
     from fedbraid_native import build
 
-    here = [extra for extra, names in EXTRAS.items() if all(importlib.util.find_spec(m) for m in names)]
+    installed = [extra for extra, names in EXTRAS.items() if all(importlib.util.find_spec(m) for m in names)]
     command = build.compiler()
     lines = [
         f"fedbraid {__version__}",
         f"python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"torch {torch.__version__}, numpy {numpy.__version__}",
         f"compiler {'none' if command is None else build.version(tuple(command))}",
-        f"extras {', '.join(here) or 'none'}",
+        f"extras {', '.join(installed) or 'none'}",
     ]
     return "\n".join(lines)
 
@@ -133,7 +133,7 @@ def machine() -> Iterator[Finding]:
 
 
 def native() -> Iterator[Finding]:
-    """Whether C++ gradients build and agree with autograd, tried on the digits."""
+    """Check that C++ gradients compile and agree with autograd, on the digits."""
     from fedbraid.algorithms.averaging import fedavg
     from fedbraid.core.work import Work
     from fedbraid.data import tasks
@@ -165,19 +165,19 @@ def native() -> Iterator[Finding]:
     if command is None:
         return
     try:
-        apart = float((x("native") - plain).abs().max())
+        difference = float((x("native") - plain).abs().max())
     except FedbraidError as error:
         yield Finding("native gradients", "missing", str(error), "autograd is used instead")
         return
-    if apart > 1e-4:
+    if difference > 1e-4:
         yield Finding(
             "native gradients",
             "wrong",
-            f"they differ from autograd by {apart:.1e}",
+            f"they differ from autograd by {difference:.1e}",
             "give --engine 'in_process(backend=\"vmap\")' and tell us",
         )
     else:
-        yield Finding("native gradients", "ok", f"built, and equal to autograd within {apart:.0e}")
+        yield Finding("native gradients", "ok", f"built, and equal to autograd within {difference:.0e}")
 
 
 def extras() -> Iterator[Finding]:
@@ -193,8 +193,8 @@ def data() -> Iterator[Finding]:
     from fedbraid.data import tasks
     from fedbraid.data.sources import folder
 
-    place = folder(None)
-    if place is None:
+    path = folder(None)
+    if path is None:
         yield Finding(
             "data",
             "missing",
@@ -202,9 +202,9 @@ def data() -> Iterator[Finding]:
             "set it to a folder of data sets; digits and synthetic need none",
         )
         return
-    if not place.is_dir():
+    if not path.is_dir():
         yield Finding(
-            "data", "missing", f"FEDBRAID_DATA is {place}, which is no folder", "make it, or set another"
+            "data", "missing", f"FEDBRAID_DATA is {path}, which is not a folder", "make it, or set another"
         )
         return
     for name in tasks.names():
@@ -216,9 +216,9 @@ def _data_set(name: str) -> Finding:
     if home is None:
         return Finding(f"data {name}", "ok", "needs no files")
     if home.find(None, "*", "*/*"):
-        return Finding(f"data {name}", "ok", "files are there")
-    says, _, do = str(home.missing(None)).partition("; ")
-    return Finding(f"data {name}", "missing", says, do)
+        return Finding(f"data {name}", "ok", "files found")
+    detail, _, do = str(home.missing(None)).partition("; ")
+    return Finding(f"data {name}", "missing", detail, do)
 
 
 def _homes() -> dict[str, Home]:

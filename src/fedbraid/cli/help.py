@@ -1,4 +1,4 @@
-"""Help that is whole and can be copied, however narrow the terminal."""
+"""Help texts that are complete and can be copied, however narrow the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 F = TypeVar("F", bound=Callable[..., Any])
-_KEPT = re.compile(r"""'[^']*'|"[^"]*"|(?<= )--?[a-z-]+ (?!-)""")  # what is quoted; an option and its value
+_UNBROKEN = re.compile(r"""'[^']*'|"[^"]*"|(?<= )--?[a-z-]+ (?!-)""")  # quoted text; an option with its value
 
 
 class Command(typer.core.TyperCommand):
@@ -36,7 +36,7 @@ class Commands(typer.core.TyperGroup):
 
 
 class App(typer.Typer):
-    """A group of such commands."""
+    """A group of commands."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(cls=Commands, rich_markup_mode=None, **more)
@@ -46,15 +46,15 @@ class App(typer.Typer):
 
 
 def _unescaped(text: str) -> str:
-    """Without the backslashes that typer 0.20 puts before brackets, for a markup that is off here."""
+    """The text without the backslashes that typer 0.20 puts before brackets for a markup that is off here."""
     return text.replace("\\[", "[")
 
 
 def folded(line: str, width: int) -> str:
-    """A line of the help; one that is to be typed goes on over several, which a shell takes as one."""
+    """A line of the help; a long command is continued over several lines, which a shell reads as one."""
     if len(line) <= width or not re.match(r"(    |\w+: )fedbraid ", line):
         return line
-    bound = _KEPT.sub(lambda kept: kept[0].replace(" ", "\xa0"), line)
+    bound = _UNBROKEN.sub(lambda match: match[0].replace(" ", "\xa0"), line)
     lines = textwrap.wrap(
         bound, width - 2, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
     )

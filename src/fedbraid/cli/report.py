@@ -71,29 +71,29 @@ def report(
     with reading(", ".join(map(str, runs))):
         found = collect(runs, target, unfinished)
         data = page.describe(found)
-    place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    made: dict[Path, bytes] = {place: page.render(data).encode(errors="replace")}
+    report_path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    contents: dict[Path, bytes] = {report_path: page.render(data).encode(errors="replace")}
     for path, kind in [(path, figure.kind_of(path)) for path in figures or []]:
         if path.name.startswith("timeline"):
             drawn = timeline.figure(_clocked(found))
         else:
             drawn = figure.of_groups(data, axis)
-        made[path] = figure.as_bytes(drawn, kind)
+        contents[path] = figure.as_bytes(drawn, kind)
     if csv is not None:
-        made[csv] = tables.as_csv(found).encode(errors="replace")
+        contents[csv] = tables.as_csv(found).encode(errors="replace")
     if latex is not None:
-        made[latex] = tables.as_latex(data).encode(errors="replace")
-    write(made)
+        contents[latex] = tables.as_latex(data).encode(errors="replace")
+    write(contents)
     if json:
         return give(
             {
-                "files": {str(p): len(b) for p, b in made.items()},
+                "files": {str(p): len(b) for p, b in contents.items()},
                 "verdict": data["verdict"],
                 "rows": data["rows"],
             }
         )
     if not quiet:
-        facts({str(p): format_bytes(len(b)) for p, b in made.items()})
+        facts({str(p): format_bytes(len(b)) for p, b in contents.items()})
         if data["verdict"]:
             entry("", data["verdict"])
 
@@ -104,21 +104,21 @@ def _clocked(found: Collection) -> list[Record]:
     return next((r for r in runs if any("start_times" in record for record in r)), runs[0])
 
 
-def write(made: dict[Path, bytes]) -> None:
-    """All files or none, once everything has been made."""
-    parts: dict[Path, Path] = {}
+def write(contents: dict[Path, bytes]) -> None:
+    """Write all files or none, once all contents are complete."""
+    temporaries: dict[Path, Path] = {}
     try:
-        for path, content in made.items():
+        for path, content in contents.items():
             if path.is_dir():
                 raise ConfigError(f"{path} is a folder; name a file")
-            parts[path] = path.with_name(f".{path.name}.part")
+            temporaries[path] = path.with_name(f".{path.name}.part")
             try:
-                parts[path].write_bytes(content)
+                temporaries[path].write_bytes(content)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
-        for path, part in parts.items():
-            part.replace(path)
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
     finally:
-        for part in parts.values():
+        for temporary in temporaries.values():
             with suppress(OSError):
-                part.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How commands speak: tables for people, JSON for programs, complaints on stderr."""
+"""The output of commands: tables for people, JSON for programs, errors on stderr."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
 
 
 def spell_out(*streams: Any) -> None:
-    """Have streams that cannot show a sign, such as "─" on a terminal that is not UTF-8, show its ASCII spelling."""
+    """Make streams that cannot encode a character, such as "─" on a terminal that is not UTF-8, print its ASCII spelling."""
     codecs.register_error("fedbraid", _spelled)
     for stream in streams:
         encoding = (getattr(stream, "encoding", None) or "").replace("-", "").lower()
@@ -44,31 +44,31 @@ def spell_out(*streams: Any) -> None:
 
 
 def complain(message: str) -> None:
-    """One sentence on stderr; keywords that it advises are options here."""
-    said = re.sub(r"\b([a-z]+(?:_[a-z]+)+)=True", lambda found: f"--{found[1].replace('_', '-')}", message)
-    print(f"fedbraid: {' '.join(said.split())}", file=sys.stderr)
+    """Print one sentence on stderr; keywords that it advises become options."""
+    text = re.sub(r"\b([a-z]+(?:_[a-z]+)+)=True", lambda found: f"--{found[1].replace('_', '-')}", message)
+    print(f"fedbraid: {' '.join(text.split())}", file=sys.stderr)
 
 
 def quoted(path: object) -> str:
-    """A path as a shell reads it."""
+    """A path, quoted for a shell."""
     return shlex.quote(str(path))
 
 
 @contextmanager
 def waiting(what: str, hidden: bool = False) -> Iterator[None]:
-    """Say on a terminal what a command is doing before it can show anything else; the line goes when that is done."""
-    shown = not hidden and sys.stderr.isatty()
-    if shown:
+    """Print on a terminal what a command is preparing; the line is erased afterwards."""
+    visible = not hidden and sys.stderr.isatty()
+    if visible:
         print(f"{what} …", end="\r", file=sys.stderr, flush=True)  # a warning is written over it
     try:
         yield
     finally:
-        if shown:
+        if visible:
             print("\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def give(result: Any) -> None:
-    """A result as JSON on stdout; not-a-number becomes null, which JSON can hold."""
+    """Print a result as JSON on stdout; NaN and infinities become null, because JSON lacks them."""
     json.dump(_plain(result), sys.stdout, indent=2, allow_nan=False)
     print()
 
@@ -94,58 +94,58 @@ def table(
 ) -> None:
     """A small table on stdout, one line a row; the first `left` columns are text, the rest numbers.
 
-    Where the terminal is narrow, columns are left out from the end of `order`, by importance.
+    On a narrow terminal, columns are dropped from the end of `order`, which lists them by importance.
     """
-    room = width()
-    shown, wide = fit([list(head), *(list(r) for r in rows)], room, left, order)
+    columns = width()
+    selected, wide = fit([list(head), *(list(r) for r in rows)], columns, left, order)
     entry("", title)
     for n, row in enumerate([head, *rows]):
-        cells = [_cell(row[i], w, i < left) for i, w in zip(shown, wide)]
+        cells = [_cell(row[i], w, i < left) for i, w in zip(selected, wide)]
         print((" " * GAP).join(cells).rstrip())
         if n == 0:
             print("─" * (sum(wide) + GAP * (len(wide) - 1)))
-    if lost := [name for i, name in enumerate(head) if i not in shown and name]:
-        entry("", f"left out at {room} columns: {', '.join(lost)}; --json has them")
+    if lost := [name for i, name in enumerate(head) if i not in selected and name]:
+        entry("", f"left out at {columns} columns: {', '.join(lost)}; --json has them")
 
 
 def fit(
-    lines: Sequence[Sequence[str]], room: int, left: int, order: Sequence[int] | None = None
+    lines: Sequence[Sequence[str]], columns: int, left: int, order: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Which columns to show, and how wide each."""
+    """The columns that fit, and the width of each."""
     from rich.cells import cell_len
 
     full = [max(map(cell_len, column)) for column in zip(*lines)]
     least = [min(w, SHORT) if i < left else w for i, w in enumerate(full)]
-    kept = list(order or range(len(full)))
-    while len(kept) > 2 and sum(least[i] for i in kept) + GAP * (len(kept) - 1) > room:
-        kept.pop()
-    shown = sorted(kept)
-    wide = [full[i] for i in shown]
-    over = sum(wide) + GAP * (len(wide) - 1) - room
-    for at in sorted((k for k, i in enumerate(shown) if i < left), key=lambda k: -wide[k]):
-        cut = min(max(0, over), wide[at] - least[shown[at]])
+    candidates = list(order or range(len(full)))
+    while len(candidates) > 2 and sum(least[i] for i in candidates) + GAP * (len(candidates) - 1) > columns:
+        candidates.pop()
+    selected = sorted(candidates)
+    wide = [full[i] for i in selected]
+    over = sum(wide) + GAP * (len(wide) - 1) - columns
+    for at in sorted((k for k, i in enumerate(selected) if i < left), key=lambda k: -wide[k]):
+        cut = min(max(0, over), wide[at] - least[selected[at]])
         wide[at], over = wide[at] - cut, over - cut
-    return shown, wide
+    return selected, wide
 
 
 def _cell(text: str, wide: int, left: bool) -> str:
     from rich.cells import cell_len, set_cell_size
 
     text = set_cell_size(text, wide - 1) + "…" if cell_len(text) > wide else text
-    room = " " * (wide - cell_len(text))
-    return text + room if left else room + text
+    padding = " " * (wide - cell_len(text))
+    return text + padding if left else padding + text
 
 
 def width() -> int:
-    """How wide lines may be: COLUMNS, or what the terminal has; without end where nobody says."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isdigit() and int(said):
-        return int(said)
+    """The width of lines: COLUMNS, or the terminal's; unlimited if there is neither."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns):
+        return int(columns)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 def entry(name: str, text: str) -> None:
-    """A name and what is said of it, on as many lines as the terminal needs, all behind the name."""
+    """Print a name and its text, wrapped to the terminal's width and indented behind the name."""
     for line in textwrap.wrap(
         text,
         max(width(), len(name) + 30),
@@ -158,12 +158,12 @@ def entry(name: str, text: str) -> None:
 
 
 def suggest(why: str, command: str) -> None:
-    """A command to type next."""
+    """Print a command to run next."""
     print(folded(f"{why}: {command}", width()))
 
 
 def facts(pairs: dict[str, Any]) -> None:
-    """Names and values, one a line."""
+    """Print names and values, one pair a line."""
     wide = max(map(len, pairs), default=0)
     for name, value in pairs.items():
         if value is not None:
@@ -171,7 +171,7 @@ def facts(pairs: dict[str, Any]) -> None:
 
 
 def console() -> Any:
-    """Where pictures go; piped, it does not colour."""
+    """The console for pictures; without colors if it is piped."""
     from rich.console import Console
 
     to = Console(highlight=False)

@@ -78,7 +78,7 @@ PLANS = {
     ),
     "a wide LSTM": (job(GRU, 10, 4, 2, 1024, wide_recurrent=True), "pool", "loop"),
     "a frozen body": (job(RESNET20, 32, 2, 4, 1024, frozen=True), "pool", "loop"),
-    "a few long texts": (job(GRU, 32, 4, 4, 1024, kept=0.2), "pool", "loop"),
+    "a few long texts": (job(GRU, 32, 4, 4, 1024, mean_length=0.2), "pool", "loop"),
     "a custom loop": (job(WIDE, 50, 10, 10, 999, plain="the local loop is custom"), "in_process", "loop"),
     "a GPU": (job(WIDE, 50, 10, 10, 999, device="cuda", vmap=True), "in_process", "vmap"),
     "a GPU that vmap does not follow": (job(WIDE, 50, 10, 10, 999, device="cuda"), "in_process", "loop"),
@@ -215,7 +215,7 @@ def test_what_cutting_leaves_of_batches_is_their_mean(longest):
     task = fb.Task.from_arrays(Bag, [(texts, [0] * 200)], collate=fb.pad())
     lengths = np.array([len(t) for t in texts])
     drawn = [draw.choice(lengths, 8).max() / longest for _ in range(4000)]
-    assert planning.facts_of(setup(task, work=fb.Work(batch=8))).kept == pytest.approx(
+    assert planning.facts_of(setup(task, work=fb.Work(batch=8))).mean_length == pytest.approx(
         np.mean(drawn), abs=0.02
     )
 

@@ -129,7 +129,7 @@ def with_statistics():
 )
 def test_what_may_change_is_computed_anew(model, kept):
     found = LoopGradient(task(model=model, buffers="average")).frozen
-    assert [part.name for part in found.parts] == kept if kept else found is None
+    assert [m.name for m in found.modules] == kept if kept else found is None
 
 
 def test_augmented_images_are_computed_anew():

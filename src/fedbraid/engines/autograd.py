@@ -25,7 +25,7 @@ CHUNK = 512  # samples of an evaluation batch
 
 
 class TorchGradient:
-    """What both share: a module and a batched forward pass to judge a model with."""
+    """The base of both backends: a module, and a batched forward pass that evaluates models."""
 
     def __init__(self, task: Task, precision: torch.dtype | None = None) -> None:
         self.layout, self.loss, self.run = task.full_layout, task.per_example, task.run
@@ -39,16 +39,16 @@ class TorchGradient:
 
     @cached_property
     def tested(self) -> nn.Module:
-        """The module that models are judged with, once one is."""
+        """The module that evaluates models, built at the first evaluation."""
         return self.task.module().to(self.device).eval()
 
     @cached_property
     def frozen_test(self) -> FrozenFeatureCache | None:
-        """What its frozen parts give for the test set."""
+        """The cached frozen features of the test set."""
         return FrozenFeatureCache.of_test(self.task, self.tested, CHUNK)
 
     def cast(self) -> AbstractContextManager[Any]:
-        """Inside, products are of the wished precision; a cache of weights would outlive them."""
+        """Compute products in the selected precision; weights are not cached, because a cache would outlive them."""
         if self.precision is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.precision, cache_enabled=False)
@@ -56,11 +56,11 @@ class TorchGradient:
     def outputs(self, x: Tensor, inputs: Tree) -> Iterator[tuple[slice, Tree, Any]]:
         """(rows, inputs, outputs) of a table, chunk by chunk."""
         self.layout.load(self.tested, x)
-        known = self.frozen_test if inputs is self.test else None
+        cache = self.frozen_test if inputs is self.test else None
         for lo in range(0, tree.length(inputs), CHUNK):
             at = slice(lo, lo + CHUNK)
             a = tree.numbers(tree.take(inputs, at))
-            with known.at(torch.arange(lo, lo + tree.length(a))) if known else nullcontext():
+            with cache.at(torch.arange(lo, lo + tree.length(a))) if cache else nullcontext():
                 out = self.run(self.tested, a)
             yield at, a, out
 
@@ -92,26 +92,26 @@ class LoopGradient(TorchGradient):
         self._at = 0
         self.frozen = FrozenFeatureCache.of(task, self.module)
         self.compares, self.make = task.compares, task.module
-        self.others: dict[str, Tensor] = {}
+        self.references: dict[str, Tensor] = {}
 
     @cached_property
     def spare(self) -> nn.Module:
-        """A module for whoever needs another one."""
+        """A second module, for reference models and custom loops."""
         return self.make().to(self.device)
 
-    def beside(self, x: Tensor, previous: Tensor) -> None:
-        """Which models the loss looks at besides the one that trains: the server's, and the clients' last."""
-        self.others = {"reference": x, "previous": previous}
+    def set_references(self, x: Tensor, previous: Tensor) -> None:
+        """Set the models whose outputs the loss takes besides the trained one's: the server's, and the clients' last."""
+        self.references = {"reference": x, "previous": previous}
 
     @torch.no_grad()
-    def _beside(self, inputs: Tree, y: Tensor, i: int) -> dict[str, Any]:
-        """What the other models give for these inputs, the server's with the client's personal parts."""
-        found = {}
-        for name, rows in self.others.items():
+    def _reference_outputs(self, inputs: Tree, y: Tensor, i: int) -> dict[str, Any]:
+        """The reference models' outputs for these inputs; the server's model gets the client's personal parameters."""
+        outputs = {}
+        for name, rows in self.references.items():
             row = rows[min(i, len(rows) - 1)]
             module = self.layout.load(self.spare, torch.cat([row, y[len(row) :]])).eval()
-            found[name] = self.run(module, inputs)
-        return found
+            outputs[name] = self.run(module, inputs)
+        return outputs
 
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._out.shape != y.shape:
@@ -137,13 +137,13 @@ class LoopGradient(TorchGradient):
     def _each(
         self, y: Tensor, batch: Batch, then: Callable[[int], object], absent: Callable[[int], object]
     ) -> Tensor:
-        """Losses; what is then to do with the parameters' gradients is done for each client that has samples."""
+        """Losses; `then` uses the parameters' gradients of each client with samples, `absent` handles the others."""
         losses = torch.zeros(len(y), device=y.device)
-        alone = len(y) == 1 and batch.weight is None
+        is_single_client = len(y) == 1 and batch.weight is None
         for i in range(len(y)):
-            part = batch if alone else batch.client(i)
-            if part.rows.shape[1]:
-                losses[i] = self._one(y[i], part, i)
+            client_batch = batch if is_single_client else batch.client(i)
+            if client_batch.rows.shape[1]:
+                losses[i] = self._one(y[i], client_batch, i)
                 then(i)
             else:
                 absent(i)
@@ -157,7 +157,7 @@ class LoopGradient(TorchGradient):
         x, t = batch.first_client()
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        more = self._beside(x, y, i) if self.compares else {}
+        more = self._reference_outputs(x, y, i) if self.compares else {}
         with self.frozen.at(batch.rows[0]) if self.frozen else nullcontext(), self.cast():
             loss = self.loss(self.run(self.module, x), t, x, **more).mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -177,15 +177,15 @@ class LoopGradient(TorchGradient):
 
 
 def _flat(size: int, p: nn.Parameter | None, g: Tensor) -> Tensor:
-    """The gradient that a parameter was given, which it gives up: the next one is not added to it, but takes its place."""
+    """Take a parameter's gradient, so that the next one replaces it instead of being added."""
     if p is None or p.grad is None:
         return g.new_zeros(size)
-    given, p.grad = p.grad, None
-    return (given.to_dense() if given.is_sparse else given).reshape(-1)
+    gradient, p.grad = p.grad, None
+    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
 
 
 class VmapGradient(TorchGradient):
-    """All clients of a block at once: good where their weights meet in batched matrix products."""
+    """All clients of a block at once: fast where their weights are used in batched matrix products."""
 
     name, vectorized = "vmap", True
 
@@ -214,14 +214,14 @@ class VmapGradient(TorchGradient):
 
     @staticmethod
     def can_follow(task: Task) -> bool:
-        """Whether nothing declared keeps vmap from a model: nothing random, no statistics, no ragged samples."""
+        """Whether the task allows vmap: no random model, no statistics, no ragged samples."""
         return not (task.stochastic or task.compares or task.ragged or task.full_layout.buffers is not None)
 
 
 def why_not_vmap(task: Task) -> str | None:
-    """Why vmap does not compute this model's gradients, None where it does: compared with the loop on two clients, twice.
+    """Why vmap does not compute this model's gradients, or None: it is compared with the loop on two clients, twice.
 
-    A forward pass or loss of the user's may do what vmap cannot follow, or keep Python state, which then changes once for a
+    A user's forward pass or loss may do what vmap does not support, or keep Python state, which then changes once for a
     block of clients instead of once for each.
     """
     inputs, targets = task.like
@@ -233,8 +233,8 @@ def why_not_vmap(task: Task) -> str | None:
         try:
             got, _ = together(y, batch)
         except Exception as error:
-            said = next(iter(str(error).splitlines()), "")
-            return f"vmap cannot follow the model or its loss ({type(error).__name__}: {said[:100]})"
+            message = next(iter(str(error).splitlines()), "")
+            return f"vmap cannot follow the model or its loss ({type(error).__name__}: {message[:100]})"
         want, _ = each(y, batch)
         off = torch.linalg.vector_norm(got - want, dim=1)
         if bool((off > 0.01 * torch.linalg.vector_norm(want, dim=1) + 1e-6).any()):

@@ -27,7 +27,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run before it begins."""
+    """Facts about a run before it begins."""
 
     model: Model
     batch: int  # samples of a local step
@@ -35,16 +35,18 @@ class Facts:
     cohort: int
     participations: int  # of the whole run
     machine: Machine
-    runs: int = 1  # of this model that one command makes, which compile it once
-    engine: str = "auto"  # or the one that was asked for
+    runs: int = 1  # of this model by one command, which compiles it once
+    engine: str = "auto"  # or the requested one
     device: str = "cpu"
-    plain: str | None = None  # why nothing but plain autograd in one process will do
+    plain: str | None = None  # why only plain autograd in one process is possible
     no_native: str | None = None  # why there is no compiled code
     vmap: bool = False  # whether vmap may follow the model
     per_example: bool = False
     frozen: bool = False  # whether the outputs of frozen layers are cached
     wide_recurrent: bool = False  # whether a recurrent net's weights leave a core's cache
-    kept: float = 1.0  # of the longest sample, when batches are cut to their own longest
+    mean_length: float = (
+        1.0  # of batches that are cut to their longest sample, relative to the longest of all
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class _Step:
 
     calls: float
     arithmetic: float
-    times: float  # as long, by per-example gradients
+    times: float  # slowdown of per-example gradients
 
     @staticmethod
     def of(facts: Facts, cost: CostModel) -> _Step:
@@ -108,13 +110,13 @@ class _Step:
 
 
 def _without_native(facts: Facts, cost: CostModel, step: _Step, wall: float) -> str | None:
-    """Why compiled code is not worth it, None where it is."""
+    """Why compiled code does not pay, or None."""
     if facts.frozen:
         return "the outputs of frozen layers are cached"
     if facts.wide_recurrent:
         return "a recurrent net's weights leave the cache, so that PyTorch's own code is as fast"
-    if facts.kept < cost.cut:
-        return f"cutting batches leaves {facts.kept:.0%} of the longest sample, which compiled code pads to"
+    if facts.mean_length < cost.cut:
+        return f"cutting batches leaves {facts.mean_length:.0%} of the longest sample, which compiled code pads to"
     fill = facts.batch / (-(-facts.batch // facts.machine.lanes) * facts.machine.lanes)
     if fill < cost.filled and 6 * facts.model.multiply_adds * facts.batch > cost.heavy:
         return f"batches of {facts.batch} fill too little of vectors of {facts.machine.lanes} samples"
@@ -134,13 +136,13 @@ def _processes_pay(facts: Facts, cost: CostModel, step: _Step) -> bool:
     forks = min(facts.machine.cores, facts.cohort) if facts.machine.forks else 1
     if forks == 1:
         return False
-    share = -(-facts.cohort // forks) / facts.cohort  # of the cohort, which one process trains
+    fraction = -(-facts.cohort // forks) / facts.cohort  # of the cohort, trained by one process
     hauled = (cost.message + cost.number * facts.model.parameters) / max(1, facts.steps)
     threads = cost.thread * min(facts.machine.cores, cost.threads)
     together = step.calls + step.arithmetic / max(1.0, threads)
     if step.seconds < cost.thread_gain * together:
         return True
-    return step.seconds < cost.long_step and share * step.seconds + hauled < together
+    return step.seconds < cost.long_step and fraction * step.seconds + hauled < together
 
 
 def _about(seconds: float) -> str:

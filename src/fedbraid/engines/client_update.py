@@ -58,10 +58,10 @@ def client_update(
         full_grad=full_gradient(setup, grad, request),
         full_layout=task.full_layout,
     )
-    loop, own = traits.local_loop, dict[str, Tensor]()
+    loop, personal = traits.local_loop, dict[str, Tensor]()
     if task.compares:
         assert isinstance(grad, LoopGradient)
-        grad.beside(x, request.client_state[PREVIOUS])
+        grad.set_references(x, request.client_state[PREVIOUS])
     with torch.random.fork_rng(devices=[]) if task.stochastic or loop is not None else nullcontext():
         if loop is None:
             try:
@@ -73,23 +73,23 @@ def client_update(
         else:
             y, s, loss = run_custom_loop(loop, setup, grad, ctx, batches)
         if task.compares:
-            own[PREVIOUS] = y.clone()
+            personal[PREVIOUS] = y.clone()
         if PERSONAL in request.client_state:
-            own[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
+            personal[PERSONAL], y = y[:, task.layout.size :], y[:, : task.layout.size]
         vectors = finished(a.rule, y, s, ctx)
     upload = UploadContext(
         request.clients, request.version, setup.seed, x, a.uploads, task.layout, frames, ctx.download
     )
     sent = a.up.send(vectors, request.client_state, upload)
-    memory = {**request.client_state, **a.rule.remember(sent.received, s, ctx), **sent.memory, **own}
+    memory = {**request.client_state, **a.rule.remember(sent.received, s, ctx), **sent.memory, **personal}
     return Reply(who, sent.received, memory, sent.sizes, loss)
 
 
 def _lone_sample(batches: DrawnBatches) -> RunError:
-    """A layer has no statistics of a batch of one sample."""
+    """The error for a layer that has no statistics of a batch of one sample."""
     rest = batches.n % batch_sizes(batches.n, batches.work)
-    alone = batches.clients[(rest == 1) | (batches.n == 1) | (batches.work.batch == 1)]
-    who = f"client {alone[0]}" if len(alone) else "a client"
+    single = batches.clients[(rest == 1) | (batches.n == 1) | (batches.work.batch == 1)]
+    who = f"client {single[0]}" if len(single) else "a client"
     return RunError(
         f"{who} trains on a batch of one sample, of which BatchNorm has no statistics; use Work(last='fill') or"
         " last='drop', another batch size, or GroupNorm"
@@ -98,7 +98,7 @@ def _lone_sample(batches: DrawnBatches) -> RunError:
 
 @dataclass(frozen=True)
 class ClientBatches:
-    """A client's batches of one visit, as often as they are asked for."""
+    """A client's batches of one participation, which may be iterated several times."""
 
     batches: DrawnBatches
     i: int
@@ -114,14 +114,14 @@ class ClientBatches:
 def run_custom_loop(
     loop: LocalLoop, setup: Setup, grad: Gradient, ctx: ClientContext, batches: DrawnBatches
 ) -> tuple[Tensor, Vectors, Tensor]:
-    """A visit by a loop of the user's own, client after client: (y, the rule's state, mean loss)."""
+    """Local training by a user's loop, client after client: (y, the rule's state, mean loss)."""
     assert isinstance(grad, LoopGradient)
     task, rows, losses = setup.task, [], []
-    rule, own = setup.algorithm.rule, ctx.client_state.get(PERSONAL)
+    rule, personal = setup.algorithm.rule, ctx.client_state.get(PERSONAL)
     start = initial_model(rule.traits(), ctx).expand(len(batches.clients), -1)
     for i, client in enumerate(batches.clients):
         begin = start[i]
-        y = begin if own is None else torch.cat([begin, own[i]])
+        y = begin if personal is None else torch.cat([begin, personal[i]])
         module = task.full_layout.load(grad.spare, y).train()
         module.zero_grad(set_to_none=True)
         one = replace(
@@ -144,7 +144,7 @@ def run_custom_loop(
 
 
 def first_client_state(setup: Setup) -> Vectors:
-    """A client's row before its first visit."""
+    """A client's state before its first participation."""
     task, seed = setup.task, setup.seed
     return {
         **setup.algorithm.init_client_state(task.initial(seed), task.layout),
@@ -153,19 +153,19 @@ def first_client_state(setup: Setup) -> Vectors:
 
 
 def full_gradient(setup: Setup, grad: Gradient, request: TrainRequest) -> Callable[[Tensor], Tensor]:
-    """y -> the gradient of each client's whole local objective, decay included, in chunks that fit in memory.
+    """y -> the gradient of each client's full local objective, decay included, in chunks that fit in memory.
 
-    Samples are augmented as they are in training, in batches of 128 as FedGBO's authors have it. Personal parts are
-    as they were when the visit began.
+    Samples are augmented as they are in training, in batches of 128 as FedGBO's authors do. Personal parameters are
+    those at the start of the participation.
     """
     task, seed, decay = setup.task, setup.seed, setup.work.penalty
-    clients, version, own = request.clients, request.version, request.client_state.get(PERSONAL)
+    clients, version, personal = request.clients, request.version, request.client_state.get(PERSONAL)
     n, chunk = task.sizes[clients], 256 if task.augment is None else 128
 
     def at(y: Tensor) -> Tensor:
         y, d = y.expand(len(clients), -1).contiguous(), y.shape[1]
-        if own is not None:
-            y = torch.cat([y, own], 1)
+        if personal is not None:
+            y = torch.cat([y, personal], 1)
         total = torch.zeros_like(y)
         for lo in range(0, int(n.max()), chunk):
             column = np.arange(lo, min(lo + chunk, int(n.max())))

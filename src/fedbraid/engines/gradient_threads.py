@@ -1,4 +1,4 @@
-"""Threads that each hold a gradient of their own, for wide models: clients train side by side in one process."""
+"""Threads with a gradient each, for wide models: clients train in parallel in one process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ R = TypeVar("R")
 
 
 def keep_what_is_freed() -> None:
-    """Tell glibc to keep up to 32 MiB of freed bytes, in one place for all threads, for the next block: handed back to the
-    system, every vector of a wide model would be made of fresh pages at every visit. What following the model left goes.
+    """Make glibc retain up to 32 MiB of freed memory in one arena for all threads, because otherwise every vector of a
+    wide model needs new pages at every participation. Memory that is free now is returned to the system.
     """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-8, 1)  # M_ARENA_MAX
@@ -31,7 +31,7 @@ def keep_what_is_freed() -> None:
 
 
 class GradientThreads:
-    """Threads that each work with a gradient of their own: native code and torch leave the interpreter to others."""
+    """Threads with a gradient each, which run in parallel because native code and torch release the interpreter."""
 
     def __init__(self, grad: Native) -> None:
         self.count = grad.threads
@@ -41,21 +41,21 @@ class GradientThreads:
         self._pool = ThreadPoolExecutor(self.count, "fedbraid")
         keep_what_is_freed()
 
-    def map(self, work: Callable[[Native, P], R], parts: Iterable[P]) -> Iterator[R]:
-        """The results in the order of the parts, at most one part a thread ahead of who takes them."""
-        parts = iter(parts)
-        first = list(islice(parts, self.count))  # all of them before threads ask for the interpreter
-        waiting = deque(self._pool.submit(self._run, work, part) for part in first)
-        for part in parts:
+    def map(self, work: Callable[[Native, P], R], jobs: Iterable[P]) -> Iterator[R]:
+        """The results in the order of the jobs, at most one job a thread ahead of the consumer."""
+        jobs = iter(jobs)
+        first = list(islice(jobs, self.count))  # all of them before the threads contend for the interpreter
+        waiting = deque(self._pool.submit(self._run, work, job) for job in first)
+        for job in jobs:
             yield waiting.popleft().result()
-            waiting.append(self._pool.submit(self._run, work, part))
+            waiting.append(self._pool.submit(self._run, work, job))
         while waiting:
             yield waiting.popleft().result()
 
-    def _run(self, work: Callable[[Native, P], R], part: P) -> R:
+    def _run(self, work: Callable[[Native, P], R], job: P) -> R:
         grad = self._free.get()
         try:
-            return work(grad, part)
+            return work(grad, job)
         finally:
             self._free.put(grad)
 

@@ -1,4 +1,4 @@
-"""Gradients that hide single examples, by PyTorch: each example's clipped, their sum noised."""
+"""Gradients with example-level DP by PyTorch: each example's gradient is clipped, and the sum is noised."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fedbraid.errors import FedbraidError
 if TYPE_CHECKING:
     from fedbraid.data.task import Task
 
-ROOM = 2**26  # numbers of single gradients that are held at a time
+MAX_NUMBERS = 2**26  # numbers of per-example gradients in memory at a time
 
 
 class PerExampleGradient:
-    """What both ways share: (Σ_i min(1, C/‖g_i‖) g_i + N(0, (zC)²)) over the planned samples."""
+    """The base of both backends: (Σ_i min(1, C/‖g_i‖) g_i + N(0, (zC)²)) over the planned samples."""
 
     name, vectorized = "loop", False
 
-    def __init__(self, own: ExamplePrivacy, base: TorchGradient) -> None:
-        self.own, self.base = own, base
+    def __init__(self, privacy: ExamplePrivacy, base: TorchGradient) -> None:
+        self.privacy, self.base = privacy, base
 
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tree) -> tuple[Tensor, Tensor | None]:
         return self.base.evaluate(x, inputs, targets)
@@ -40,16 +40,16 @@ class PerExampleGradient:
     def __call__(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         secret = batch.secret()
         sums, losses = self.sums(y, batch)
-        return sums / secret.planned + secret.noise(self.own, sums), losses
+        return sums / secret.planned + secret.noise(self.privacy, sums), losses
 
     def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(sums of clipped gradients `[m, d]`, mean losses `[m]`)."""
         raise NotImplementedError
 
     def clipped(self, each: Tensor) -> Tensor:
-        """The sum of single gradients `[·, B, d]`, each clipped."""
+        """The sum of per-example gradients `[·, B, d]`, each clipped."""
         norm = torch.linalg.vector_norm(each, dim=-1)
-        shrink = self.own.clip / norm.clamp_min(self.own.clip)
+        shrink = self.privacy.clip / norm.clamp_min(self.privacy.clip)
         return torch.einsum("...b,...bd->...d", shrink, each)
 
 
@@ -61,25 +61,27 @@ class LoopedPerExample(PerExampleGradient):
     def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         total, losses = torch.zeros_like(y), torch.zeros(len(y), device=y.device)
         for i in range(len(y)):
-            part = batch if len(y) == 1 and batch.weight is None else batch.client(i)
-            for b in range(count := part.rows.shape[1]):
-                g, loss = self.base(y[i : i + 1], _single(part, b))
+            client_batch = batch if len(y) == 1 and batch.weight is None else batch.client(i)
+            for b in range(count := client_batch.rows.shape[1]):
+                g, loss = self.base(y[i : i + 1], _single(client_batch, b))
                 total[i] += self.clipped(g)
                 losses[i] += loss[0] / count
         return total, losses
 
 
 class VectorizedPerExample(PerExampleGradient):
-    """All examples of a block's clients at once by vmap, as many clients at a time as there is room for."""
+    """All examples of a block's clients at once by vmap, as many clients at a time as fit in memory."""
 
     name, vectorized = "vmap", True
 
-    def __init__(self, own: ExamplePrivacy, base: VmapGradient, task: Task) -> None:
-        super().__init__(own, base)
+    def __init__(self, privacy: ExamplePrivacy, base: VmapGradient, task: Task) -> None:
+        super().__init__(privacy, base)
         called = ForwardModule(base.module, base.run)
 
         def one(params: dict[str, Tensor], x: Tree, t: Tree, w: Tensor) -> Tensor:
-            batched: Tensor = base.loss(functional_call(called, params, (_alone(x),)), _alone(t), _alone(x))
+            batched: Tensor = base.loss(
+                functional_call(called, params, (_single_batch(x),)), _single_batch(t), _single_batch(x)
+            )
             return batched[0] * w
 
         targets = None if task.targets is None else 0
@@ -89,13 +91,13 @@ class VectorizedPerExample(PerExampleGradient):
     def sums(self, y: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         m, B = batch.rows.shape
         weight = torch.ones(m, B, device=y.device) if batch.weight is None else batch.weight
-        step = max(1, ROOM // (B * y.shape[1]))
-        parts = [
+        step = max(1, MAX_NUMBERS // (B * y.shape[1]))
+        chunks = [
             self._some(y[lo : lo + step], _clients(batch, lo, lo + step), weight[lo : lo + step])
             for lo in range(0, m, step)
         ]
-        losses = torch.cat([part[1] for part in parts])
-        return torch.cat([part[0] for part in parts]), losses / weight.sum(1).clamp_min(1)
+        losses = torch.cat([chunk[1] for chunk in chunks])
+        return torch.cat([chunk[0] for chunk in chunks]), losses / weight.sum(1).clamp_min(1)
 
     def _some(self, y: Tensor, batch: Batch, weight: Tensor) -> tuple[Tensor, Tensor]:
         params = {f"module.{name}": v for name, v in self.base.layout.views(y).items()}
@@ -106,20 +108,20 @@ class VectorizedPerExample(PerExampleGradient):
 
 
 def per_example_gradient(
-    own: ExamplePrivacy, task: Task, backend: str, precision: torch.dtype | None
+    privacy: ExamplePrivacy, task: Task, backend: str, precision: torch.dtype | None
 ) -> Gradient:
     """Private gradients by vmap or by a loop."""
     if backend == "loop":
-        return LoopedPerExample(own, LoopGradient(task, precision))
-    return VectorizedPerExample(own, VmapGradient(task, precision), task)
+        return LoopedPerExample(privacy, LoopGradient(task, precision))
+    return VectorizedPerExample(privacy, VmapGradient(task, precision), task)
 
 
 def vmap_follows_examples(task: Task) -> bool:
-    """Whether vmap can follow this model, example by example."""
+    """Whether vmap supports this model, example by example."""
     if task.stochastic or task.compares or task.full_layout.buffers is not None:
         return False
     rows, y = task.rows[[0, -1]].view(1, 2), task.full_layout.flatten(task.module()).to(task.device)
-    try:  # a forward or loss of the user's may do what vmap cannot
+    try:  # a user's forward or loss may do what vmap does not support
         VectorizedPerExample(ExamplePrivacy(1.0, 0.0), VmapGradient(task), task).sums(
             y[None], Batch(task.inputs, task.targets, rows)
         )
@@ -131,7 +133,7 @@ def vmap_follows_examples(task: Task) -> bool:
 
 
 def _single(batch: Batch, b: int) -> Batch:
-    """One example of a batch of one client, with random numbers of its own where the model draws some."""
+    """One example of a batch of one client, with separate random numbers if the model draws some."""
     noise = None if batch.noise is None else rng.bits(0, "example", batch.noise, b) >> np.uint64(1)
     draws = None if batch.draws is None else batch.draws[:, b : b + 1]
     return replace(batch, rows=batch.rows[:, b : b + 1], draws=draws, noise=noise, hidden=None)
@@ -142,6 +144,6 @@ def _clients(batch: Batch, lo: int, hi: int) -> Batch:
     return replace(batch, rows=batch.rows[lo:hi], weight=None, draws=draws, noise=None, hidden=None)
 
 
-def _alone(x: Tree) -> Tree:
+def _single_batch(x: Tree) -> Tree:
     """A sample as a batch of one."""
     return tree.map(lambda leaf: leaf[None], x)

@@ -85,7 +85,7 @@ def facts_of(setup: Setup, engine: str = "auto", cores: int = 0, precise: bool =
         per_example=private,
         frozen=not private and FrozenFeatureCache.suits(task),
         wide_recurrent=4 * task.summary.recurrent_weights >= CACHE,
-        kept=kept_length(task, work),
+        mean_length=mean_batch_length(task, work),
     )
 
 
@@ -112,14 +112,16 @@ def _model(task: Task) -> Model:
     return Model(s.layers, s.multiply_adds, s.activations, s.cells, task.full_layout.size)
 
 
-def kept_length(task: Task, work: Work) -> float:
-    """How long a batch that is cut to its longest sample is, beside the longest of all, on average."""
+def mean_batch_length(task: Task, work: Work) -> float:
+    """The mean length of batches that are cut to their longest sample, relative to the longest sample of all."""
     leaf = next((leaf for leaf in tree.leaves(task.inputs) if isinstance(leaf, Padded)), None)
     if leaf is None:
         return 1.0
     lengths = leaf.lengths.sort().values.double()
     size = float(batch_sizes(_mean_size(task), work)[0])
-    below = torch.linspace(0, 1, len(lengths) + 1, dtype=torch.float64) ** size  # that all of a batch are
+    below = (
+        torch.linspace(0, 1, len(lengths) + 1, dtype=torch.float64) ** size
+    )  # the probability that all of a batch are
     return float((lengths * below.diff()).sum() / leaf.shape[1])
 
 

@@ -143,7 +143,7 @@ def test_asynchronous_schedules_run_too(cluster, blobs):
 
 def test_the_command_line_takes_an_address(cluster, tmp_path):
     words = ["run", "digits", "fedavg", "--clients", "4", "--rounds", "2", "--per-round", "2", "--json"]
-    words += ["--engine", "ray", "--address", cluster.address, "--out", str(tmp_path / "run")]
+    words += ["--engine", f"ray(address={cluster.address!r})", "--out", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-m", "fedbraid", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +12,9 @@ import typer
 import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
-from fedbraid.cli import shared
 from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable
+from fedbraid.cli.options import Option
 from fedbraid.cli.show import Json, Quiet, entry, give, suggest, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds
@@ -26,44 +27,43 @@ PICTURE = "picture.png"
 MINUTES = 10.0
 
 
-def _limit(kind: Any, said: str, flag: str | None = None, metavar: str | None = None) -> Any:
-    return Annotated[kind | None, typer.Option(*([flag] if flag else []), metavar=metavar, help=said)]
-
-
-LIMITS = {
-    "per_round": o.PerRound,
-    "rounds": _limit(int, "Limit: rounds, or as many participations [default: 100, or what the deadline has room for]"),
-    "uplink": _limit(str, "Limit: bytes per second from a client, e.g. 200kB/s [default: not limited]"),
-    "downlink": _limit(str, "Limit: bytes per second to a client, e.g. 2MB/s [default: 10 × uplink]"),
-    "server_memory": _limit(str, "Limit: memory for the server's state, e.g. 4GB [default: not limited]"),
-    "no_client_state": _limit(bool, "Limit: clients store nothing between participations.", "--no-client-state"),
-    "online": _limit(
-        str, "Limit: when clients are available: 'phones' (bundled trace), or a JSON file [default: always]",
+OPTIONS = (
+    *(x for x in o.OPTIONS if x.section == "task"),
+    *(
+        replace(x, default="0") if x.name == "momentum" else x
+        for x in o.OPTIONS
+        if x.section == "work" and x.name not in ("lr", "lr_decay", "last")
+    ),
+    *(replace(x, section="limits") for x in o.some("per_round")),
+    Option("limits", "rounds", int, "Limit: rounds, or as many participations", "100, or what the deadline has room for"),
+    Option("limits", "uplink", str, "Limit: bytes per second from a client, e.g. 200kB/s", "not limited"),
+    Option("limits", "downlink", str, "Limit: bytes per second to a client, e.g. 2MB/s", "10 × uplink"),
+    Option("limits", "server_memory", str, "Limit: memory for the server's state, e.g. 4GB", "not limited"),
+    Option(
+        "limits", "no_client_state", bool, "Limit: clients store nothing between participations.",
+        flags=("--no-client-state",),
+    ),
+    Option(
+        "limits", "online", str, "Limit: when clients are available: 'phones' (bundled trace), or a JSON file", "always",
         metavar="phones|FILE.json",
     ),
-    "deadline": _limit(str, "Limit: simulated time that training may take, e.g. 2h [default: none]"),
-    "epsilon": _limit(float, "Limit: ε of differential privacy for each client [default: none]"),
-    "accuracy": _limit(float, "Goal: target accuracy, e.g. 0.9 [default: none]"),
-    "objective": _limit(
-        str, "Goal: time, bytes or energy to the target accuracy; accuracy; or worst-tenth, of the clients [default: time"
-        " with a target, otherwise accuracy]",
+    Option("limits", "deadline", str, "Limit: simulated time that training may take, e.g. 2h", "none"),
+    Option("limits", "epsilon", float, "Limit: ε of differential privacy for each client", "none"),
+    Option("limits", "accuracy", float, "Goal: target accuracy, e.g. 0.9", "none"),
+    Option(
+        "limits", "objective", str, "Goal: time, bytes or energy to the target accuracy; accuracy; or worst-tenth, of the"
+        " clients", "time with a target, otherwise accuracy",
     ),
-    "minutes": _limit(float, f"Search: wall-clock minutes to spend [default: {MINUTES:g}]"),
-    "device": _limit(
-        str, "Device profile: phone-wifi, phone-lte or raspberry-pi-4 [default: phone-wifi]", metavar="PROFILE"
+    Option("limits", "minutes", float, "Search: wall-clock minutes to spend", f"{MINUTES:g}"),
+    Option(
+        "limits", "device", str, "Device profile: phone-wifi, phone-lte or raspberry-pi-4", "phone-wifi", metavar="PROFILE"
     ),
-    "durations": o.Durations,
-    "seed": _limit(int, "Search: random seed [default: 0]"),
-}  # fmt: skip
-OPTIONS = {
-    "task": shared.OPTIONS["task"],
-    "work": {k: v for k, v in shared.OPTIONS["work"].items() if k not in ("lr", "lr_decay", "last")}
-    | {"momentum": _limit(float, "Local training: momentum of sgd [default: 0]")},
-    "limits": LIMITS,
-}
+    *(replace(x, section="limits") for x in o.some("durations")),
+    Option("limits", "seed", int, "Search: random seed", "0"),
+)  # fmt: skip
 
 
-@shared.with_options(OPTIONS)
+@o.with_options(OPTIONS)
 def choose(
     task: Annotated[
         str,

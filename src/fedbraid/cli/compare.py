@@ -15,7 +15,6 @@ from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.board import Board, CellBoard
-from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, complain, entry, give, quoted, suggest, table
 from fedbraid.errors import ConfigError
 from fedbraid.run.formatting import format_seconds
@@ -45,7 +44,7 @@ Goal = Annotated[
 ]
 
 
-@shared.with_sections
+@o.with_options(o.SHARED)
 def compare(
     task: Annotated[
         str,
@@ -61,10 +60,8 @@ def compare(
     ] = None,
     seeds: Seeds = "5",
     target: Goal = None,
-    metric: Metric = None,
     jobs: Jobs = None,
     out: Folder = None,
-    paper_settings: o.OwnWork = False,
     local: Local = False,
     energy: Energy = None,
     sections: cfg.Config = {},  # noqa: B006
@@ -89,8 +86,9 @@ def compare(
     from fedbraid.study.campaign import ignore, new_folder
 
     begun = time.monotonic()
-    metric_name = metric or "accuracy"
-    board = None if json or quiet else CellBoard(metric_name)
+    call = sections.pop("call")
+    metric = call.get("metric")
+    board = None if json or quiet else CellBoard(metric or "accuracy")
     on_event = board or ignore
     if (Path(task) / comparing.FILE).exists():
         if entries:
@@ -105,7 +103,7 @@ def compare(
             )
         config = shared.base(task, sections)
         run = config["run"]
-        who = [entry_of(config, text, paper_settings) for text in entries or []]
+        who = [entry_of(config, text, "paper_settings" in call) for text in entries or []]
         loaded = cfg.task_of(config["task"])
         options = {
             k: v

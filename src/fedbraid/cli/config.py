@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedbraid.user_files as files
+from fedbraid.cli.options import keys
 from fedbraid.core.check import number
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.parse import literal, with_keywords
@@ -27,15 +28,8 @@ if TYPE_CHECKING:
 Section = dict[str, Any]
 Config = dict[str, Section]
 
-WORK = ("lr", "epochs", "steps", "batch", "momentum", "weight_decay", "clip", "lr_decay", "last", "optimizer")
-SCHEDULE = (
-    "rounds", "per_round", "over_select", "timeout", "buffer", "concurrency", "arrivals", "durations", "bandwidth",
-    "availability", "replay_timing", "select", "sampling",
-)  # fmt: skip
-RUN = (
-    "seed", "engine", "device", "out", "target", "evaluate_every", "evaluate_on", "client_state_storage", "checkpoint_every", "log_layer_norms",
-    "ignore_divergence", "max_bytes_up",
-)  # fmt: skip
+WORK, SCHEDULE = keys("work"), keys("schedule")
+RUN = (*keys("run"), "evaluate_on", "checkpoint_every", "log_layer_norms")
 SECTIONS = ("task", "algorithm", "work", "schedule", "run")
 ONLY_ROUNDS = ("per_round", "over_select", "timeout", "select", "sampling")
 ONLY_BUFFERED = ("buffer", "concurrency", "arrivals")
@@ -72,8 +66,8 @@ def read(path: str) -> Config:
             raise unknown(f"section of {path}", name, SECTIONS)
         if not isinstance(section, dict):
             raise ConfigError(f"{path} has {name} = {section!r}; write a section [{name}] with keys below it")
-    for name, keys in (("work", WORK), ("schedule", SCHEDULE), ("run", RUN)):
-        known(config.get(name, {}), keys, f"key of [{name}] in {path}")
+    for name, valid in (("work", WORK), ("schedule", SCHEDULE), ("run", RUN)):
+        known(config.get(name, {}), valid, f"key of [{name}] in {path}")
     for name in ("task", "algorithm"):
         if not isinstance(config.get(name, {}).get("name"), str):
             raise ConfigError(f'{path} has no name in [{name}]; add name = "{_EXAMPLES[name]}"')
@@ -92,15 +86,6 @@ def known(section: Section, keys: tuple[str, ...], kind: str) -> None:
 def given(**values: Any) -> Section:
     """The options that were given."""
     return {key: value for key, value in values.items() if value is not None}
-
-
-def engine_at(engine: str | None, address: str | None) -> str | None:
-    """`--engine ray --address host:6379` as one text."""
-    if address is None:
-        return engine
-    if engine != "ray":
-        raise ConfigError(f"--address {address} is for --engine ray, not {engine}; give both")
-    return f"ray(address={address!r})"
 
 
 def merge(file: Config, options: Config) -> Config:

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 WINDOW = 80  # characters that a text model reads, as in LEAF
 
 
+@o.with_options(
+    o.some(
+        "clients", "partition", "model", "per_round", "rounds", "set", "epochs", "steps", "batch", "optimizer",
+        "momentum", "weight_decay",
+    )
+)  # fmt: skip
 def cost(
     what: Annotated[
         str | None,
@@ -39,20 +45,9 @@ def cost(
     algorithm: Annotated[
         str | None, typer.Argument(metavar="ALGORITHM", help="Such as fedavg or \"fedadavr(memory='int4')\".")
     ] = None,
-    clients: o.Clients = None,
-    partition: o.Partition = None,
-    model: o.Model = None,
     samples: Annotated[
         float | None, typer.Option(help="Samples per client, for a model without a task (100).")
     ] = None,
-    per_round: o.PerRound = None,
-    set_: o.Set = None,
-    epochs: o.Epochs = None,
-    steps: o.Steps = None,
-    batch: o.Batch = None,
-    optimizer: o.Optimizer = None,
-    momentum: o.Momentum = None,
-    weight_decay: o.WeightDecay = None,
     epsilon: Annotated[
         float | None, typer.Option(help="Privacy: budget; prints the noise that keeps it")
     ] = None,
@@ -63,18 +58,18 @@ def cost(
         ),
     ] = None,
     delta: Annotated[float, typer.Option(help="Privacy: δ.")] = 1e-5,
-    rounds: o.Rounds = None,
     sampling: Annotated[
         str,
         typer.Option(
             help="Privacy: how clients are sampled, as in `run`: 'fixed' or 'poisson'; or 'arrivals' (buffered with"
-            " --per-round as its buffer; immediate with 1) [default: fixed]"
+            " --per-round as its buffer; immediate with 1)"
         ),
     ] = "fixed",
     energy: Energy = None,
     paper: Annotated[
         str | None, typer.Option(help="Print a paper's tables beside ours: 'fedgbo' or 'fedadavr'.")
     ] = None,
+    sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -105,19 +100,10 @@ def cost(
     from fedbraid.study.cost import estimate
     from fedbraid.study.energy import profile_of
 
-    work = cfg.work_of(
-        cfg.given(
-            optimizer=optimizer,
-            epochs=epochs,
-            steps=steps,
-            batch=batch,
-            momentum=momentum,
-            weight_decay=weight_decay,
-        )
-    )
-    made = cfg.algorithm_of({"name": algorithm} | cfg.keywords(set_ or []))
-    shortcuts = cfg.given(clients=clients, partition=partition, model=model)
-    module, sample, crowd, run, layout = _subject(what, shortcuts, samples, per_round)
+    rounds, per_round = (sections["schedule"].get(key) for key in ("rounds", "per_round"))
+    work = cfg.work_of(sections["work"])
+    made = cfg.algorithm_of({"name": algorithm} | cfg.keywords(sections["algorithm"].get("set", [])))
+    module, sample, crowd, run, layout = _subject(what, sections["task"], samples, per_round)
     found = estimate(module, sample, made, work, crowd, run, layout)
     joules = None if energy is None else found.energy(profile_of(energy), crowd)
     private = None

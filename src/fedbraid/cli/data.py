@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from fedbraid.data.task import Task
 
 
+@o.with_options(o.some("clients", "partition"))
 def data(
     task: Annotated[
         str, typer.Argument(metavar="TASK", help="A task such as mnist or 'mnist(clients=500)'.")
     ],
-    clients: o.Clients = None,
-    partition: o.Partition = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the partition [default: 0]")] = None,
     figure: Annotated[
         Path | None, typer.Option(help="Also draw it into this .pdf, .svg or .png file (extra plot).")
     ] = None,
+    sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -42,7 +42,7 @@ def data(
     from fedbraid.report import picture
     from fedbraid.study.recipe import task_name
 
-    loaded = cfg.task_of({"name": task} | cfg.given(clients=clients, partition=partition, seed=seed))
+    loaded = cfg.task_of({"name": task} | sections["task"] | cfg.given(seed=seed))
     try:
         counts = label_counts(loaded)
     except DataError as error:  # then sizes are all there is to say

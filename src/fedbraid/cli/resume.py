@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedbraid.cli.options import AcceptOtherBits, KeepGoing
+from fedbraid.cli import config as cfg
+from fedbraid.cli import options as o
 from fedbraid.cli.run import Asked, keep
 from fedbraid.cli.show import Json, Quiet, waiting
 from fedbraid.core.check import number
@@ -34,6 +35,7 @@ KeepBest = Annotated[
 ]
 
 
+@o.with_options(o.some("ignore_divergence", "allow_numeric_changes"))
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, such as runs/mnist-fedavg-1.")],
     target: Target = None,
@@ -42,8 +44,7 @@ def resume(
     patience: Patience = None,
     keep_best: KeepBest = None,
     metric: Metric = None,
-    ignore_divergence: KeepGoing = False,
-    allow_numeric_changes: AcceptOtherBits = False,
+    sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -84,8 +85,8 @@ def resume(
             run,
             callbacks=[*callbacks, *watching],
             progress=False,
-            ignore_divergence=ignore_divergence or None,
-            allow_numeric_changes=allow_numeric_changes,
+            **sections["run"],
+            **sections["call"],
         )
 
     keep(run, json, quiet, asked, go)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fedbraid.run.run import Run
 
 
+@o.with_options(o.RUN)
 def run(
     task: Annotated[
         str,
@@ -49,49 +50,7 @@ def run(
             metavar="ALGORITHM", help="Such as fedavg or \"fedadavr(optimizer='lamb', lr=0.01)\"."
         ),
     ] = None,
-    clients: o.Clients = None,
-    partition: o.Partition = None,
-    model: o.Model = None,
-    personal: o.Personal = None,
-    set_: o.Set = None,
-    optimizer: o.Optimizer = None,
-    lr: o.Lr = None,
-    epochs: o.Epochs = None,
-    steps: o.Steps = None,
-    batch: o.Batch = None,
-    momentum: o.Momentum = None,
-    weight_decay: o.WeightDecay = None,
-    clip: o.Clip = None,
-    lr_decay: o.LrDecay = None,
-    last: o.Last = None,
-    rounds: o.Rounds = None,
-    per_round: o.PerRound = None,
-    over_select: o.Over = None,
-    timeout: o.Timeout = None,
-    buffer: o.Buffer = None,
-    concurrency: o.Concurrency = None,
-    arrivals: o.Arrivals = None,
-    durations: o.Durations = None,
-    bandwidth: o.Bandwidth = None,
-    select: o.ClientSelection = None,
-    sampling: o.Sampling = None,
-    availability: o.Availability = None,
-    replay_timing: o.Clock = None,
-    seed: o.Seed = None,
-    engine: o.Engine = None,
-    address: o.Address = None,
-    device: o.Device = None,
-    client_state_storage: o.Store = None,
-    out: o.Out = None,
-    evaluate_every: o.EvaluateEvery = None,
-    target: o.Target = None,
-    max_bytes_up: o.MaxBytesUp = None,
-    track: o.Track = None,
-    patience: o.Patience = None,
-    metric: o.Metric = None,
-    keep_best: o.KeepBest = False,
-    ignore_divergence: o.KeepGoing = False,
-    allow_numeric_changes: o.AcceptOtherBits = False,
+    sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -132,32 +91,20 @@ def run(
     Options override the file. The run is stored in a new folder: run.json, metrics.jsonl, state.db and
     model.safetensors. The same command with the same --out resumes it, as `fedbraid resume` does.
     """
-    sections: cfg.Config = {
-        "task": cfg.given(clients=clients, partition=partition, model=model, personal=personal),
-        "algorithm": cfg.keywords(set_ or []),
-        "work": cfg.given(
-            optimizer=optimizer, lr=lr, epochs=epochs, steps=steps, batch=batch, momentum=momentum,
-            weight_decay=weight_decay, clip=clip, lr_decay=lr_decay, last=last,
-        ),
-        "schedule": cfg.given(
-            rounds=rounds, per_round=per_round, over_select=over_select, timeout=timeout, buffer=buffer, concurrency=concurrency,
-            arrivals=arrivals, durations=durations, bandwidth=bandwidth, availability=availability,
-            replay_timing=replay_timing, select=select, sampling=sampling,
-        ),
-        "run": cfg.given(
-            seed=seed, engine=cfg.engine_at(engine, address), device=device, client_state_storage=client_state_storage, out=out,
-            evaluate_every=evaluate_every, target=target, max_bytes_up=max_bytes_up, ignore_divergence=ignore_divergence or None,
-        ),
-    }  # fmt: skip
+    call = sections.pop("call")
+    sections["algorithm"] = cfg.keywords(sections["algorithm"].get("set", []))
     whole = _config(task, algorithm, sections)
     with waiting(f"loading {whole['task']['name']}", json or quiet):
         made = cfg.prepare(whole)
     if not json and not quiet and (said := cfg.paper_settings(made.algorithm, whole["work"])) is not None:
         print(said)
-    asked = Asked(track, patience, keep_best, made.target, _metric(made.task, metric), made.max_bytes_up)
+    asked = Asked(
+        call.get("track"), call.get("patience"), call.get("keep_best", False), made.target,
+        _metric(made.task, call.get("metric")), made.max_bytes_up,
+    )  # fmt: skip
     watching = asked.callbacks()
     with _folder(whole) as place:
-        made.options["allow_numeric_changes"] = allow_numeric_changes
+        made.options["allow_numeric_changes"] = call.get("allow_numeric_changes", False)
         keep(place, json, quiet, asked, lambda callbacks: _simulate(made, place, [*callbacks, *watching]))
 
 

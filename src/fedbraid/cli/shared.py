@@ -1,68 +1,17 @@
-"""What `compare` and `sweep` share with `run`: its options, and settings written as `key=value`."""
+"""What `compare` and `sweep` share: a base of sections, and settings on top of it written as `key=value`."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
-from fedbraid.cli import options as o
 from fedbraid.errors import ConfigError, unknown
 from fedbraid.parse import literal
 
 if TYPE_CHECKING:
     from fedbraid.core.algorithm import Algorithm
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "task": {"clients": o.Clients, "partition": o.Partition, "model": o.Model, "personal": o.Personal},
-    "work": {
-        "optimizer": o.Optimizer, "lr": o.Lr, "epochs": o.Epochs, "steps": o.Steps, "batch": o.Batch, "momentum": o.Momentum,
-        "weight_decay": o.WeightDecay, "clip": o.Clip, "lr_decay": o.LrDecay, "last": o.Last,
-    },
-    "schedule": {
-        "rounds": o.Rounds, "per_round": o.PerRound, "over_select": o.Over, "timeout": o.Timeout, "buffer": o.Buffer,
-        "concurrency": o.Concurrency, "arrivals": o.Arrivals, "durations": o.Durations, "bandwidth": o.Bandwidth,
-        "availability": o.Availability, "replay_timing": o.Clock, "select": o.ClientSelection, "sampling": o.Sampling,
-    },
-    "run": {"evaluate_every": o.EvaluateEvery},
-}  # fmt: skip
-
-
-def with_options(
-    options: dict[str, dict[str, Any]],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose `sections` are filled from these options, by section."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True).parameters
-        added = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
-            for section in options.values()
-            for name, kind in section.items()
-        ]
-
-        @functools.wraps(command)
-        def filled(**values: Any) -> None:
-            sections = {
-                section: cfg.given(**{name: values.pop(name) for name in names})
-                for section, names in options.items()
-            }
-            command(**values, sections=sections)
-
-        listed = [p for p in own.values() if p.name != "sections"]
-        at = next((i for i, p in enumerate(listed) if p.name == "json"), len(listed))
-        signature = inspect.Signature([*listed[:at], *added, *listed[at:]])
-        filled.__signature__ = signature  # type: ignore[attr-defined]
-        filled.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-        return filled
-
-    return decorate
-
-
-with_sections = with_options(OPTIONS)  # those that `run` takes too
 
 
 def base(task: str, sections: cfg.Config) -> cfg.Config:

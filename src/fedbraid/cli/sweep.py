@@ -14,7 +14,6 @@ from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable
-from fedbraid.cli.options import Metric
 from fedbraid.cli.show import Json, Quiet, entry, give, quoted, suggest, table
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 SHOWN = 10  # trials in the table
 
 
-@shared.with_sections
+@o.with_options(o.SHARED)
 def sweep(
     task: Annotated[
         str,
@@ -51,13 +50,11 @@ def sweep(
     prune: Annotated[
         str, typer.Option(help="Search: prune unpromising trials: median, asha or none")
     ] = "median",
-    metric: Metric = None,
     seed: Annotated[int, typer.Option(help="Search: random seed")] = 0,
     jobs: Jobs = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run: folder [default: a new runs/TASK-sweep-n]")
     ] = None,
-    paper_settings: o.OwnWork = False,
     sections: cfg.Config = {},  # noqa: B006
     json: Json = False,
     quiet: Quiet = False,
@@ -83,6 +80,8 @@ def sweep(
     from fedbraid.study.campaign import ignore, new_folder
 
     begun = time.monotonic()
+    call = sections.pop("call")
+    metric = call.get("metric")
     if (Path(task) / searching.FILE).exists():
         if what:
             raise ConfigError(f"{task} says itself what is searched; leave out {' '.join(what)}")
@@ -102,7 +101,9 @@ def sweep(
         plan = searching.SweepConfig(method, trials, seeds, hold_out, prune, seed, metric)
         place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
         if "name" in config["algorithm"]:
-            config["work"] = shared.work_of(config, cfg.algorithm_of(config["algorithm"]), paper_settings)
+            config["work"] = shared.work_of(
+                config, cfg.algorithm_of(config["algorithm"]), "paper_settings" in call
+            )
     if "name" not in config["algorithm"]:
         raise ConfigError(
             "sweep what? Name an algorithm, such as: fedbraid sweep digits fedavg 'lr=log(0.001, 1)'"

@@ -167,7 +167,7 @@ class Fleet:
         self._note_moves(time.monotonic())
         waiting = {r.version for _, r in self.table.pending()} | {a.version for a in self.uploads}
         intervals = np.array([(a.since, a.at) for a in self.closed]).reshape(-1, 2) - self.begun
-        seen = None if self.run is None else self.run.seen
+        seen = None if self.run is None else self.run.client_history
         clients, versions = (
             np.array([getattr(a, k) for a in self.closed], np.int64) for k in ("client", "version")
         )
@@ -235,9 +235,9 @@ class Fleet:
         else:
             cohort = self.schedule.cohort(max(len(self.table.members) - len(barred), 1))
         choose = None
-        if self.run is not None and self.run.seen is not None:
-            self.run.seen.grow(self.sizes)
-            choose = partial(self.run.seen.choose, self.schedule.select)
+        if self.run is not None and self.run.client_history is not None:
+            self.run.client_history.grow(self.sizes)
+            choose = partial(self.run.client_history.choose, self.schedule.select)
         minimum = s.minimum if self.secure is None else max(s.minimum, self.secure.sums.fewest())
         return RoundPolicy(cohort, s.seed, self.schedule.over_select, limit, minimum, retries, choose)
 

@@ -55,7 +55,7 @@ def simulate(
     ignore_divergence: bool = False,
     allow_numeric_changes: bool = False,
 ) -> Result:
-    """Train a task with an algorithm and return what came of it.
+    """Train a task with an algorithm and return the result.
 
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
     `evaluate_every=None` skips evaluation. `progress` draws a bar; by default it does in terminals and notebooks, not
@@ -93,21 +93,21 @@ def simulate(
     algorithm, accountant = attach_privacy(algorithm, setting)
     folder = None if out is None else Folder(out)
     remember_task(task)
-    known = folder.config() if folder is not None and folder.exists else None
+    recorded = folder.config() if folder is not None and folder.exists else None
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     algorithm.gather.traits().check_cohort(cohort)
     task = task.to(device)
     task = flipped(task, algorithm.rule.traits().flips_labels)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
-    runner = select(engine, setup, None if known is None else known.get("engine"))
-    with bits.as_before(known), _opened(runner, setup):
+    runner = select(engine, setup, None if recorded is None else recorded.get("engine"))
+    with bits.as_before(recorded), _opened(runner, setup):
         if folder is not None:
             config = describe(setup, schedule, runner, options, device)
-            if known is None:
+            if recorded is None:
                 folder.create(config)
                 note_task(folder, task)
             else:
-                same(folder, known, config)
+                same(folder, recorded, config)
         foreseen = outlook(algorithm, schedule.steps, cohort, task.layout.size)
         if foreseen is not None:
             log.log(logging.WARNING if foreseen.is_weak else logging.INFO, str(foreseen))
@@ -127,11 +127,11 @@ def resume(
     ignore_divergence: bool | None = None,
     allow_numeric_changes: bool = False,
 ) -> Result:
-    """Continue a run from its last committed step, to the very bits of one that was never stopped.
+    """Resume a run from its last committed step; the result is bit-identical to an uninterrupted one.
 
-    A task or algorithm of your own making, or a schedule that chooses by one, must be given again; those that fedbraid can build from
-    `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
-    says which, and goes on with `allow_numeric_changes=True`.
+    A custom task or algorithm, or a schedule that selects clients by a custom function, must be passed again; others are
+    rebuilt from `run.json`. `ignore_divergence` overrides the run's setting. If torch, processor or compiler have
+    changed, the run is refused unless `allow_numeric_changes=True`, because results may differ in the last bits.
     """
     folder = Folder(out)
     config = folder.config()
@@ -183,7 +183,7 @@ def _seed(seed: Any) -> int:
 
 
 def _device(device: str | torch.device) -> str:
-    """The device's name, once a number came back from it."""
+    """The device's name, after a test that it computes."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:

@@ -22,7 +22,7 @@ from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
 from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run import fingerprint as bits
-from fedbraid.run.checkpoint import Folder
+from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.config import SCHEDULES, describe, remember_task, resumed_algorithm, same, task_of
 from fedbraid.run.noise_outlook import naming_noise, outlook
 from fedbraid.run.progress import Bar, is_watched
@@ -63,29 +63,19 @@ def simulate(
     layer moved. `checkpoint_every` commits less often. A run that diverges ends unless `ignore_divergence`.
     `allow_numeric_changes` continues a folder although torch, CPU or compiler changed.
     """
-    _check(task, algorithm, work, schedule)
+    _check(task, algorithm, work, schedule, evaluate_on)
     assert work is not None
     assert schedule is not None
     algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.traits().check_layout(task.layout)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
-    if evaluate_on == "clients" and task.test_offsets is None:
-        raise ConfigError(
-            "evaluate_on='clients' needs local test sets; give client_tests=, test_fraction=, natural ids or load(…, test_shares=True)"
-        )
     if progress is True or (progress is None and is_watched()):
         callbacks = [*callbacks, Bar()]
     options = Options(
-        evaluate_every,
-        evaluate_on,
-        callbacks,
-        client_state_storage,
-        checkpoint_every,
-        log_layer_norms,
-        ignore_divergence,
-        allow_numeric_changes,
-    )
+        evaluate_every, evaluate_on, callbacks, client_state_storage, checkpoint_every, log_layer_norms,
+        ignore_divergence, allow_numeric_changes,
+    )  # fmt: skip
     if (caution := schedule.caution(task.clients)) is not None:
         log.warning(caution)
     setting = PrivacySetup(schedule, task.clients, work, task.sizes, seed)
@@ -102,12 +92,7 @@ def simulate(
     runner = select(engine, setup, None if recorded is None else recorded.get("engine"))
     with bits.as_before(recorded), _opened(runner, setup):
         if folder is not None:
-            config = describe(setup, schedule, runner, options, device)
-            if recorded is None:
-                folder.create(config)
-                note_task(folder, task)
-            else:
-                same(folder, recorded, config)
+            _open_folder(folder, describe(setup, schedule, runner, options, device), recorded, task)
         foreseen = outlook(algorithm, schedule.steps, cohort, task.layout.size)
         if foreseen is not None:
             log.log(logging.WARNING if foreseen.is_weak else logging.INFO, str(foreseen))
@@ -157,7 +142,7 @@ def resume(
         ) from error
 
 
-def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
+def _check(task: Any, algorithm: Any, work: Any, schedule: Any, evaluate_on: str) -> None:
     for value, what, such in (
         (work, "work", "fb.Work(lr=0.1)"),
         (schedule, "schedule", "fb.rounds(100, clients=5)"),
@@ -172,6 +157,19 @@ def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
                 f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}."
                 " Give them in this order, builders called: fb.fedavg()"
             )
+    if evaluate_on == "clients" and task.test_offsets is None:
+        raise ConfigError(
+            "evaluate_on='clients' needs local test sets; give client_tests=, test_fraction=, natural ids or load(…, test_shares=True)"
+        )
+
+
+def _open_folder(folder: Folder, config: Record, recorded: Record | None, task: Task) -> None:
+    """Create the run's folder, or check that it holds this very run."""
+    if recorded is not None:
+        same(folder, recorded, config)
+        return
+    folder.create(config)
+    note_task(folder, task)
 
 
 def _seed(seed: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,41 +96,36 @@ class SecureMean(Mean):
         return CodeSums({}, 0.0, 0)
 
     def add(self, acc: Sums, up: Uploads, s: Tree, x: Tensor) -> CodeSums:
-        assert isinstance(acc, CodeSums)
-        sums, saturated, codes, groups = dict(acc.vectors), acc.saturated, acc.codes, dict(acc.clients)
         weights = {True: torch.ones_like(up.n).double(), False: up.p(self.weights).double()}
         age = torch.round(self.staleness(up.staleness.double()) * 2**self.age_bits)
+        one = torch.full_like(age, 2**self.age_bits)
+        samples = float(up.n.double().sum())
+        made = CodeSums({}, float(weights[False].sum()), len(up.n), samples=samples)
         for grid, rows in self._groups(up.clients):
-            groups[grid.bits] = groups.get(grid.bits, 0) + len(rows)
+            sums, saturated, codes = dict[str, Tensor](), 0, 0
             for name, what in self.uploads.items():
                 v = up.vectors[name][rows]
-                if what.width is None:
-                    q = grid.recover((v / dict(self.scales)[name]).cpu().numpy())
-                    saturated, codes = saturated + grid.saturated(q), codes + q.size
-                    wide, factor = (
-                        torch.from_numpy(q).to(age),
-                        age if what.discounts_staleness else 2**self.age_bits,
-                    )
-                for uniform in self.weighings(what):
-                    if what.width is None:  # below 2⁵², so exact in any order
-                        made = ((weights[uniform] * factor)[rows].T @ wide).long()[0]
-                    else:
-                        made = fixed(v).long().sum(0)
-                    key = code_key(name, uniform, grid.bits)
-                    sums[key] = sums[key] + made if key in sums else made
-        return CodeSums(
-            sums, acc.weight + float(weights[False].sum()), acc.count + len(up.n), frozenset(),
-            acc.samples + float(up.n.double().sum()), saturated, codes, tuple(sorted(groups.items())),
-        )  # fmt: skip
+                if what.width is not None:
+                    sums[code_key(name, what.uniform, grid.bits)] = fixed(v).long().sum(0)
+                    continue
+                q, factor = grid.recover((v / dict(self.scales)[name]).cpu().numpy()), one
+                saturated, codes = saturated + grid.saturated(q), codes + q.size
+                if what.discounts_staleness:
+                    factor = age
+                for uniform in self.weighings(what):  # below 2⁵², so exact in any order
+                    total = (weights[uniform] * factor)[rows].T @ torch.from_numpy(q).to(age)
+                    sums[code_key(name, uniform, grid.bits)] = total.long()[0]
+            group = ((grid.bits, len(rows)),)
+            made = self.merge(made, CodeSums(sums, 0.0, 0, frozenset(), 0.0, saturated, codes, group))
+        return self.merge(acc, made)
 
     def merge(self, a: Sums, b: Sums) -> CodeSums:
         assert isinstance(a, CodeSums)
         assert isinstance(b, CodeSums)
-        sums, groups = dict(a.vectors), dict(a.clients)
+        sums, groups = dict(a.vectors), Counter(dict(a.clients))
         for key, total in b.vectors.items():
             sums[key] = sums[key] + total if key in sums else total
-        for bits, count in b.clients:
-            groups[bits] = groups.get(bits, 0) + count
+        groups.update(dict(b.clients))
         return CodeSums(
             sums, a.weight + b.weight, a.count + b.count, frozenset(), a.samples + b.samples,
             a.saturated + b.saturated, a.codes + b.codes, tuple(sorted(groups.items())),

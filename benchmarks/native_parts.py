@@ -15,11 +15,11 @@ import sys
 import tempfile
 
 KINDS = {
-    "products": r"columns|BatchMatmul<|products|Correlate|weight_block|Narrow|::dot|weight_rows",
-    "first convolution and its pooling": r"Pooled",
+    "products": r"columns|BatchMatmul<|products|DirectConv|weight_block|SmallConv|::dot|weight_rows",
+    "first convolution and its pooling": r"ConvMaxPool",
     "tiles there and back": r"Winograd",
-    "norms": r"Norm|Rms",
-    "recurrent cells": r"Recurrent",
+    "norms": r"Norm",
+    "recurrent cells": r"RNN",
     "attention besides its products": r"Attention|Softmax",
     "samples turned into rows and back": r"scatter|gather",
     "dropout": r"Dropout",

@@ -37,8 +37,8 @@ from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.native_backend import Native
 from fedbraid.errors import DataError, EngineError, NativeUnavailable, WireError
 from fedbraid.run.database import Database
-from fedbraid_native import build, codegen, ops
-from fedbraid_native.codegen import generate
+from fedbraid_native import build, emit, ops
+from fedbraid_native.emit import generate
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler is installed")
 
@@ -1049,6 +1049,15 @@ OPERATIONS = {
                       lambda: nn.AdaptiveMaxPool3d((3, 1, 2)), *to_three(18)),
         (2, 5, 5, 5), 0,
     ),
+    "roll": (
+        lambda: Chain(lambda: nn.Linear(4, 3), end=lambda x: (x.roll(2, -1).tanh() + torch.roll(x, (-1, 4), (1, 2)))[:, 3]),
+        (5, 4), 0,
+    ),
+    "response norm": (
+        lambda: Chain(lambda: nn.Conv2d(2, 5, 3), lambda: nn.LocalResponseNorm(3, 0.5, 0.6, 2.0), lambda: nn.LocalResponseNorm(2),
+                      *to_three(45)),
+        (2, 5, 5), 0,
+    ),
     "frozen": (frozen_part, (6,), 0),
     "without gradients": (Looks, (5,), 7),
     "tied": (tied, (5,), 7),
@@ -1127,7 +1136,7 @@ def test_pieces_make_the_same_library(monkeypatch):
     batch, y = make_batch(task, 2, 5), task.vector(0).repeat(2, 1)
     found = []
     for pieces in (4, 1):
-        monkeypatch.setattr(codegen, "_PIECES", pieces)
+        monkeypatch.setattr(emit, "_PIECES", pieces)
         grad = Native(task)
         assert f"#define PARTS {pieces}\n" in grad.source
         found.append(torch.cat([part.flatten() for part in grad(y, batch)]))
@@ -1957,14 +1966,24 @@ def test_rows_of_no_length():
     assert got.isfinite().all()
 
 
-def test_hook_that_tracing_cannot_see_is_noticed():
+def test_hooks_are_followed():
+    """On layers that are traced through; what a hook does to one that is lowered as a layer is noticed."""
+
     def hooked() -> nn.Module:
         model = nn.Linear(7, 3)
         model.register_forward_hook(lambda module, inputs, output: 2 * output + 1.5 * inputs[0][:, :1])
         return nn.Sequential(model)
 
+    task = make_task(hooked, (7,))
+    assert_equals_autograd(task, Native(task, flags=QUICK), 2, 13)
+
+    def unseen() -> nn.Module:
+        model = nn.InstanceNorm1d(7)
+        model.register_forward_hook(lambda module, inputs, output: 2 * output + 1.5 * inputs[0])
+        return nn.Sequential(model, nn.Flatten(), nn.Linear(28, 3))
+
     with pytest.raises(NativeUnavailable, match="gives losses"):
-        Native(make_task(hooked, (7,)), flags=QUICK)
+        Native(make_task(unseen, (7, 4)), flags=QUICK)
 
 
 def test_gradient_that_a_hook_bends_is_noticed():

@@ -32,8 +32,7 @@ def trial(
     """
     out = f"runs/trial-{time.strftime('%Y%m%d-%H%M%S')}"
     given = {"nodes": nodes, "minimum": nodes, "out": out, **given}
-    settings = Deployment.read(folder, given).settings
-    run = Folder(settings.out)
+    run = Folder(Deployment.read(folder, given).settings.out)
     (run.path / status_file.FILE).unlink(missing_ok=True)  # that of the run which this one continues
     scratch = Path(tempfile.mkdtemp(prefix="fedbraid-trial-"))
     try:
@@ -43,7 +42,6 @@ def trial(
             if path.name not in ("keys", "broker"):  # the trial has its own
                 (place / path.name).symlink_to(path)
         credentials.make(place / "keys", [HOST], nodes)
-        credentials.add_nodes(place / "keys", settings.edge_names)
         port = free_port()
         broker, url = Broker(place / "keys", place / "broker", HOST, port), url_of(HOST, port)
         given["out"] = str(run.path)
@@ -57,9 +55,6 @@ def trial(
                     "--task", f"{place / 'fleet.py'}:fleet", "--state", f"{run.path}-nodes",
                     *(word for pair in about for word in ("-c", pair)), url,
                 )  # fmt: skip
-            for edge in settings.edge_names:
-                key, task = str(place / "keys" / f"{edge}.nk"), f"{place / 'fleet.py'}:fleet"
-                supervisor.start(edge, "deploy", "edge", "--key", key, "--task", task, url)
             seen = 0
             while True:
                 ended = supervisor.look()

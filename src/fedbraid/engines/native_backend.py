@@ -31,10 +31,11 @@ from fedbraid.engines.accelerators import normals, robust, sums, swap
 from fedbraid.engines.autograd import TorchGradient
 from fedbraid.errors import DataError, EngineError, NativeUnavailable
 from fedbraid_native.build import FLAGS, compiler, lanes
-from fedbraid_native.codegen import generate
+from fedbraid_native.emit import generate
 from fedbraid_native.errors import CompileError, Unsupported
+from fedbraid_native.frontend.tracer import first_line, trace
+from fedbraid_native.ir import Graph
 from fedbraid_native.runtime import EvaluateJob, GradientJob, Library
-from fedbraid_native.trace import Graph, first_line, trace
 
 __all__ = ["Native"]
 

@@ -528,14 +528,72 @@ struct Unary {
     }
 };
 
-template <int N>
+// Functions of two numbers, and their slopes by each, times g: what Binary and BinaryParam take.
 struct Add {
+    INLINE V value(V a, V b) { return a + b; }
+    template <int I>
+    INLINE V slope(V, V, V, V g) { return g; }
+};
+
+struct Mul {
+    INLINE V value(V a, V b) { return a * b; }
+    template <int I>
+    INLINE V slope(V a, V b, V, V g) { return (I ? a : b) * g; }
+};
+
+struct Div {
+    INLINE V value(V a, V b) { return a / b; }
+    template <int I>
+    INLINE V slope(V, V b, V y, V g) { return (I ? -g * y : g) / b; }
+};
+
+// Equals share the gradient.
+template <bool LARGER>
+struct Extreme {
+    INLINE V value(V a, V b) { return pick(LARGER ? a > b : a < b, a, b); }
+    template <int I>
+    INLINE V slope(V a, V b, V, V g) {
+        V mine = I ? b : a, other = I ? a : b;
+        return keep(LARGER ? mine >= other : mine <= other, pick(mine == other, g * 0.5f, g));
+    }
+};
+typedef Extreme<true> Max;
+typedef Extreme<false> Min;
+
+template <class F, int N>
+struct Binary {
     OP void forward(const V* a, const V* b, V* y, int nb) {
-        for (int k = 0; k < N * nb; k++) y[k] = a[k] + b[k];
+        for (int k = 0; k < N * nb; k++) y[k] = F::value(a[k], b[k]);
+    }
+    template <int I, bool ADD>
+    OP void backward(const V* a, const V* b, const V* y, const V* dy, V* dx, int nb) {
+        for (int k = 0; k < N * nb; k++) {
+            V g = F::template slope<I>(a[k], b[k], y[k], dy[k]);
+            dx[k] = ADD ? dx[k] + g : g;
+        }
+    }
+};
+
+// Each row and the same N numbers.
+template <class F, int N>
+struct BinaryParam {
+    OP void forward(const V* x, const float* w, V* y, int rows) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int k = 0; k < N; k++) y[r * N + k] = F::value(x[r * N + k], splat(w[k]));
     }
     template <bool ADD>
-    OP void backward(const V* dy, V* dx, int nb) {
-        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] : dy[k];
+    OP void backward(const V* x, const float* w, const V* dy, V* dx, float* dw, int rows, bool add) {
+        for (int64_t r = 0; dx && r < rows; r++)
+            for (int k = 0; k < N; k++) {
+                V g = F::template slope<0>(x[r * N + k], splat(w[k]), V{}, dy[r * N + k]);
+                dx[r * N + k] = ADD ? dx[r * N + k] + g : g;
+            }
+        for (int k = 0; dw && k < N; k++) {
+            V s = {};
+            for (int64_t r = 0; r < rows; r++)
+                s += F::template slope<1>(x[r * N + k], splat(w[k]), V{}, dy[r * N + k]);
+            put(dw + k, total(s), add);
+        }
     }
 };
 

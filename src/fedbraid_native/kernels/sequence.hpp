@@ -53,6 +53,24 @@ struct Slice {
     }
 };
 
+// Moved SHIFT places along DIM of [OUTER][DIM][INNER].
+template <int OUTER, int DIM, int INNER, int SHIFT>
+struct Roll {
+    static constexpr int64_t size = (int64_t)OUTER * DIM * INNER;
+
+    INLINE int64_t moved(int64_t k) {
+        const int64_t d = k / INNER % DIM;
+        return k + ((d + SHIFT) % DIM - d) * INNER;
+    }
+    OP void forward(const V* x, V* y, int nb) {
+        for (int64_t k = 0; k < nb * size; k++) y[moved(k)] = x[k];
+    }
+    template <bool ADD>
+    OP void backward(const V* dy, V* dx, int nb) {
+        for (int64_t k = 0; k < nb * size; k++) dx[k] = ADD ? dx[k] + dy[moved(k)] : dy[moved(k)];
+    }
+};
+
 template <int OUTER, int A, int B>
 struct Cat {
     OP void forward(const V* a, const V* b, V* y, int nb) {
@@ -94,7 +112,7 @@ struct Permute {
 };
 
 template <int OUTER, int DIM, int INNER>
-struct Mean {
+struct Reduce {
     template <bool ADD>
     OP void forward(const V* x, V* y, float scale, int nb) {
         for (int64_t o = 0; o < nb * OUTER; o++)
@@ -398,73 +416,6 @@ struct AffineScalar {
     }
 };
 
-template <int N>
-struct Mul {
-    OP void forward(const V* a, const V* b, V* y, int nb) {
-        for (int k = 0; k < N * nb; k++) y[k] = a[k] * b[k];
-    }
-    template <bool ADD>
-    OP void backward(const V* other, const V* dy, V* dx, int nb) {
-        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + other[k] * dy[k] : other[k] * dy[k];
-    }
-};
-
-template <int N>
-struct Div {
-    OP void forward(const V* a, const V* b, V* y, int nb) {
-        for (int k = 0; k < N * nb; k++) y[k] = a[k] / b[k];
-    }
-    template <bool ADD>
-    OP void above(const V* b, const V*, const V* dy, V* dx, int nb) {
-        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] + dy[k] / b[k] : dy[k] / b[k];
-    }
-    template <bool ADD>
-    OP void below(const V* b, const V* y, const V* dy, V* dx, int nb) {
-        for (int k = 0; k < N * nb; k++) dx[k] = ADD ? dx[k] - dy[k] * y[k] / b[k] : -dy[k] * y[k] / b[k];
-    }
-};
-
-// The same N numbers added to each row.
-template <int N>
-struct AddParam {
-    OP void forward(const V* x, const float* w, V* y, int rows) {
-        for (int64_t r = 0; r < rows; r++)
-            for (int k = 0; k < N; k++) y[r * N + k] = x[r * N + k] + w[k];
-    }
-    template <bool ADD>
-    OP void backward(const V* dy, V* dx, float* dw, int rows, bool add) {
-        if (dx)
-            for (int64_t k = 0; k < (int64_t)N * rows; k++) dx[k] = ADD ? dx[k] + dy[k] : dy[k];
-        for (int k = 0; dw && k < N; k++) {
-            V s = {};
-            for (int64_t r = 0; r < rows; r++) s += dy[r * N + k];
-            put(dw + k, total(s), add);
-        }
-    }
-};
-
-// Each row times the same N numbers.
-template <int N>
-struct MulParam {
-    OP void forward(const V* x, const float* w, V* y, int rows) {
-        for (int64_t r = 0; r < rows; r++)
-            for (int k = 0; k < N; k++) y[r * N + k] = x[r * N + k] * w[k];
-    }
-    template <bool ADD>
-    OP void backward(const V* x, const float* w, const V* dy, V* dx, float* dw, int rows, bool add) {
-        for (int64_t r = 0; dx && r < rows; r++)
-            for (int k = 0; k < N; k++) {
-                V g = dy[r * N + k] * w[k];
-                dx[r * N + k] = ADD ? dx[r * N + k] + g : g;
-            }
-        for (int k = 0; dw && k < N; k++) {
-            V s = {};
-            for (int64_t r = 0; r < rows; r++) s += dy[r * N + k] * x[r * N + k];
-            put(dw + k, total(s), add);
-        }
-    }
-};
-
 // The same N numbers for every sample.
 template <int N>
 struct ExpandParam {
@@ -511,22 +462,6 @@ struct Where {
     OP void backward(const V* mask, const V* dy, V* dx, int nb) {
         for (int k = 0; k < N * nb; k++) {
             V g = keep(FIRST ? on(mask, k) : ~on(mask, k), dy[k]);
-            dx[k] = ADD ? dx[k] + g : g;
-        }
-    }
-};
-
-// The larger or the smaller of two; equals share the gradient.
-template <int N, bool LARGER>
-struct MinMax {
-    OP void forward(const V* a, const V* b, V* y, int nb) {
-        for (int k = 0; k < N * nb; k++) y[k] = pick(LARGER ? a[k] > b[k] : a[k] < b[k], a[k], b[k]);
-    }
-    template <bool ADD>
-    OP void backward(const V* mine, const V* other, const V* dy, V* dx, int nb) {
-        for (int k = 0; k < N * nb; k++) {
-            V half = pick(mine[k] == other[k], dy[k] * 0.5f, dy[k]);
-            V g = keep(LARGER ? mine[k] >= other[k] : mine[k] <= other[k], half);
             dx[k] = ADD ? dx[k] + g : g;
         }
     }

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
 Shape = tuple[int, ...]
 SEQ_TILE = 64  # packs of a sequence whose weights' gradient is taken at a time, given to the kernels by the same name
 WIDE_ROWS = 64  # numbers of a row from which samples may be taken as rows
 WIDE_TILES = 256 * 256  # inputs by outputs up to which tiles of 4 x 4 pay: their weights are many
+
+
+_NO_SIZES = ("inputs", "output", "weights", "rows")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Op:
     )
     backward_needs_output: ClassVar[bool] = False
     is_batch_dependent: ClassVar[bool] = False  # samples of a batch, all of which must then be in one chunk
+    allows_unbatched: ClassVar[bool] = False  # values of parameters alone, too
     is_differentiable: ClassVar[bool] = True  # with its inputs, so that there is a gradient
 
     @property
@@ -92,7 +96,14 @@ class Op:
         return ()
 
     def cpp_type(self, lanes: int) -> str:
-        raise NotImplementedError
+        """The kernel: of the class's name, its sizes and flags in their order; numbers and `rows` are no part of a type."""
+        own = [getattr(self, f.name) for f in fields(self) if f.name not in _NO_SIZES]
+        sizes = [
+            n for size in own for n in (size if isinstance(size, tuple) else (size,)) if type(n) is not float
+        ]
+        return (
+            f"{type(self).__name__}<{', '.join(flag(n) if isinstance(n, bool) else str(n) for n in sizes)}>"
+        )
 
     def forward(self, L: str, at: CallContext) -> str:
         """The call in the forward pass."""
@@ -100,7 +111,9 @@ class Op:
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         """The calls in the backward pass."""
-        yield f"{L}::backward<{at.accumulate()}>({at.out if self.backward_needs_output else at.input()}, {at.grad_out}, {at.grad_input()}, nb);"
+        read = [*[at.input()] * self.backward_needs_input, *[at.out] * self.backward_needs_output]
+        given = ", ".join([*read, at.grad_out, at.grad_input()])
+        yield f"{L}::backward<{at.accumulate()}>({given}, nb);"
 
     def emit_grad_norms(self, L: str, at: CallContext) -> Iterator[str] | None:
         """Calls that add each sample's squared gradient of the weights to `squares`, after the backward pass to the inputs.

@@ -11,120 +11,64 @@ from fedbraid_native.ops.base import CallContext, Op, flag, number
 
 @dataclass(frozen=True, kw_only=True)
 class Unary(Op):
-    """A function of each number whose slope its value tells: Relu, Tanh, Sigmoid, or Leaky with its slope."""
+    """A function of each number, by its name in unary.hpp; backward reads its "input" or its "output"."""
 
     function: str
     n: int
-    backward_needs_input: ClassVar[bool] = False
-    backward_needs_output: ClassVar[bool] = True
+    saves: str = "input"
+    allows_unbatched: ClassVar[bool] = True
+
+    @property
+    def backward_needs_input(self) -> bool:  # type: ignore[override]
+        return self.saves == "input"
+
+    @property
+    def backward_needs_output(self) -> bool:  # type: ignore[override]
+        return self.saves == "output"
 
     def cpp_type(self, lanes: int) -> str:
         return f"Unary<{self.function}, {self.n}>"
 
 
+# Functions of two numbers, by their names in binary.hpp: whether backward reads the inputs, and the output.
+BINARY = {"Add": (False, False), "Mul": (True, False), "Div": (True, True), "Max": (True, False), "Min": (True, False)}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
-class Add(Op):
-    """The sum of two values of one shape."""
-
+class _OfTwo(Op):
+    function: str
     n: int
-    backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self, lanes: int) -> str:
-        return f"Add<{self.n}>"
+    @property
+    def backward_needs_input(self) -> bool:  # type: ignore[override]
+        return BINARY[self.function][0]
+
+    @property
+    def backward_needs_output(self) -> bool:  # type: ignore[override]
+        return BINARY[self.function][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binary(_OfTwo):
+    """A function of the numbers of two values of one shape."""
+
+    allows_unbatched: ClassVar[bool] = True
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        given = f"{at.input(0)}, {at.input(1)}, {at.out}, {at.grad_out}"
         for i in range(2):
             if at.grad_input(i) != "nullptr":
-                yield f"{L}::backward<{at.accumulate(i)}>({at.grad_out}, {at.grad_input(i)}, nb);"
+                yield f"{L}::backward<{i}, {at.accumulate(i)}>({given}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AffineScalar(Op):
-    """a x + b for two numbers a and b."""
+class BinaryParam(_OfTwo):
+    """A function of each of `rows` rows and the same n numbers, trained or not: Add or Mul."""
 
-    n: int
-    a: float = 1.0
-    b: float = 0.0
-    backward_needs_input: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"AffineScalar<{self.n}>"
-
-    def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input()}, {at.out}, {number(self.a)}, {number(self.b)}, nb);"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, {number(self.a)}, nb);"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mul(Op):
-    """The product of two values of one shape."""
-
-    n: int
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Mul<{self.n}>"
-
-    def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        for i in range(2):
-            if at.grad_input(i) != "nullptr":
-                yield f"{L}::backward<{at.accumulate(i)}>({at.input(1 - i)}, {at.grad_out}, {at.grad_input(i)}, nb);"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Div(Op):
-    """The quotient of two values of one shape."""
-
-    n: int
-    backward_needs_output: ClassVar[bool] = True
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Div<{self.n}>"
-
-    def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        for i, name in enumerate(("above", "below")):
-            if at.grad_input(i) != "nullptr":
-                yield f"{L}::{name}<{at.accumulate(i)}>({at.input(1)}, {at.out}, {at.grad_out}, {at.grad_input(i)}, nb);"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddParam(Op):
-    """The same n numbers, trained or not, added to each of `rows` rows."""
-
-    n: int
     rows: int
-    backward_needs_input: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"AddParam<{self.n}>"
-
-    def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        add = at.accumulate() if at.grad_input() != "nullptr" else "false"
-        yield f"{L}::backward<{add}>({at.grad_out}, {at.grad_input()}, {at.grad_weight(0)}, nb * {self.rows}, add);"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MulParam(Op):
-    """Each of `rows` rows times the same n numbers, trained or not."""
-
-    n: int
-    rows: int
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"MulParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb * {self.rows});"
@@ -136,13 +80,27 @@ class MulParam(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AffineScalar(Op):
+    """a x + b for two numbers a and b."""
+
+    n: int
+    a: float = 1.0
+    b: float = 0.0
+    backward_needs_input: ClassVar[bool] = False
+    allows_unbatched: ClassVar[bool] = True
+
+    def forward(self, L: str, at: CallContext) -> str:
+        return f"{L}::forward({at.input()}, {at.out}, {number(self.a)}, {number(self.b)}, nb);"
+
+    def backward(self, L: str, at: CallContext) -> Iterator[str]:
+        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, {number(self.a)}, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpandParam(Op):
     """The same n numbers, trained or not, for every sample."""
 
     n: int
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"ExpandParam<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.weight(0)}, {at.out}, nb);"
@@ -159,9 +117,6 @@ class MaskedFill(Op):
     n: int
     rows: int
     value: float
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"MaskedFill<{self.n}>"
 
     def _mask(self, at: CallContext) -> str:
         return at.input(1) if len(self.inputs) > 1 else at.weight(0)
@@ -184,9 +139,6 @@ class Where(Op):
 
     n: int
 
-    def cpp_type(self, lanes: int) -> str:
-        return f"Where<{self.n}>"
-
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.input(2)}, {at.out}, nb);"
 
@@ -194,25 +146,6 @@ class Where(Op):
         for i in (1, 2):
             if at.grad_input(i) != "nullptr":
                 yield f"{L}::backward<{flag(i == 1)}, {at.accumulate(i)}>({at.input(0)}, {at.grad_out}, {at.grad_input(i)}, nb);"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MinMax(Op):
-    """The larger, or the smaller, of two values of one shape."""
-
-    n: int
-    larger: bool
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"MinMax<{self.n}, {flag(self.larger)}>"
-
-    def forward(self, L: str, at: CallContext) -> str:
-        return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        for i in range(2):
-            if at.grad_input(i) != "nullptr":
-                yield f"{L}::backward<{at.accumulate(i)}>({at.input(i)}, {at.input(1 - i)}, {at.grad_out}, {at.grad_input(i)}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +157,6 @@ class Amax(Op):
     inner: int
     shared: bool
     backward_needs_output: ClassVar[bool] = True
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Amax<{self.outer}, {self.dim}, {self.inner}, {flag(self.shared)}>"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward<{at.accumulate()}>({at.input()}, {at.out}, {at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)

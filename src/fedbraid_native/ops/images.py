@@ -249,12 +249,6 @@ class AdaptiveAvgPool2d(Op):
     out: tuple[int, int]
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self, lanes: int) -> str:
-        return f"AdaptiveAvgPool2d<{self.c}, {self.h}, {self.w}, {self.out[0]}, {self.out[1]}>"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantPad2d(Op):
@@ -266,12 +260,6 @@ class ConstantPad2d(Op):
     first: tuple[int, int]
     out: tuple[int, int]
     backward_needs_input: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"ConstantPad2d<{', '.join(map(str, (self.c, self.h, self.w, *self.first, *self.out)))}>"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,22 +275,6 @@ class Im2colDepth(Op):
     padding: int
     dilation: int
     backward_needs_input: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        numbers = (
-            self.c,
-            self.d,
-            self.inner,
-            self.out,
-            self.kernel,
-            self.stride,
-            self.padding,
-            self.dilation,
-        )
-        return f"Im2colDepth<{', '.join(map(str, numbers))}>"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +293,6 @@ class GroupNorm(Op):
 
     def workspace(self, lanes: int, packs: int) -> Shape:
         return (2 * self.c,)
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"GroupNorm<{self.c}, {self.each}, {self.groups}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         rest = f"{at.saved()}, {number(self.eps)}, nb * {self.rows}"
@@ -362,9 +331,6 @@ class BatchNorm(Op):
     @property
     def saved(self) -> Shape:
         return (3 * self.c,)
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"BatchNorm<{self.c}, {self.each}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         weights = ", ".join(at.weight(k) for k in range(4))

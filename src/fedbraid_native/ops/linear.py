@@ -31,9 +31,6 @@ class Linear(Op):
         wider = max(self.i, self.o)
         return SEQ_TILE * self.i, SEQ_TILE * self.o, self.i * self.o // lanes, wider, wider // lanes
 
-    def cpp_type(self, lanes: int) -> str:
-        return f"Linear<{self.i}, {self.o}>"
-
     def forward(self, L: str, at: CallContext) -> str:
         if at.reads_input_rows():
             return f"{L}::forward_rows(rows, {at.weight(0)}, {at.weight(1)}, {at.out}, nb);"
@@ -121,9 +118,6 @@ class Embedding(Op):
 
     def workspace(self, lanes: int, packs: int) -> Shape:
         return (round_up(self.f, lanes),)
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Embedding<{self.count}, {self.f}, {self.t}, {self.skip}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input()}, {at.weight(0)}, {at.out}, nb);"

@@ -23,9 +23,6 @@ class CrossEntropyLoss(Op):
     def saved(self) -> Shape:
         return (self.t,)
 
-    def cpp_type(self, lanes: int) -> str:
-        return f"CrossEntropyLoss<{self.c}, {self.t}, {self.steps[0]}, {self.steps[1]}, {self.skip}>"
-
     def forward(self, L: str, at: CallContext) -> str:
         given = f"{at.input(0)}, {at.input(1)}, {at.weight(0)}"
         return f"{L}::forward({given}, {at.out}, {at.saved()}, {number(self.smooth)}, nb);"
@@ -46,9 +43,6 @@ class Gather(Op):
     inner: int
     skip: int
 
-    def cpp_type(self, lanes: int) -> str:
-        return f"Gather<{self.outer}, {self.n}, {self.k}, {self.inner}, {self.skip}>"
-
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
 
@@ -64,6 +58,3 @@ class OneHot(Op):
     n: int
     c: int
     is_differentiable: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"OneHot<{self.n}, {self.c}>"

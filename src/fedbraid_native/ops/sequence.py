@@ -7,15 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedbraid_native.ops.base import CallContext, Op, Shape, number
-from fedbraid_native.ops.elementwise import Unary
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnarySavingInput(Unary):
-    """A function of each number whose slope its argument tells: Gelu, GeluTanh, Silu, Clamp with its ends."""
-
-    backward_needs_input: ClassVar[bool] = True
-    backward_needs_output: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +23,6 @@ class RMSNorm(Op):
 
     def workspace(self, lanes: int, packs: int) -> Shape:
         return (self.n,)
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"RMSNorm<{self.n}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         rest = f"{at.out}, {at.saved()}, {number(self.eps)}, nb * {self.rows}"

@@ -22,13 +22,6 @@ class Slice(Op):
     step: int = 1
     backward_needs_input: ClassVar[bool] = False
 
-    def cpp_type(self, lanes: int) -> str:
-        numbers = (self.outer, self.dim, self.inner, self.start, self.count, self.step)
-        return f"Slice<{', '.join(map(str, numbers))}>"
-
-    def backward(self, L: str, at: CallContext) -> Iterator[str]:
-        yield f"{L}::backward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, nb);"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cat(Op):
@@ -38,9 +31,6 @@ class Cat(Op):
     a: int
     b: int
     backward_needs_input: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Cat<{self.outer}, {self.a}, {self.b}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.input(0)}, {at.input(1)}, {at.out}, nb);"
@@ -74,7 +64,7 @@ class Permute(Op):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mean(Op):
+class Reduce(Op):
     """[outer][dim][inner] to [outer][inner]: the mean, or the sum, over dim."""
 
     outer: int
@@ -82,9 +72,6 @@ class Mean(Op):
     inner: int
     scale: float
     backward_needs_input: ClassVar[bool] = False
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward<false>({at.input()}, {at.out}, {number(self.scale)}, nb);"
@@ -103,10 +90,21 @@ class Expand(Op):
     backward_needs_input: ClassVar[bool] = False
 
     def cpp_type(self, lanes: int) -> str:
-        return f"Mean<{self.outer}, {self.dim}, {self.inner}>"
+        return f"Reduce<{self.outer}, {self.dim}, {self.inner}>"
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::backward<false>({at.input()}, {at.out}, 1.f, nb);"
 
     def backward(self, L: str, at: CallContext) -> Iterator[str]:
         yield f"{L}::forward<{at.accumulate()}>({at.grad_out}, {at.grad_input()}, 1.f, nb);"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roll(Op):
+    """[outer][dim][inner], moved `shift` places along dim; what leaves at its end comes in at its beginning."""
+
+    outer: int
+    dim: int
+    inner: int
+    shift: int
+    backward_needs_input: ClassVar[bool] = False

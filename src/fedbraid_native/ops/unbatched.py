@@ -18,9 +18,7 @@ class LoadParam(Op):
     """A tensor's n numbers, trained or not, to compute with."""
 
     n: int
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"LoadParam<{self.n}>"
+    allows_unbatched: ClassVar[bool] = True
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({at.weight(0)}, {_floats(at.out)});"
@@ -40,6 +38,7 @@ class Sum(Op):
     scale: float = 1.0
     spread: bool = False
     backward_needs_input: ClassVar[bool] = False
+    allows_unbatched: ClassVar[bool] = True
 
     def cpp_type(self, lanes: int) -> str:
         return f"Sums<{self.outer}, {self.dim}, {self.inner}>"
@@ -60,9 +59,7 @@ class Matmul(Op):
     m: int
     k: int
     n: int
-
-    def cpp_type(self, lanes: int) -> str:
-        return f"Matmul<{self.m}, {self.k}, {self.n}>"
+    allows_unbatched: ClassVar[bool] = True
 
     def forward(self, L: str, at: CallContext) -> str:
         return f"{L}::forward({_floats(at.input(0))}, {_floats(at.input(1))}, {_floats(at.out)});"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedbraid_native.errors import Unsupported
+from fedbraid_native.ir import Graph
+from fedbraid_native.memory_plan import Buffer, plan_memory
 from fedbraid_native.ops import SEQ_TILE, Linear, Op
 from fedbraid_native.runtime import STRUCTS
-from fedbraid_native.trace import Graph
 
 _CHUNK = 64  # samples that go through the layers together,
 _ROOM = 3 * 2**20  # or fewer, where the workspace of a thread would take more bytes than this,
@@ -54,16 +54,6 @@ _ONE_PIECE = """#ifndef PART
 #define HIDDEN __attribute__((visibility("hidden")))"""
 _WORTH_A_PIECE, _PIECES = 10, 4  # work that makes a compiler worth starting once more, and at most so often
 _RUNTIME = 8  # the work that the exports are
-
-
-@dataclass
-class Buffer:
-    """Room in the workspace: how many vectors, and from when to when it is in use."""
-
-    size: int
-    first: int
-    last: int
-    offset: int = -1
 
 
 class CppEmitter:
@@ -347,17 +337,3 @@ class _CallContext:
 
     def reads_input_rows(self) -> bool:
         return self.reads_model_input() and self.writer.by_rows
-
-
-def plan_memory(buffers: list[Buffer]) -> int:
-    """Give each buffer the first place that nothing alive at the same time overlaps; the total."""
-    placed: list[Buffer] = []
-    for b in sorted(buffers, key=lambda b: -b.size):
-        at = 0
-        for other in sorted(placed, key=lambda o: o.offset):
-            apart = other.last < b.first or b.last < other.first or other.offset + other.size <= at
-            if not apart and at + b.size > other.offset:
-                at = other.offset + other.size
-        b.offset = at
-        placed.append(b)
-    return max((b.offset + b.size for b in buffers), default=0)

@@ -209,7 +209,9 @@ def flower(python: str, clone: Path, rounds: int, work: Path) -> tuple[float, fl
     config = (
         app / "pyproject.toml"
     )  # without what it would install: PyTorch for CUDA, into an environment of each run
-    config.write_text(re.sub(r'^    "(?!flwr\[).*",\n', "", config.read_text(), flags=re.M))
+    config.write_text(
+        re.sub(r"^dependencies = \[.*?^\]", "dependencies = []", config.read_text(), flags=re.M | re.S)
+    )
     (work / "shim").mkdir()
     (work / "shim/sitecustomize.py").write_text(SHIM)
     if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:

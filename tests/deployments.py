@@ -103,6 +103,12 @@ class Deployment:
         self._start(f"node-{i}", [sys.executable, "-m", "fedbraid", "deploy", "node", *map(str, words)])
         return self
 
+    def edge(self, i):
+        key, task = self.folder / "keys" / f"edge-{i}.nk", f"{self.folder / 'fleet.py'}:fleet"
+        words = ["edge", "--key", str(key), "--task", task, self.url]
+        self._start(f"edge-{i}", [sys.executable, "-m", "fedbraid", "deploy", *words])
+        return self
+
     def log(self, name):
         return (self.folder.parent / f"{name}.log").read_text(errors="replace")
 

@@ -38,7 +38,7 @@ def make() -> dict[str, Any]:
     model = ModelReference.of("v12", pattern(CHUNK_BYTES + 3))
     orders = [
         signer.sign("node-7", kind, run="run-1", job=JOB, deadline=NOW + 60.5, body=b'{"n":%d}' % i, model=m)
-        for i, (kind, m) in enumerate(zip(KINDS, (None, None, None, None, model), strict=True))
+        for i, (kind, m) in enumerate(zip(KINDS, (None, None, None, None, None, model), strict=True))
     ]
     public = KEY.public_key().public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo

@@ -407,7 +407,7 @@ def _adjuster(p: Part) -> Any:
 
 
 def _codec(text: str) -> Any:
-    return eval(text, {k: getattr(fb.codecs, k) for k in fb.codecs.__all__})
+    return eval(text, dict(vars(fb.codecs)))
 
 
 def _up(link: Part | None) -> Any:

@@ -384,7 +384,7 @@ def test_who_has_left_stays_away_after_a_resume(tmp_path):
         trial.run(fb.scaffold(), callbacks=[Leaves(5, [1, 4]), Stop()], out=tmp_path / "run")
     again = fb.resume(tmp_path / "run", task=trial.p.task)
     assert torch.equal(again.x, whole.x)
-    with pytest.raises(ConfigError, match="not there to leave"):
+    with pytest.raises(ConfigError, match="it is not registered"):
         trial.run(fb.scaffold(), callbacks=[Leaves(5, [11])])
 
 

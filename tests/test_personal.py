@@ -197,7 +197,7 @@ def test_they_are_committed_with_the_run(name, store, tmp_path):
 
 def test_they_never_travel():
     whole, some = task_of(Problem()), task_of(Problem(), personal=("2.*",))
-    assert (whole.layout.size, some.layout.size, some.whole.size) == (27, 15, 27)
+    assert (whole.layout.size, some.layout.size, some.full_layout.size) == (27, 15, 27)
     runs = [fb.simulate(t, fb.scaffold(), WORK, fb.rounds(2, clients=3), engine=VMAP) for t in (whole, some)]
     for key in ("bytes_up", "bytes_down"):
         a, b = (r.history[-1][key] for r in runs)

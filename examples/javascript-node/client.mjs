@@ -76,7 +76,7 @@ class Node {
     if (order.kind === "HELLO") return packAnswer({ samples: this.data.inputs.length, version: -1 });
     if (order.kind === "PING") return packAnswer({});
     if (order.kind === "LEAVE") return packAnswer({ lost: false });
-    if (order.kind === "SUM" || /\bsecure\b/.test(body.settings.algorithm ?? "")) throw new Error("this client masks no uploads");
+    if (order.kind === "FOLD" || order.kind === "SUM" || /\bsecure\b/.test(body.settings.algorithm ?? "")) throw new Error("this client masks no uploads");
     const { vector, layout } = readFrame(await this.model(order));
     const { update, loss } = train(vector, this.data);
     if (body.base !== -1) throw new Error("this client holds no model; use a downlink that sends all of it");

@@ -6,7 +6,7 @@ const MAGIC = Buffer.from("fedbraid order 1\n");
 const START = MAGIC.length + 64 + 4;
 const ORDER_LIMIT = 512 * 1024, HEAD_LIMIT = 4096, CLOCK_TOLERANCE_MS = 30_000;
 const FIELDS = "body,deadline,job,kind,model,node,run,serial";
-const KINDS = ["HELLO", "LEAVE", "PING", "SUM", "TRAIN"];
+const KINDS = ["FOLD", "HELLO", "LEAVE", "PING", "SUM", "TRAIN"];
 
 export const digest = (bytes) => createHash("sha256").update(bytes).digest("hex");
 

@@ -71,71 +71,71 @@ class WorkerPool:
         return list(self.workers.values())
 
     def start_workers(self, count: int | None = None) -> None:
-        """Have so many processes, all by default, which then know what this one knows now."""
+        """Start processes until there are so many, by default all; each is a fork of this process."""
         ctx = mp.get_context("fork")
         while len(self.workers) < (self.count or 0 if count is None else count):
-            ours, theirs = ctx.Pipe()
-            _PARENT_ENDS.add(ours)
-            process = ctx.Process(target=_worker_main, args=(self.job, theirs), daemon=True)
+            parent_end, worker_end = ctx.Pipe()
+            _PARENT_ENDS.add(parent_end)
+            process = ctx.Process(target=_worker_main, args=(self.job, worker_end), daemon=True)
             with started_ignoring_sigint():
                 process.start()
-            theirs.close()
-            self.workers[ours] = process
+            worker_end.close()
+            self.workers[parent_end] = process
 
     def run(
         self,
         next_task: Callable[[], Any],
         done: Callable[[Any, Any], None],
-        on_message: Callable[[Any, Any], Any] = lambda task, said: None,
+        on_message: Callable[[Any, Any], Any] = lambda task, message: None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """Until nothing is left to do.
+        """Run tasks until none is left.
 
-        `following` gives the next thing or None, `heard` answers what a job says while it runs, and `done`
-        takes its result, or its Failure where it raised an error of ours.
+        `next_task` returns the next task or None, `on_message` answers a job's messages while it runs, and `done`
+        takes its result, or its Failure if it raised a FedbraidError.
         """
-        for task, said in self.results(next_task, on_message, idle):
-            done(task, said)
+        for task, message in self.results(next_task, on_message, idle):
+            done(task, message)
 
     def results(
         self,
         next_task: Callable[[], Any],
-        on_message: Callable[[Any, Any], Any] = lambda task, said: None,
+        on_message: Callable[[Any, Any], Any] = lambda task, message: None,
         idle: Callable[[], None] = lambda: None,
         ahead: int = 1,
     ) -> Iterator[tuple[Any, Any]]:
-        """(thing, what came of it) as they are done, until nothing is left; a process has up to `ahead` of them at a time."""
+        """(task, result) as they are done, until no task is left; a process has up to `ahead` tasks at a time."""
         given: dict[Connection, deque[Any]] = {pipe: deque() for pipe in self.workers}
         while True:
             while self._free(given, ahead) and (task := next_task()) is not None:
                 pipe = self._least(given)
                 self._send(pipe, task)
                 given[pipe].append(task)
-            busy = [pipe for pipe, things in given.items() if things]
+            busy = [pipe for pipe, tasks in given.items() if tasks]
             if not busy:
                 return
             for ready in wait(busy, timeout=0.2):
                 pipe = ready  # type: ignore[assignment]
-                kind, said = self._receive(pipe)
+                kind, message = self._receive(pipe)
                 if kind == "ask":
-                    self._send(pipe, on_message(given[pipe][0], said))
+                    self._send(pipe, on_message(given[pipe][0], message))
                     continue
-                yield given[pipe].popleft(), said
+                yield given[pipe].popleft(), message
             idle()
 
     def _free(self, given: dict[Connection, deque[Any]], ahead: int) -> bool:
         hires = len(self.workers) < (self.count or 0)
-        return hires or any(len(things) < ahead for things in given.values())
+        return hires or any(len(tasks) < ahead for tasks in given.values())
 
     def _least(self, given: dict[Connection, deque[Any]]) -> Connection:
-        """Who has the least to do, a new one where all have some."""
+        """The process with the fewest tasks, a new one if all have some."""
         if len(self.workers) < (self.count or 0) and all(given.values()):
             self.start_workers(len(self.workers) + 1)
             given[list(self.workers)[-1]] = deque()
         return min(given, key=lambda pipe: len(given[pipe]))
 
     def post(self, task: Any) -> Connection:
-        """Give a thing to whoever has least to do, for `answer` to tell what came of it, in the order given."""
+        """Send a task to the process with the fewest; `answer` returns its results in the order of its tasks."""
         self.start_workers()
         pipe = min(self.workers, key=lambda p: self.pending[p])
         self._send(pipe, task)
@@ -143,7 +143,7 @@ class WorkerPool:
         return pipe
 
     def ask_all(self, task: Callable[[int], Any]) -> list[Any]:
-        """What comes of a thing for each process, which none of them has anything to do before."""
+        """The results of one task for each process; no process may have pending tasks."""
         pipes = list(self.workers)
         for i, pipe in enumerate(pipes):
             self._send(pipe, task(i))
@@ -151,12 +151,12 @@ class WorkerPool:
         return [self.answer(pipe) for pipe in pipes]
 
     def answer(self, pipe: Connection) -> Any:
-        """What came of the next thing that this one was given; an error of ours is raised here."""
-        _, said = self._receive(pipe)
+        """The result of this process's oldest task; its FedbraidError is raised here."""
+        _, result = self._receive(pipe)
         self.pending[pipe] -= 1
-        if isinstance(said, Failure):
-            raise said.error()
-        return said
+        if isinstance(result, Failure):
+            raise result.error()
+        return result
 
     def _send(self, pipe: Connection, message: Any) -> None:
         try:
@@ -166,12 +166,12 @@ class WorkerPool:
 
     def _receive(self, pipe: Connection) -> tuple[str, Any]:
         try:
-            kind, said = pipe.recv()
+            kind, content = pipe.recv()
         except (EOFError, OSError) as error:
             raise self._death(pipe) from error
         if kind == "crash":
-            raise EngineError(said)
-        return kind, said
+            raise EngineError(content)
+        return kind, content
 
     def _death(self, pipe: Connection) -> EngineError:
         process = self.workers[pipe]
@@ -187,7 +187,7 @@ class WorkerPool:
         for pipe in self.workers:
             pipe.close()
             _PARENT_ENDS.discard(pipe)
-        deadline = time.monotonic() + 2  # for all of them: what they had not sent is done again
+        deadline = time.monotonic() + 2  # for all of them; unfinished tasks are done again
         for process in self.workers.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -197,12 +197,12 @@ class WorkerPool:
 
 
 def prepare() -> None:
-    """Import what vmap imports at its first use: once here, not in every worker."""
+    """Import what vmap imports at its first use once here, instead of in every worker."""
     importlib.import_module("torch._dynamo")
 
 
 def _worker_main(job: Job, pipe: Connection) -> None:
-    """A worker: take a thing, do the job, say what came of it; it ends when its pipe closes."""
+    """A worker: receives tasks, does the job and sends results until its pipe closes."""
     import torch
 
     ignore_sigint()
@@ -216,7 +216,7 @@ def _worker_main(job: Job, pipe: Connection) -> None:
             pipe.send(("ask", message))
             return pipe.recv()
         except (EOFError, OSError):
-            os._exit(0)  # the parent has gone; the last committed step is kept
+            os._exit(0)  # the parent has ended; the last committed step is intact
 
     while True:
         try:
@@ -224,13 +224,13 @@ def _worker_main(job: Job, pipe: Connection) -> None:
         except (EOFError, OSError):
             os._exit(0)
         try:
-            said: tuple[str, Any] = ("done", job(task, ask))
+            answer: tuple[str, Any] = ("done", job(task, ask))
         except FedbraidError as error:
-            said = ("done", Failure(type(error).__name__, str(error)))
+            answer = ("done", Failure(type(error).__name__, str(error)))
         except BaseException:
-            said = ("crash", f"a worker process failed:\n{traceback.format_exc()}")
+            answer = ("crash", f"a worker process failed:\n{traceback.format_exc()}")
         try:
-            pipe.send(said)
+            pipe.send(answer)
         except OSError:
             os._exit(0)
 
@@ -240,7 +240,7 @@ def _worker_main(job: Job, pipe: Connection) -> None:
 
 @contextmanager
 def started_ignoring_sigint() -> Iterator[None]:
-    """Inside, processes are born that hear no Ctrl-C before they have said `deaf`."""
+    """Start processes with SIGINT blocked, until they ignore it themselves."""
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

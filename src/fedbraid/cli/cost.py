@@ -12,6 +12,7 @@ import fedbraid.user_files as files
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
 from fedbraid.cli.compare import Energy
+from fedbraid.cli.options import Option
 from fedbraid.cli.reproduce import of_clone
 from fedbraid.cli.show import Json, Quiet, facts, give, table
 from fedbraid.core.check import integer, number
@@ -31,12 +32,21 @@ if TYPE_CHECKING:
 WINDOW = 80  # characters that a text model reads, as in LEAF
 
 
-@o.with_options(
-    o.some(
-        "clients", "partition", "model", "per_round", "rounds", "set", "epochs", "steps", "batch", "optimizer",
-        "momentum", "weight_decay",
-    )
+PRIVACY = (
+    Option("privacy", "epsilon", float, "Privacy: budget; prints the noise that keeps it"),
+    Option(
+        "privacy", "noise", float,
+        "Privacy: noise in multiples of the clip; prints its ε, or with --epsilon the rounds within the budget",
+    ),
+    Option("privacy", "delta", float, "Privacy: δ", "1e-05"),
 )  # fmt: skip
+OPTIONS = o.some(
+    "clients", "partition", "model", "per_round", "rounds", "set", "epochs", "steps", "batch", "optimizer", "momentum",
+    "weight_decay",
+)  # fmt: skip
+
+
+@o.with_options((*OPTIONS, *PRIVACY))
 def cost(
     what: Annotated[
         str | None,
@@ -48,16 +58,6 @@ def cost(
     samples: Annotated[
         float | None, typer.Option(help="Samples per client, for a model without a task (100).")
     ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Privacy: budget; prints the noise that keeps it")
-    ] = None,
-    noise: Annotated[
-        float | None,
-        typer.Option(
-            help="Privacy: noise in multiples of the clip; prints its ε, or with --epsilon the rounds within the budget"
-        ),
-    ] = None,
-    delta: Annotated[float, typer.Option(help="Privacy: δ.")] = 1e-5,
     sampling: Annotated[
         str,
         typer.Option(
@@ -106,17 +106,7 @@ def cost(
     module, sample, crowd, run, layout = _subject(what, sections["task"], samples, per_round)
     found = estimate(module, sample, made, work, crowd, run, layout)
     joules = None if energy is None else found.energy(profile_of(energy), crowd)
-    private = None
-    if epsilon is None and noise is None:
-        epsilon, noise, delta = _of_algorithm(made, delta)
-    if epsilon is not None or noise is not None:
-        from fedbraid.privacy.planning import foresee
-
-        private = foresee(
-            crowd.clients, crowd.per_round, 100 if rounds is None else rounds, epsilon, noise, delta, sampling
-        )
-    elif rounds is not None:
-        raise ConfigError(f"rounds={rounds} count for privacy alone; give --epsilon or --noise with them")
+    private = _privacy(made, crowd, rounds, sampling, **{"delta": 1e-5} | sections["privacy"])
     if json:
         give(
             {
@@ -133,6 +123,23 @@ def cost(
         _show(made.name, found, crowd, joules)
         if private is not None:
             _show_privacy(private, crowd)
+
+
+def _privacy(
+    algorithm: Algorithm, crowd: Federation, rounds: int | None, sampling: str, delta: float,
+    epsilon: float | None = None, noise: float | None = None,
+) -> Privacy | None:  # fmt: skip
+    """The noise and ε of so many rounds, where a budget or a noise is given, or the algorithm has one."""
+    from fedbraid.privacy.planning import foresee
+
+    if epsilon is None and noise is None:
+        epsilon, noise, delta = _of_algorithm(algorithm, delta)
+    if epsilon is None and noise is None:
+        if rounds is not None:
+            raise ConfigError(f"rounds={rounds} count for privacy alone; give --epsilon or --noise with them")
+        return None
+    steps = 100 if rounds is None else rounds
+    return foresee(crowd.clients, crowd.per_round, steps, epsilon, noise, delta, sampling)
 
 
 def _subject(

@@ -128,6 +128,7 @@ def keys(
         ),
     ] = None,
     nodes: Annotated[int, typer.Option(min=0, max=100_000, help="Number of nodes that need a key.")] = 0,
+    edges: Annotated[int, typer.Option(min=0, max=1000, help="Number of edges that need a key.")] = 0,
     json: Json = False,
 ) -> None:
     """Make a CA, the server's certificate, the operator's key, and a key for each node, in DIR/keys.
@@ -140,7 +141,7 @@ def keys(
     """
     from fedbraid.deploy import credentials, service
 
-    written = credentials.make(folder / "keys", host or ["localhost", "127.0.0.1"], nodes)
+    written = credentials.make(folder / "keys", host or ["localhost", "127.0.0.1"], nodes, edges)
     if (folder / "broker" / service.UP).exists() and (broker := service.broker_of(folder)).is_running:
         broker.reload()
     if json:
@@ -231,6 +232,37 @@ def node(
     words = ["deploy", "node", "--key", str(key.resolve()), "--task", absolute(task)]
     words += ["--state", "/var/lib/fedbraid/nodes", *(w for pair in set_ or [] for w in ("-c", pair)), url]
     write(unit, f"fedbraid node {key.stem}", words, is_node=True)
+    _next(unit)
+
+
+@app.command()
+def edge(
+    url: Url,
+    key: Annotated[Path, typer.Option(help="Key of this edge, with ca.crt and operator.pub beside it.")],
+    task: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="The project in this edge's copy of fleet.py.")
+    ] = "fleet.py:fleet",
+    unit: Unit = None,
+) -> None:
+    """Run an edge: it folds the uploads of the nodes that `edges` in fleet.toml gives it, and hands over one sum.
+
+    An edge sees single uploads, so it is trusted as the server is.
+
+    \b
+    Example:
+      fedbraid deploy edge --key edge-0.nk --task fleet.py:fleet tls://fl.example.org:4222
+    """
+    from fedbraid.deploy.edge import EdgeRuntime
+    from fedbraid.deploy.node import run_node
+    from fedbraid.deploy.project import load
+    from fedbraid.deploy.systemd import write
+    from fedbraid.user_files import absolute
+
+    project = load(task)
+    if unit is None:
+        return run_node(project, url, key, Path("~/.fedbraid/edges"), {}, EdgeRuntime)
+    words = ["deploy", "edge", "--key", str(key.resolve()), "--task", absolute(task), url]
+    write(unit, f"fedbraid edge {key.stem}", words, is_node=True)
     _next(unit)
 
 

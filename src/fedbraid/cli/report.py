@@ -74,10 +74,8 @@ def report(
     report_path = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     contents: dict[Path, bytes] = {report_path: page.render(data).encode(errors="replace")}
     for path, kind in [(path, figure.kind_of(path)) for path in figures or []]:
-        if path.name.startswith("timeline"):
-            drawn = timeline.figure(_clocked(found))
-        else:
-            drawn = figure.of_groups(data, axis)
+        is_timeline = path.name.startswith("timeline")
+        drawn = timeline.figure(_clocked(found)) if is_timeline else figure.of_groups(data, axis)
         contents[path] = figure.as_bytes(drawn, kind)
     if csv is not None:
         contents[csv] = tables.as_csv(found).encode(errors="replace")
@@ -85,13 +83,8 @@ def report(
         contents[latex] = tables.as_latex(data).encode(errors="replace")
     write(contents)
     if json:
-        return give(
-            {
-                "files": {str(p): len(b) for p, b in contents.items()},
-                "verdict": data["verdict"],
-                "rows": data["rows"],
-            }
-        )
+        sizes = {str(p): len(b) for p, b in contents.items()}
+        return give({"files": sizes, "verdict": data["verdict"], "rows": data["rows"]})
     if not quiet:
         facts({str(p): format_bytes(len(b)) for p, b in contents.items()})
         if data["verdict"]:

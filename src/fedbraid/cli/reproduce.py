@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -97,19 +98,30 @@ def reproduce(
         return _try(paper, chosen, book, json)
     if not tables_only:
         show = _Progress(paper, silent=json or quiet)
-        try:
-            while True:
-                r.go(home, paper, chosen, runs, workers, show, again)
-                grid = r.load(home, paper)  # some cells are known once others are done: settings, then seeds
-                before, chosen = len(chosen), r.choose(grid.full() if full else grid.cells(), part, cells)
-                if len(chosen) == before:
-                    break
-        except KeyboardInterrupt:
-            done = len(book.done(chosen))
-            complain(f"stopped with {done} of {len(chosen)} cells done; the same command continues")
-            raise typer.Exit(130) from None
+
+        def known() -> list[Any]:
+            grid = r.load(home, paper)
+            return r.choose(grid.full() if full else grid.cells(), part, cells)  # type: ignore[no-any-return]
+
+        chosen = _run(chosen, known, lambda cells: r.go(home, paper, cells, runs, workers, show, again), book)
     tables = r.report(home, paper)
     _close(home / paper, paper, chosen, book, tables, json, quiet)
+
+
+def _run(
+    chosen: list[Any], known: Callable[[], list[Any]], go: Callable[[list[Any]], None], book: Any
+) -> list[Any]:
+    """Run the cells, and those that are known once others are done: settings, then seeds; all of them."""
+    try:
+        while True:
+            go(chosen)
+            before, chosen = len(chosen), known()
+            if len(chosen) == before:
+                return chosen
+    except KeyboardInterrupt:
+        done = len(book.done(chosen))
+        complain(f"stopped with {done} of {len(chosen)} cells done; the same command continues")
+        raise typer.Exit(130) from None
 
 
 def of_clone(name: str, home: Path | None = None) -> ModuleType:

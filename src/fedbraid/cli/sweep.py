@@ -14,6 +14,7 @@ from fedbraid.cli import options as o
 from fedbraid.cli import shared
 from fedbraid.cli.board import Board
 from fedbraid.cli.compare import Jobs, Stoppable
+from fedbraid.cli.options import Option
 from fedbraid.cli.show import Json, Quiet, entry, give, quoted, suggest, table
 from fedbraid.core.metric_names import falls
 from fedbraid.errors import ConfigError
@@ -22,12 +23,22 @@ from fedbraid.run.formatting import format_percent, format_seconds
 if TYPE_CHECKING:
     from fedbraid.core.search_space import Range
     from fedbraid.study.campaign import Entry
-    from fedbraid.study.sweep import Sweep, Trial
+    from fedbraid.study.sweep import Sweep, SweepConfig, Trial
 
 SHOWN = 10  # trials in the table
 
 
-@o.with_options(o.SHARED)
+SEARCH = (
+    Option("search", "method", str, "Search: method: bayes, random or grid", "bayes"),
+    Option("search", "trials", int, "Search: number of settings to try; a grid tries all", "20"),
+    Option("search", "seeds", int, "Search: seeds per setting", "1"),
+    Option("search", "hold_out", float, "Search: fraction of clients held out for evaluation", "0.2"),
+    Option("search", "prune", str, "Search: prune unpromising trials: median, asha or none", "median"),
+    Option("search", "seed", int, "Search: random seed", "0"),
+)
+
+
+@o.with_options((*SEARCH, *o.SHARED))
 def sweep(
     task: Annotated[
         str,
@@ -41,16 +52,6 @@ def sweep(
             metavar="[ALGORITHM] [KEY=SPACE…]", help="The algorithm, and the hyperparameters to tune."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="Search: method: bayes, random or grid")] = "bayes",
-    trials: Annotated[int, typer.Option(help="Search: number of settings to try; a grid tries all")] = 20,
-    seeds: Annotated[int, typer.Option(help="Search: seeds per setting")] = 1,
-    hold_out: Annotated[
-        float, typer.Option(help="Search: fraction of clients held out for evaluation")
-    ] = 0.2,
-    prune: Annotated[
-        str, typer.Option(help="Search: prune unpromising trials: median, asha or none")
-    ] = "median",
-    seed: Annotated[int, typer.Option(help="Search: random seed")] = 0,
     jobs: Jobs = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run: folder [default: a new runs/TASK-sweep-n]")
@@ -75,30 +76,24 @@ def sweep(
       fedbraid sweep experiment.toml 'lr=log(0.001, 1)' 'epochs=integer(1, 5)' --prune asha
       fedbraid sweep runs/digits-sweep-1
     """
-    from fedbraid.run.checkpoint import Folder
     from fedbraid.study import sweep as searching
     from fedbraid.study.campaign import ignore, new_folder
 
     begun = time.monotonic()
-    call = sections.pop("call")
+    call, search = sections.pop("call"), sections.pop("search")
     metric = call.get("metric")
     if (Path(task) / searching.FILE).exists():
         if what:
             raise ConfigError(f"{task} says itself what is searched; leave out {' '.join(what)}")
-        place, known = Path(task), Folder(task).read_json(searching.FILE)
-        try:
-            config, words, given = known["config"], known["words"], known["given"]
-            plan = searching.SweepConfig(**known["plan"])
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{place / searching.FILE} was not made by this command; it lacks {error}"
-            ) from error
+        place = Path(task)
+        config, words, given, plan = _stored(place)
     else:
         config, words = shared.base(task, sections), list(what or [])
         given = [*config["work"], *(f"schedule.{key}" for key in config["schedule"])]
         if words and "=" not in words[0].partition("(")[0]:
             config["algorithm"] = {"name": files.absolute(words.pop(0))}
-        plan = searching.SweepConfig(method, trials, seeds, hold_out, prune, seed, metric)
+        search["fraction"] = search.pop("hold_out", searching.SweepConfig.fraction)
+        plan = searching.SweepConfig(**search, metric=metric)
         place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
         if "name" in config["algorithm"]:
             config["work"] = shared.work_of(
@@ -119,6 +114,21 @@ def sweep(
             on_event=board or ignore, options=options, note={"config": config, "words": words, "given": given},
         )  # fmt: skip
     show(result, config, time.monotonic() - begun, json, quiet)
+
+
+def _stored(folder: Path) -> tuple[cfg.Config, list[str], list[str], SweepConfig]:
+    """(configuration, words, settings that were given, search settings) of a sweep's folder."""
+    from fedbraid.run.checkpoint import Folder
+    from fedbraid.study import sweep as searching
+
+    stored = Folder(folder).read_json(searching.FILE)
+    try:
+        plan = searching.SweepConfig(**stored["plan"])
+        return stored["config"], stored["words"], stored["given"], plan
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / searching.FILE} was not made by this command; it lacks {error}"
+        ) from error
 
 
 def build(config: cfg.Config, settings: dict[str, Any]) -> Entry:

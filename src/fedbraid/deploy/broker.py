@@ -34,7 +34,7 @@ from pathlib import Path
 
 from fedbraid.deploy import credentials
 from fedbraid.deploy.backoff import Backoff
-from fedbraid.deploy.transport import ORDER_LIMIT, Refusal
+from fedbraid.deploy.transport import EDGE, ORDER_LIMIT, Refusal
 from fedbraid.deploy.troubles import plain, say
 from fedbraid.errors import ConfigError, EngineError
 from fedbraid.run.atomic_files import make_folder, write_atomic
@@ -42,6 +42,7 @@ from fedbraid.run.atomic_files import make_folder, write_atomic
 OLDEST = (2, 9, 0)
 HANDSHAKE_S = 5
 FETCH = "$JS.API.DIRECT.GET.MODEL.fb.m.>"
+READ = "$JS.API.DIRECT.GET.UP"
 PAYLOAD_LIMIT = ORDER_LIMIT + 8192  # a chunk or an order, with its headers
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -125,11 +126,11 @@ accounts {{
   SYS {{ users: [{{ nkey: {monitor} }}] }}
   SERVER {{
     jetstream: enabled
-    exports: [{{ service: "{FETCH}" }}, {{ service: "fb.r.*" }}, {{ stream: "fb.o.*" }}]
+    exports: [{{ service: "{FETCH}" }}, {{ service: "{READ}" }}, {{ service: "fb.r.*" }}, {{ stream: "fb.o.*" }}]
     include "server.conf"
   }}
   NODES {{
-    imports: [{_imported("service", FETCH)}, {_imported("service", "fb.r.*")}, {_imported("stream", "fb.o.*")}]
+    imports: [{_imported("service", FETCH)}, {_imported("service", READ)}, {_imported("service", "fb.r.*")}, {_imported("stream", "fb.o.*")}]
     include "nodes.conf"
   }}
 }}
@@ -334,7 +335,8 @@ def _users(users: Iterable[str]) -> bytes:
 
 
 def _node(name: str, key: str) -> str:
-    return _user(key, [f"fb.r.{name}", FETCH], [f"fb.o.{name}", f"_INBOX.{name}.>"])
+    reads = [READ] if name.startswith(EDGE) else []  # an edge reads uploads
+    return _user(key, [f"fb.r.{name}", FETCH, *reads], [f"fb.o.{name}", f"_INBOX.{name}.>"])
 
 
 def _imported(kind: str, subject: str) -> str:

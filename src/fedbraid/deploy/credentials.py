@@ -8,6 +8,7 @@
 | server.nk, monitor.nk | the server | read uploads, give orders; see who is connected |
 | nodes.json | the broker | recognize nodes: a name and a public key each |
 | node-i.nk | node i | be node i |
+| edge-i.nk | edge i | read uploads, and fold those of its nodes |
 | operator.key | the server | sign orders |
 | operator.pub | nodes | recognize the operator's orders |
 
@@ -31,7 +32,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedbraid.deploy.transport import check_name
+from fedbraid.deploy.transport import EDGE, check_name
 from fedbraid.errors import ConfigError, DataError, MissingExtra
 from fedbraid.run.atomic_files import write_atomic
 
@@ -47,8 +48,11 @@ class NodeKey(NamedTuple):
     seed: str
 
 
-def make(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
-    """Write the missing ones of the files above, and keys for node-0 to node-(nodes - 1); none is ever overwritten."""
+def make(folder: Path, hosts: Sequence[str], nodes: int, edges: int = 0) -> list[Path]:
+    """Write the missing ones of the files above, and keys for so many nodes and edges, from node-0 and edge-0 on.
+
+    None is ever overwritten.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -62,7 +66,7 @@ def make(folder: Path, hosts: Sequence[str], nodes: int) -> list[Path]:
     for name in ("server", "monitor"):
         if not (folder / f"{name}.nk").exists():
             made.append(_nkey(folder, name))
-    names = [f"node-{i}" for i in range(nodes)]
+    names = [f"node-{i}" for i in range(nodes)] + [f"{EDGE}{i}" for i in range(edges)]
     return made + add_nodes(folder, [name for name in names if not (folder / f"{name}.nk").exists()])
 
 

@@ -30,13 +30,14 @@ from fedbraid.algorithms.secure import summing
 from fedbraid.deploy import status_file
 from fedbraid.deploy.admissions import Admissions
 from fedbraid.deploy.departures import Departures
-from fedbraid.deploy.inbox import Arrival, Inbox, NodeFailed, fields
-from fedbraid.deploy.node_table import Node, NodeState, NodeTable
+from fedbraid.deploy.edge import EdgeRounds
+from fedbraid.deploy.inbox import Arrival, Inbox, NodeFailed, Verdict, fields
+from fedbraid.deploy.node_table import EVENTS, Node, NodeState, NodeTable
 from fedbraid.deploy.norm_limit import LossLimit, NormLimit
 from fedbraid.deploy.orders import Orders
 from fedbraid.deploy.secure_round import SecureRounds
 from fedbraid.deploy.settings import Settings
-from fedbraid.deploy.transport import OrderSigner, ReceivedAnswer, Transport
+from fedbraid.deploy.transport import EDGE, OrderSigner, ReceivedAnswer, Transport
 from fedbraid.deploy.troubles import Troubles, Wait
 from fedbraid.engines.engine import Setup
 from fedbraid.errors import RunError, WireError
@@ -90,6 +91,8 @@ class Fleet:
         self.departures, self.admissions = Departures(self), Admissions(self)
         sums = summing(setup.algorithm)
         self.secure = None if sums is None else SecureRounds(self, sums)
+        self.inbox.is_masked = self.secure is not None
+        self.edges = EdgeRounds(self) if settings.edges else None
         self.trouble, self.wait = Troubles(), Wait()
         self.run: RunView | None = None
         self.uploads: list[Arrival] = []  # that are here and in no step
@@ -136,7 +139,7 @@ class Fleet:
         while run.state.t < self.schedule.steps:
             self.closed = self._collect()
             tick = self._tick()
-            replies = self.inbox if self.secure is None else self.secure
+            replies = self.secure or self.edges or self.inbox
             yield ServerStep(tick, replies.replies(self.closed, run.state), partial(self._taken, tick))
             self._committed()
 
@@ -164,7 +167,7 @@ class Fleet:
         self._note_moves(time.monotonic())
         waiting = {r.version for _, r in self.table.pending()} | {a.version for a in self.uploads}
         intervals = np.array([(a.since, a.at) for a in self.closed]).reshape(-1, 2) - self.begun
-        seen = None if self.run is None else self.run.seen
+        seen = None if self.run is None else self.run.client_history
         clients, versions = (
             np.array([getattr(a, k) for a in self.closed], np.int64) for k in ("client", "version")
         )
@@ -232,9 +235,9 @@ class Fleet:
         else:
             cohort = self.schedule.cohort(max(len(self.table.members) - len(barred), 1))
         choose = None
-        if self.run is not None and self.run.seen is not None:
-            self.run.seen.grow(self.sizes)
-            choose = partial(self.run.seen.choose, self.schedule.select)
+        if self.run is not None and self.run.client_history is not None:
+            self.run.client_history.grow(self.sizes)
+            choose = partial(self.run.client_history.choose, self.schedule.select)
         minimum = s.minimum if self.secure is None else max(s.minimum, self.secure.sums.fewest())
         return RoundPolicy(cohort, s.seed, self.schedule.over_select, limit, minimum, retries, choose)
 
@@ -278,7 +281,8 @@ class Fleet:
         else:
             place = {client: i for i, client in enumerate(self.open.asked)}
             closed = sorted(self._counted()[: self.open.wanted], key=lambda a: place[a.client])
-        counted, again = (closed, []) if self.secure is None else self.secure.sum(closed)
+        elsewhere = self.secure or self.edges
+        counted, again = (closed, []) if elsewhere is None else elsewhere.sum(closed)
         spare = [
             a for a in self.uploads if a in again or (buffered and a not in closed and self._is_member(a))
         ]
@@ -353,7 +357,7 @@ class Fleet:
         if node.state is NodeState.BARRED:
             raise WireError("it answers, but is asked nothing until the operator admits it")
         if request is not None and request.job == answer.job and request.kind != "TRAIN":
-            head, upload = self.inbox.parse(answer, request.kind in ("LEAVE", "SUM"))
+            head, upload = self.inbox.parse(answer, request.kind in ("FOLD", "LEAVE", "SUM"))
             if request.kind == "HELLO":
                 self._register(node, head)
             elif request.kind == "LEAVE":
@@ -361,7 +365,12 @@ class Fleet:
             elif request.kind == "SUM" and self.secure is not None:
                 self.secure.receive(node, upload)
                 node.answered()
+            elif request.kind == "FOLD" and self.edges is not None:
+                self.edges.receive(node, upload)
+                node.answered()
             self.transport.acknowledge([answer])
+        elif node.name.startswith(EDGE):
+            raise WireError("it answers an order to fold that is over")
         elif not node.is_registered and node.state is not NodeState.LEAVING:
             self.early.append(answer)
         elif answer.job in {node.committed, *(a.answer.job for a in self.uploads)}:
@@ -414,46 +423,48 @@ class Fleet:
             self.late += 1
             self.transport.acknowledge([answer])
             return node.answered()
-        head, upload = self.inbox.parse(answer, True)
-        about = fields(head, version=int, lost=bool)
-        node.version = about["version"] if -1 <= about["version"] <= self.state.t else -1
-        if about["lost"]:
-            node.version = -1
-            self.transport.acknowledge([answer])
-            self.trouble.add(
-                node.name, node.client, "it did not hold the model that its order built on; it gets all of it"
-            )
-            node.answered()
-            return self.orders.train([node], self.state, time.monotonic())
-        if head.get("forgot") is True:
-            self.trouble.add(node.name, node.client, FORGOT)
+        now = time.monotonic()
         arrival = Arrival(
-            answer,
-            node.name,
-            node.client,
-            node.samples,
-            version,
-            sequence,
-            since,
-            time.monotonic(),
-            bytes_down,
+            answer, node.name, node.client, node.samples, version, sequence, since, now, bytes_down
         )
-        if self.secure is not None:
-            if upload:
-                raise WireError("it sends its upload, of which the server is to see a sum alone")
-            doubt = None
-        else:
-            doubt = self.inbox.check(arrival, head, upload, self.state)
-        if doubt is not None:
-            self.trouble.add(node.name, node.client, f"{doubt}; the number is left out")
-            node.refused(doubt)
-        else:
-            node.refusals, node.refused_for = 0, ""
+        arrival.is_read = self.edges is None or not self.edges.takes(node.name)
+        if arrival.is_read and not self.judged(arrival, self.inbox.judge(arrival, self.state)):
+            self.transport.acknowledge([answer])
+            return
         self.uploads.append(arrival)
         if isinstance(self.schedule, Buffered):
             node.accepted = answer.job
             self.open.since = time.monotonic()
         node.answered()
+
+    def judged(self, arrival: Arrival, verdict: Verdict) -> bool:
+        """Note what an upload says of its node; returned is whether it stands, and is not asked for again."""
+        node = self.table.nodes[arrival.name]
+        node.version = verdict.version
+        if verdict.lost:
+            why = "it did not hold the model that its order built on; it gets all of it"
+            self.trouble.add(node.name, node.client, why)
+            node.answered()
+            self.orders.train([node], self.state, time.monotonic())
+            return False
+        if verdict.forgot:
+            self.trouble.add(node.name, node.client, FORGOT)
+        if verdict.doubt is not None:
+            self.trouble.add(node.name, node.client, f"{verdict.doubt}; the number is left out")
+            node.refused(verdict.doubt)
+        else:
+            node.refusals, node.refused_for = 0, ""
+        return True
+
+    def fell(self, arrival: Arrival, error: WireError) -> None:
+        """An upload that had arrived was refused after all, where it was folded."""
+        node = self.table.nodes[arrival.name]
+        self.trouble.add(node.name, node.client, str(error))
+        if not isinstance(error, NodeFailed):
+            node.refused(str(error))
+        if node.state in EVENTS["failed"]:
+            node.failed(time.monotonic())
+        self.admissions.review(node)
 
     # The look -----------------------------------------------------------------------------------------
 
@@ -471,7 +482,15 @@ class Fleet:
         self.departures.look(now)
         nodes = self.table.nodes.values()
         self.orders.hello(
-            [n for n in nodes if n.state is NodeState.NEW and n.is_connected and n.request is None], now
+            [
+                n
+                for n in nodes
+                if n.state is NodeState.NEW
+                and n.is_connected
+                and n.request is None
+                and not n.name.startswith(EDGE)
+            ],
+            now,
         )
         for node, request in list(self.table.pending()):
             self._overdue(node, now - request.since, request.version)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedbraid.core.context import Participation
-from fedbraid.core.link import UploadContext
+from fedbraid.core.link import Sizes, UploadContext
 from fedbraid.core.work import step_counts
 from fedbraid.deploy.norm_limit import LossLimit, NormLimit, Norms
 from fedbraid.deploy.transport import ANSWER_HEAD_LIMIT, ReceivedAnswer, unpack_answer
@@ -50,10 +50,22 @@ class Arrival:
     since: float
     at: float
     bytes_down: int
+    is_read: bool = True  # False while it is left to an edge
     loss: float = math.nan  # NaN where it is not believed
     bytes_up: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes by vector
     norms: Norms | None = None
     reply: Reply | None = None  # while it is held
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an upload that is not refused says of its node."""
+
+    version: int  # of the model that the node holds
+    lost: bool = False  # it did not hold what its order built on, and sends nothing
+    forgot: bool = False  # it no longer had its state
+    doubt: str | None = None  # why its loss is not believed
 
 
 @dataclass
@@ -64,6 +76,7 @@ class Inbox:
     norms: NormLimit
     losses: LossLimit
     max_norm: float = 0.0
+    is_masked: bool = False  # uploads stay with their nodes
     held: int = 0  # bytes
 
     def parse(self, answer: ReceivedAnswer, expects_upload: bool) -> tuple[dict[str, Any], bytes]:
@@ -75,11 +88,24 @@ class Inbox:
             raise NodeFailed(f"it failed: {head['error']}")
         return head, upload
 
+    def judge(self, arrival: Arrival, state: State) -> Verdict:
+        """Read an upload and check it; WireError where it is refused."""
+        head, upload = self.parse(arrival.answer, True)
+        about, forgot = fields(head, version=int, lost=bool), head.get("forgot") is True
+        if about["lost"]:
+            return Verdict(-1, lost=True, forgot=forgot)
+        if self.is_masked and upload:
+            raise WireError("it sends its upload, of which the server is to see a sum alone")
+        doubt = None if self.is_masked else self.check(arrival, head, upload, state)
+        version = about["version"] if -1 <= about["version"] <= state.t else -1
+        return Verdict(version, forgot=forgot, doubt=doubt)
+
     def check(self, arrival: Arrival, head: dict[str, Any], upload: bytes, state: State) -> str | None:
         """Accept an upload or raise WireError; returned is why its loss is not believed, where it is not."""
         claimed = fields(head, loss=(float, int))["loss"]
         reply = self._decode(arrival, upload, state)
-        arrival.bytes_up = int(sum(v.sum() for v in reply.sizes.values()))
+        arrival.sizes = {name: int(v.sum()) for name, v in reply.sizes.items()}
+        arrival.bytes_up = sum(arrival.sizes.values())
         arrival.norms = self.norms.check(reply.uploads, float(reply.participation.K), state.x)
         for name, (norm, _) in arrival.norms.items():
             if 0 < self.max_norm < norm:
@@ -105,7 +131,8 @@ class Inbox:
                 block, size = [], 0
             block.append((arrival, replace(reply, loss=torch.tensor([arrival.loss]))))
             size += _bytes(reply)
-        yield _joined(block)
+        if block:
+            yield _joined(block)
 
     def release(self, arrival: Arrival) -> None:
         """Hold its decoded upload no longer."""
@@ -124,18 +151,14 @@ class Inbox:
         if version not in state.sent:
             raise WireError(f"it trained from version {version}, which is no longer stored")
         sent = {name: v[None] for name, v in state.sent[version].vectors.items()}
-        layout, clients, samples = setup.task.layout, np.array([arrival.client]), np.array([arrival.samples])
-        who = UploadContext(clients, version, setup.seed, sent["x"], a.uploads, layout, down=sent)
+        who, down = facts(setup, [arrival], sent["x"])
+        layout = setup.task.layout
+        about = UploadContext(who.clients, version, setup.seed, sent["x"], a.uploads, layout, down=sent)
         frames = unbundle(upload, a.uploads, layout)
-        vectors = a.up.receive(frames, who)
-        n = torch.from_numpy(samples).to(sent["x"])[:, None]
-        K = torch.from_numpy(step_counts(samples, setup.work)).to(sent["x"])[:, None]
-        lr = torch.full_like(K, setup.work.rate(version), dtype=torch.float64)
+        vectors = a.up.receive(frames, about)
         sizes = {name: np.array([len(frame)]) for name, frame in frames.items()}
         add_overhead(sizes)
-        down = {"x": np.array([arrival.bytes_down])}
-        who_trained = Participation(clients, np.array([version]), n, K, setup.work.effective(K), lr)
-        return Reply(who_trained, vectors, {}, sizes, torch.tensor([arrival.loss]), down)
+        return Reply(who, vectors, {}, sizes, torch.tensor([arrival.loss]), down)
 
     def _dry_run(self, arrival: Arrival, reply: Reply, state: State) -> None:
         """Refuse an upload with which no step can be taken, even alone: the next step goes on without it."""
@@ -154,6 +177,18 @@ class Inbox:
             raise WireError(
                 f"no step can be taken with it: the model's norm would go from {first.guard.norm:.3g} to {record['norm']:.3g}"
             )
+
+
+def facts(setup: Setup, arrivals: Sequence[Arrival], like: torch.Tensor) -> tuple[Participation, Sizes]:
+    """(what the server knows of these nodes' participation, the bytes that went down to them)."""
+    clients, versions, samples = (
+        np.array([getattr(a, key) for a in arrivals], np.int64) for key in ("client", "version", "samples")
+    )
+    n = torch.from_numpy(samples).to(like)[:, None]
+    K = torch.from_numpy(step_counts(samples, setup.work)).to(like)[:, None]
+    lr = torch.tensor([[setup.work.rate(v)] for v in versions.tolist()], dtype=torch.float64)
+    down = {"x": np.array([a.bytes_down for a in arrivals])}
+    return Participation(clients, versions, n, K, setup.work.effective(K), lr), down
 
 
 def fields(head: dict[str, Any], **kinds: type | tuple[type, ...]) -> dict[str, Any]:

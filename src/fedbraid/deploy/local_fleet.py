@@ -32,7 +32,8 @@ def trial(
     """
     out = f"runs/trial-{time.strftime('%Y%m%d-%H%M%S')}"
     given = {"nodes": nodes, "minimum": nodes, "out": out, **given}
-    run = Folder(Deployment.read(folder, given).settings.out)
+    settings = Deployment.read(folder, given).settings
+    run = Folder(settings.out)
     (run.path / status_file.FILE).unlink(missing_ok=True)  # that of the run which this one continues
     scratch = Path(tempfile.mkdtemp(prefix="fedbraid-trial-"))
     try:
@@ -42,6 +43,7 @@ def trial(
             if path.name not in ("keys", "broker"):  # the trial has its own
                 (place / path.name).symlink_to(path)
         credentials.make(place / "keys", [HOST], nodes)
+        credentials.add_nodes(place / "keys", settings.edge_names)
         port = free_port()
         broker, url = Broker(place / "keys", place / "broker", HOST, port), url_of(HOST, port)
         given["out"] = str(run.path)
@@ -55,6 +57,9 @@ def trial(
                     "--task", f"{place / 'fleet.py'}:fleet", "--state", f"{run.path}-nodes",
                     *(word for pair in about for word in ("-c", pair)), url,
                 )  # fmt: skip
+            for edge in settings.edge_names:
+                key, task = str(place / "keys" / f"{edge}.nk"), f"{place / 'fleet.py'}:fleet"
+                supervisor.start(edge, "deploy", "edge", "--key", key, "--task", task, url)
             seen = 0
             while True:
                 ended = supervisor.look()

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedbraid.deploy import credentials
 from fedbraid.deploy.backoff import Backoff
-from fedbraid.deploy.transport import ModelReference, check_name
+from fedbraid.deploy.transport import ModelReference, check_name, digest
 from fedbraid.errors import EngineError, MissingExtra, WireError
 
 REQUEST_TIMEOUT_S = 10.0
@@ -171,6 +172,15 @@ class Connection:
                 f"a chunk is not stored any more ({(answer.headers or {}).get('Status', 'no status')})"
             )
         return bytes(answer.data)
+
+    def fetch_answer(self, hexadecimal: str, sequences: Sequence[int], seconds: float) -> bytes:
+        """The answer of these chunks; WireError where they are not those that its node announced."""
+        requests = [json.dumps({"seq": sequence}).encode() for sequence in sequences]
+        work = [partial(self.fetch, "$JS.API.DIRECT.GET.UP", request) for request in requests]
+        message = b"".join(self.insist("fetch an answer", seconds, lambda: in_window(work)))
+        if digest(message) != hexadecimal:
+            raise WireError("the chunks of its answer are not those that it announced")
+        return message
 
     async def _request(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> Any:
         if not self.connected:  # what the client would send after a reconnection is too late

@@ -194,8 +194,10 @@ class NodeRuntime:
         return pack_answer({"lost": False}, as_message(algorithm.rule.withdraw(rows), layout))
 
 
-def run_node(project: Project, url: str, key: Path, state: Path, config: Mapping[str, Any]) -> None:
-    """A node on a NATS broker, until the process is told to stop; it waits for a broker that is not there yet."""
+def run_node(
+    project: Project, url: str, key: Path, state: Path, config: Mapping[str, Any], runtime: type[NodeRuntime] = NodeRuntime
+) -> None:  # fmt: skip
+    """A node, or an edge, on a NATS broker, until the process is told to stop; it waits for a broker that is not there yet."""
     from fedbraid.deploy import credentials
     from fedbraid.deploy.node_nats import NatsNode
 
@@ -213,7 +215,7 @@ def run_node(project: Project, url: str, key: Path, state: Path, config: Mapping
                 time.sleep(wait)
         say(f"{name} is connected to {url}")
         try:
-            NodeRuntime(project, transport, state, config).run()
+            runtime(project, transport, state, config).run()
         finally:
             transport.close()
 

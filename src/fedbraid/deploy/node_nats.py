@@ -67,6 +67,10 @@ class NatsNode:
             raise WireError(f"the model {reference.name} is not the one that the operator signed")
         return message
 
+    def fetch(self, where: Any, order: SignedOrder) -> bytes:
+        found, sequences = where
+        return self.link.fetch_answer(found, sequences, _left(order))
+
     def answer(self, order: SignedOrder, message: bytes) -> None:
         parts = answer_chunks(order.job, message)
         missing = set(range(len(parts)))

@@ -42,6 +42,14 @@ class Orders:
         """The next stage of a secure sum, with each node's message."""
         self._give([(node, self._request("SUM", now, **about)) for node, about in asked], now)
 
+    def fold(self, asked: Iterable[tuple[Node, Mapping[str, Any]]], state: State, now: float) -> None:
+        """Order edges to fold uploads that were trained from the newest version."""
+        model, _, _ = self._model(state, -1)
+        requests = [(edge, self._request("FOLD", now, **about)) for edge, about in asked]
+        for _, request in requests:
+            request.model = model
+        self._give(requests, now)
+
     def train(self, nodes: Sequence[Node], state: State, now: float) -> None:
         """Order these to train from the newest version, all with one call."""
         requests = []

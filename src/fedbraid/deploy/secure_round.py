@@ -33,8 +33,8 @@ import torch
 
 from fedbraid.algorithms.secure import CodeSums, SecureMean
 from fedbraid.algorithms.secure_numbers import Row, numbers_of, sums_of
-from fedbraid.core.context import Participation, Uploads
-from fedbraid.core.work import step_counts
+from fedbraid.core.context import Uploads
+from fedbraid.deploy.inbox import Arrival, facts
 from fedbraid.deploy.node_state import NodeMemory
 from fedbraid.deploy.node_table import Node
 from fedbraid.deploy.transport import pack_answer
@@ -45,7 +45,6 @@ from fedbraid.privacy.secure_sum import STAGES, UNMASK, SecureClient, SecureServ
 
 if TYPE_CHECKING:
     from fedbraid.deploy.fleet import Fleet
-    from fedbraid.deploy.inbox import Arrival
     from fedbraid.run.state import State
 
 log = logging.getLogger("fedbraid")
@@ -214,21 +213,10 @@ class SecureRounds:
 
     def _reply(self, arrivals: Sequence[Arrival], acc: CodeSums) -> Reply:
         f = self.fleet
-        setup, gather, x = f.setup, f.setup.algorithm.gather, f.state.x
-        clients, versions, samples = (
-            np.array([getattr(a, key) for a in arrivals], np.int64)
-            for key in ("client", "version", "samples")
-        )
-        n = torch.from_numpy(samples).to(x)[:, None]
-        K = torch.from_numpy(step_counts(samples, setup.work)).to(x)[:, None]
-        lr = torch.tensor([[setup.work.rate(int(v))] for v in versions], dtype=torch.float64)
-        folded: Any = acc
-        if isinstance(gather, Noised):
-            folded = gather.holding(acc, clients, x)
-        down = {"x": np.array([a.bytes_down for a in arrivals])}
-        loss = torch.tensor([a.loss for a in arrivals])
-        who = Participation(clients, versions, n, K, setup.work.effective(K), lr)
-        return Reply(who, {}, {}, {}, loss, down, folded=folded)
+        gather, x = f.setup.algorithm.gather, f.state.x
+        who, down = facts(f.setup, arrivals, x)
+        folded = gather.holding(acc, who.clients, x) if isinstance(gather, Noised) else acc
+        return Reply(who, {}, {}, {}, torch.tensor([a.loss for a in arrivals]), down, folded=folded)
 
 
 # A node's end ---------------------------------------------------------------------------------------

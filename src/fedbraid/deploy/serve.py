@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from fedbraid.algorithms.secure import check_run
+from fedbraid.core.algorithm import Algorithm
 from fedbraid.deploy import Project
 from fedbraid.deploy.backoff import Backoff
 from fedbraid.deploy.broker import Broker
@@ -52,6 +53,8 @@ def serve(
         raise ConfigError(
             f"max_norm={settings.max_norm:g} is a limit of single uploads, which a secure sum hides; leave one of the two out"
         )
+    if settings.edges:
+        _check_edges(algorithm, schedule)
     body = {"task": task_digest(settings, task.layout), "settings": settings.to_nodes()}
     setting = PrivacySetup(schedule, settings.nodes, work)
     check_run(algorithm, schedule, settings.nodes, setting.even(), real=True)
@@ -76,7 +79,9 @@ def serve_folder(deployment: Deployment, url: str) -> Result:
     folder, settings = deployment.folder, deployment.settings
     keys, size = folder / "keys", deployment.project.halves.layout.size
     # four bytes an entry; an algorithm may send several vectors, and the quota holds two answers
-    limits = StreamLimits(answer_bytes=MiB + 40 * size, model_bytes=MiB + 40 * size)
+    # an edge's sums have eight bytes for each of some levels, and a line of a verdict for each upload
+    answer_bytes = MiB + (100 if settings.edges else 40) * size
+    limits = StreamLimits(answer_bytes=answer_bytes, model_bytes=MiB + 40 * size)
     log_file = Broker(keys, folder / "broker").log
     end, backoff = time.monotonic() + BROKER_TIMEOUT_S, Backoff(0.2, 5.0)
     while True:
@@ -92,6 +97,19 @@ def serve_folder(deployment: Deployment, url: str) -> Result:
     finally:
         with suppress(Exception):
             transport.close()
+
+
+def _check_edges(algorithm: Algorithm, schedule: Schedule) -> None:
+    """Refuse edges where uploads are needed one by one."""
+    traits = algorithm.gather.traits()
+    if traits.needs_every_upload:
+        raise ConfigError(
+            f"{type(algorithm.gather).__name__} reads single uploads, so no edge can fold them; leave out edges, or use an algorithm"
+            " that averages, such as fedavg or scaffold"
+        )
+    if traits.sums_only or not isinstance(schedule, Rounds):
+        what = "secure sums" if traits.sums_only else "asynchronous steps"
+        raise ConfigError(f"edges fold the open uploads of rounds, not {what}; leave out edges")
 
 
 def _planned(schedule: Schedule, nodes: int) -> int | None:

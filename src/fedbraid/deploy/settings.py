@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.core.check import integer, number
+from fedbraid.deploy.transport import EDGE, NAME
 from fedbraid.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ ON_SERVER = (
     "patience",
     "metric",
     "evaluate_every",
+    "edges",
 )  # which nodes are not told
 
 
@@ -52,6 +55,9 @@ class Settings:
     )
     metric: str = "accuracy"  # what patience and keep-best go by
     keep_best: bool = False  # keep the best model beside the last, as best.safetensors
+    edges: str = (
+        ""  # who folds whose uploads, such as "edge-0: node-1? node-2?; edge-1: *"; "": the server folds all
+    )
     track: str = ""  # trackers on the server, such as "tensorboard,mlflow"
     samples_factor: float = 100.0  # a node that claims this many times the median of all is not asked; 0: any
     vouched: Mapping[str, int] = field(
@@ -88,9 +94,26 @@ class Settings:
         number("deadline", self.deadline, "(0, inf)", "leaves no time")
         for name in ("max_norm", "norm_factor", "samples_factor"):
             number(name, getattr(self, name), "[0, inf)", "refuses everything, and 0 nothing")
+        for name in self.edge_names:
+            if not name.startswith(EDGE) or not NAME.fullmatch(name):
+                raise ConfigError(
+                    f"an edge's name must begin with {EDGE!r}, got {name!r}; write edges = 'edge-0: node-1 node-2; edge-1: *'"
+                )
         for name, words in SELECTIONS.items():
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name} must be {words[0]!r} or {words[1]!r}, got {getattr(self, name)!r}")
+
+    @property
+    def edge_names(self) -> list[str]:
+        return [part.partition(":")[0].strip() for part in self.edges.split(";") if part.strip()]
+
+    def edge_of(self, node: str) -> str:
+        """The first edge with a pattern that this node's name fits, "" for the server itself."""
+        for part in self.edges.split(";"):
+            edge, _, patterns = part.partition(":")
+            if any(fnmatchcase(node, pattern) for pattern in patterns.split()):
+                return edge.strip()
+        return ""
 
     def to_nodes(self) -> dict[str, str | int | float | bool]:
         """What an order says of the run: declarative, and `read` on the node."""

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbraid.deploy.transport import EDGE
+
 if TYPE_CHECKING:
     from fedbraid.deploy.node_table import NodeTable
     from fedbraid.deploy.troubles import Troubles, Wait
@@ -35,7 +37,7 @@ def describe(
         "pid": os.getpid(), "host": socket.gethostname(), "at": time.time(), "wait": wait.note(),
         "fleet": [
             {
-                "client": n.client, "name": n.name, "state": n.state.value, "here": n.is_connected, "why": n.barred if n.state.value == "barred" else "",
+                "client": n.client, "name": n.name, "state": "edge" if n.name.startswith(EDGE) else n.state.value, "here": n.is_connected, "why": n.barred if n.state.value == "barred" else "",
                 "seen": round(now - n.last_seen, 1) if n.last_seen else None,
                 "asked": None if n.request is None else round(now - n.request.since, 1),
             }

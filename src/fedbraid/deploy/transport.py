@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedbraid.errors import ConfigError, WireError
 
-Kind = Literal["HELLO", "LEAVE", "PING", "SUM", "TRAIN"]
+Kind = Literal["FOLD", "HELLO", "LEAVE", "PING", "SUM", "TRAIN"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAGIC = b"fedbraid order 1\n"
 SIGNATURE_BYTES = 64
@@ -43,6 +43,7 @@ HEAD_LIMIT = 4096  # bytes of an order's head
 ANSWER_HEAD_LIMIT = 65536  # bytes of an answer's head
 ORDER_LIMIT = 512 * 1024  # bytes of an order; what is larger travels as a model
 CLOCK_TOLERANCE_S = 30.0  # by which the clocks of server and node may differ
+EDGE = "edge-"  # with which edges' names begin, and no others
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 FIELDS = ("body", "deadline", "job", "kind", "model", "node", "run", "serial")
 
@@ -142,6 +143,10 @@ class Transport(Protocol):
         """After the commit, or after a refusal: these are not delivered again."""
         ...
 
+    def where(self, answer: ReceivedAnswer) -> Any:
+        """What an edge needs to read this answer itself, as JSON."""
+        ...
+
     def refusals(self) -> Sequence[Refusal]:
         """What the transport refused since the last call."""
         ...
@@ -161,6 +166,10 @@ class NodeTransport(Protocol):
 
     def model(self, order: SignedOrder) -> bytes:
         """The message that an order refers to; its digest fits."""
+        ...
+
+    def fetch(self, where: Any, order: SignedOrder) -> bytes:
+        """Another node's answer, which only an edge may read; WireError where its bytes do not fit."""
         ...
 
     def answer(self, order: SignedOrder, message: bytes) -> None:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
@@ -93,6 +93,9 @@ class FlowerTransport:
     def acknowledge(self, answers: Sequence[ReceivedAnswer]) -> None:
         """Nothing to do: the SuperLink has forgotten them when they were pulled."""
 
+    def where(self, answer: ReceivedAnswer) -> Any:
+        raise EngineError("Flower has no place from which an edge could read")
+
     def refusals(self) -> Sequence[Refusal]:
         return [self.told.popleft() for _ in range(len(self.told))]
 
@@ -163,6 +166,9 @@ class FlowerNode:
             raise WireError(f"the model {order.model.name} is not the one that the operator signed")
         return message
 
+    def fetch(self, where: Any, order: SignedOrder) -> bytes:
+        raise EngineError("Flower has no place from which an edge could read")
+
     def answer(self, order: SignedOrder, message: bytes) -> None:
         """Stored when Flower has sent it, after this process's work."""
         self.reply = Message(RecordDict({RECORD: ConfigRecord({"answer": message})}), reply_to=self.message)
@@ -209,6 +215,8 @@ def apps(project: Project, folder: str | Path) -> Apps:
                 "a secure sum needs nodes that live from one order to the next, and Flower starts a process for each; use"
                 " `fedbraid deploy up`"
             )
+        if deployment.settings.edges:
+            raise ConfigError("edges read uploads from a broker, which Flower is not; leave out edges")
         signer = OrderSigner(operator_key(place / "keys"))
         serve(project, deployment.settings, FlowerTransport(grid), signer)
 

@@ -12,10 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedbraid.deploy.transport import (
+    EDGE,
     ModelReference,
     NodeIdentity,
     OrderVerifier,
@@ -82,6 +84,9 @@ class MemoryTransport:
                 self.broker.answers.pop(answer.handle, None)
             self.broker.changed.notify_all()
 
+    def where(self, answer: ReceivedAnswer) -> Any:
+        return list(answer.handle)
+
     def refusals(self) -> Sequence[Refusal]:
         with self.broker.changed:
             found, self.broker.refusals = self.broker.refusals, []
@@ -137,6 +142,13 @@ class MemoryNode:
         if digest(message) != order.model.digest:
             raise WireError(f"the model {order.model.name} is not the one that the operator signed")
         return message
+
+    def fetch(self, where: Any, order: SignedOrder) -> bytes:
+        with self.broker.changed:
+            found = self.broker.answers.get(tuple(where))
+        if found is None or not self.name.startswith(EDGE):
+            raise WireError("its answer is not stored any more")
+        return found
 
     def answer(self, order: SignedOrder, message: bytes) -> None:
         identity = self.name, order.job, digest(message)

@@ -20,7 +20,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,9 +48,8 @@ from fedbraid.deploy.transport import (
     Refusal,
     SignedOrder,
     check_name,
-    digest,
 )
-from fedbraid.errors import EngineError, WireError
+from fedbraid.errors import EngineError
 
 DEDUPLICATION_S = 600
 BATCH = 512  # chunks' headers that one request of the consumer asks for
@@ -194,6 +193,10 @@ class NatsTransport:
         with contextlib.suppress(futures.TimeoutError):
             self.link.call(acknowledge(), 2 * REQUEST_TIMEOUT_S)
 
+    def where(self, answer: ReceivedAnswer) -> Any:
+        upload: Upload = answer.handle
+        return [upload.digest, [upload.chunks[part].sequence for part in range(upload.parts)]]
+
     def refusals(self) -> Sequence[Refusal]:
         found = [self.told.popleft() for _ in range(len(self.told))]
         if self.log is not None:
@@ -221,17 +224,8 @@ class NatsTransport:
         return NodeIdentity(name, key, max(sessions, key=sessions.__getitem__))
 
     def _read(self, upload: Upload) -> bytes:
-        def fetch(part: int) -> Coroutine[Any, Any, bytes]:
-            request = json.dumps({"seq": upload.chunks[part].sequence}).encode()
-            return self.link.fetch("$JS.API.DIRECT.GET.UP", request)
-
-        work = [partial(fetch, part) for part in range(upload.parts)]
-        message = b"".join(
-            self.link.insist("fetch an answer", _patience(upload.parts), lambda: in_window(work))
-        )
-        if len(message) != upload.size or digest(message) != upload.digest:
-            raise WireError("the chunks of its answer are not those that it announced")
-        return message
+        sequences = [upload.chunks[part].sequence for part in range(upload.parts)]
+        return self.link.fetch_answer(upload.digest, sequences, _patience(upload.parts))
 
     async def _on_chunk(self, message: Any) -> None:
         """The headers of one chunk, or the consumer's word that it has no more for this request."""

@@ -58,7 +58,7 @@ class TrainRequest:
     def version(self) -> int:
         return int(self.participation.version[0])
 
-    def part(self, some: slice) -> TrainRequest:
+    def subset(self, some: slice) -> TrainRequest:
         """What some of them are told."""
         state = {name: v[some] for name, v in self.client_state.items()}
         return TrainRequest(self.participation[some], self.download, state)
@@ -66,13 +66,13 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class Orders:
-    """All clients that train from one version in a step, to be told block by block what they remember."""
+    """All clients that train from one version in a step; their requests are made block by block."""
 
     participation: Participation
     download: Vectors
     recall: Callable[[NDArray[np.int64]], Vectors]
     folds_at: int | None = None  # the server step that workers fold the uploads for; None: each is needed
-    after: NDArray[np.int64] | None = None  # who will train from the version after, where that is known
+    after: NDArray[np.int64] | None = None  # the clients that train from the next version, if known
 
     @property
     def clients(self) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ class Orders:
     def version(self) -> int:
         return int(self.participation.version[0])
 
-    def part(self, some: slice) -> TrainRequest:
+    def subset(self, some: slice) -> TrainRequest:
         """What some of them are told."""
         who = self.participation[some]
         return TrainRequest(who, self.download, self.recall(who.clients))
@@ -101,7 +101,7 @@ class Reply:
     client_state: Vectors  # [m, ·]
     sizes: Sizes  # bytes by name, [m] each
     loss: Tensor  # [m]
-    down: Sizes | None = None  # bytes that really went down, where clients are real
+    down: Sizes | None = None  # bytes sent down, if clients are real
     norms: Tensor | None = None  # [m], of each client's first upload, where a worker saw it
     folded: Tree = None  # the gather's accumulator of these clients and those of earlier replies
 
@@ -112,27 +112,27 @@ class Reply:
     def rows(self) -> list[Reply]:
         """Each client's reply."""
         m = len(self.clients)
-        down = [None] * m if self.down is None else _apart(self.down, m)
-        parts = (
-            self.participation.rows(), _apart(self.uploads, m), _apart(self.client_state, m), _apart(self.sizes, m),
+        down = [None] * m if self.down is None else _rows_of(self.down, m)
+        columns = (
+            self.participation.rows(), _rows_of(self.uploads, m), _rows_of(self.client_state, m), _rows_of(self.sizes, m),
             _cut(self.loss), down,
         )  # fmt: skip
-        return [Reply(*row) for row in zip(*parts, strict=True)]
+        return [Reply(*row) for row in zip(*columns, strict=True)]
 
     @staticmethod
-    def join(parts: Sequence[Reply]) -> Reply:
+    def join(replies: Sequence[Reply]) -> Reply:
         """Several replies as one, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
+        if len(replies) == 1:
+            return replies[0]
+        first = replies[0]
         return Reply(
-            Participation.join([p.participation for p in parts]),
-            {k: torch.cat([p.uploads[k] for p in parts]) for k in first.uploads},
-            {k: torch.cat([p.client_state[k] for p in parts]) for k in first.client_state},
-            {k: np.concatenate([p.sizes[k] for p in parts]) for k in first.sizes},
-            torch.cat([p.loss for p in parts]),
-            None if first.down is None else {k: np.concatenate([(p.down or {})[k] for p in parts]) for k in first.down},
-            None if first.norms is None else torch.cat([p.norms for p in parts if p.norms is not None]),
+            Participation.join([p.participation for p in replies]),
+            {k: torch.cat([p.uploads[k] for p in replies]) for k in first.uploads},
+            {k: torch.cat([p.client_state[k] for p in replies]) for k in first.client_state},
+            {k: np.concatenate([p.sizes[k] for p in replies]) for k in first.sizes},
+            torch.cat([p.loss for p in replies]),
+            None if first.down is None else {k: np.concatenate([(p.down or {})[k] for p in replies]) for k in first.down},
+            None if first.norms is None else torch.cat([p.norms for p in replies if p.norms is not None]),
         )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _cut(v: Any) -> Sequence[Any]:
     return torch.split(v, 1) if isinstance(v, Tensor) else [v[i : i + 1] for i in range(len(v))]
 
 
-def _apart(named: dict[str, Any], m: int) -> list[dict[str, Any]]:
+def _rows_of(named: dict[str, Any], m: int) -> list[dict[str, Any]]:
     rows = zip(*map(_cut, named.values()), strict=True)
     return [dict(zip(named, row)) for row in rows] if named else [{} for _ in range(m)]
 

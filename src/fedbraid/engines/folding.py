@@ -39,12 +39,12 @@ def upload_norms(vectors: Vectors) -> Tensor:
     return norms
 
 
-def merged(algorithm: Algorithm, parts: Iterable[Tree], x: Tensor) -> Tree:
+def merged(algorithm: Algorithm, accumulators: Iterable[Tree], x: Tensor) -> Tree:
     """One accumulator of several, whose own storage is not used where it is borrowed."""
-    return reduce(algorithm.gather.merge, parts, algorithm.gather.zero(x))
+    return reduce(algorithm.gather.merge, accumulators, algorithm.gather.zero(x))
 
 
-def is_worth_folding(clients: int, workers: int) -> bool:
+def should_fold(clients: int, workers: int) -> bool:
     """Whether workers' accumulators are shorter than the uploads; the bits are the same either way."""
     return clients > FROM * workers
 

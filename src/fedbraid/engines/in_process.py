@@ -57,7 +57,7 @@ class InProcess:
         else:
             self.grad, plan = planned(setup, "in_process", self.backend, threads, threads, precision)
             self.plan = plan or self.plan
-        if self.grad.name == "native":  # which has threads of its own; torch is left with small things
+        if self.grad.name == "native":  # its threads do the work; torch's would only compete
             torch.set_num_threads(1)
         wide = setup.task.full_layout.size >= WIDE_ROW and setup.cohort > 1
         self.gradient_threads = GradientThreads(self.grad) if wide and isinstance(self.grad, Native) else None
@@ -68,21 +68,25 @@ class InProcess:
         self.setup.task.prefetch(orders.clients, orders.version, self.setup.seed, orders.after)
         workers = self.gradient_threads.count if self.gradient_threads else 1
         ends = np.cumsum([0, *block_sizes(len(orders.clients), workers, self.size)])
-        parts = (orders.part(slice(lo, hi)) for lo, hi in pairwise(ends))
+        requests = (orders.subset(slice(lo, hi)) for lo, hi in pairwise(ends))
         if self.gradient_threads:
-            return self.gradient_threads.map(lambda grad, part: client_update(self.setup, grad, part), parts)
+            return self.gradient_threads.map(
+                lambda grad, request: client_update(self.setup, grad, request), requests
+            )
         if self.setup.task.device.type == "cuda":
             return on_streams(
-                lambda part: client_update(self.setup, self.grad, part), parts, self.setup.task.device
+                lambda request: client_update(self.setup, self.grad, request),
+                requests,
+                self.setup.task.device,
             )
-        return (client_update(self.setup, self.grad, part) for part in parts)
+        return (client_update(self.setup, self.grad, request) for request in requests)
 
     def evaluate(self, x: Tensor, inputs: Tree, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.gradient_threads is None:
             return self.grad.evaluate(x, inputs, targets)
         rows = torch.arange(len(targets)).tensor_split(self.gradient_threads.count)
-        shares = ((tree.take(inputs, at), targets[at]) for at in map(_slice, rows))
-        found = list(self.gradient_threads.map(lambda grad, share: grad.evaluate(x, *share), shares))
+        chunks = ((tree.take(inputs, at), targets[at]) for at in map(_slice, rows))
+        found = list(self.gradient_threads.map(lambda grad, chunk: grad.evaluate(x, *chunk), chunks))
         classes = [c for _, c in found if c is not None]
         return torch.cat([losses for losses, _ in found]), torch.cat(classes) if classes else None
 
@@ -97,13 +101,13 @@ class InProcess:
 
 
 def block_limit(setup: Setup, grad: Gradient, threads: int = 1) -> int:
-    """How many clients train in one call at the most, so that a block's vectors stay within `BLOCK_BYTES`."""
+    """The largest number of clients in one call whose vectors stay within `BLOCK_BYTES`."""
     width = 4 * setup.task.full_layout.size * 6 * threads
     return max(1, min(1024, BLOCK_BYTES // width)) if grad.vectorized else 1
 
 
 def block_sizes(clients: int, workers: int, most: int) -> list[int]:
-    """How many clients each block takes, at most so many; small ones first, to be gathered while the others train.
+    """The sizes of blocks, at most `most`; small ones first, to be gathered while the others train.
 
     >>> block_sizes(5, workers=2, most=1024), block_sizes(10, workers=2, most=3), block_sizes(7, workers=1, most=4)
     ([2, 3], [2, 2, 3, 3], [3, 4])
@@ -113,16 +117,16 @@ def block_sizes(clients: int, workers: int, most: int) -> list[int]:
 
 
 def on_streams(
-    work: Callable[[TrainRequest], Reply], parts: Iterable[TrainRequest], device: torch.device
+    work: Callable[[TrainRequest], Reply], requests: Iterable[TrainRequest], device: torch.device
 ) -> Iterator[Reply]:
-    """Blocks on two streams of a GPU in turn: one is asked for while another computes, and nobody waits for either."""
+    """Blocks on two streams of a GPU in turn: one is queued while the other computes, without waiting for either."""
     streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
     waiting: deque[tuple[Reply, torch.cuda.Stream]] = deque()
-    for k, part in enumerate(parts):
+    for k, request in enumerate(requests):
         stream = streams[k % 2]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            waiting.append((work(part), stream))
+            waiting.append((work(request), stream))
         if len(waiting) == len(streams):
             yield _joined(*waiting.popleft(), device)
     while waiting:
@@ -130,7 +134,7 @@ def on_streams(
 
 
 def _joined(reply: Reply, stream: torch.cuda.Stream, device: torch.device) -> Reply:
-    """A reply that the current stream may read, once the other has made it."""
+    """A reply that the current stream may read, after the other stream has computed it."""
     now = torch.cuda.current_stream(device)
     now.wait_stream(stream)
     for tensor in (*reply.uploads.values(), *reply.client_state.values(), reply.loss):

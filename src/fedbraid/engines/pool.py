@@ -20,7 +20,7 @@ from fedbraid.engines.backends import planned
 from fedbraid.engines.choice import EnginePlan
 from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest, participate
-from fedbraid.engines.folding import Folder, is_worth_folding, merged
+from fedbraid.engines.folding import Folder, merged, should_fold
 from fedbraid.engines.in_process import block_limit, check_counts
 from fedbraid.errors import ConfigError, EngineError, FedbraidError
 from fedbraid.workers import Ask, Failure, WorkerPool
@@ -60,17 +60,17 @@ class Pool:
         self.shared = _Shared(setup, self.count)
         self.workers_pool.start_workers()
         self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # others would wait for the next small thing to do, on a worker's core
+        torch.set_num_threads(1)  # idle threads would spin on a worker's core
 
     def train(self, orders: Orders) -> Iterator[Reply]:
         self.shared.send(orders.download)
         self.calls += 1
         fold: Fold | None = None
-        if orders.folds_at is not None and is_worth_folding(len(orders.clients), self.count):
+        if orders.folds_at is not None and should_fold(len(orders.clients), self.count):
             fold = (self.calls, orders.folds_at)
         slots, last = self.shared.slots if fold is None else self.shared.state_slots, None
         for lo in range(0, len(orders.clients), slots):
-            some = orders.part(slice(lo, lo + slots))
+            some = orders.subset(slice(lo, lo + slots))
             self.shared.write(0, some.client_state, "memory")
             for reply in self._wave(some.participation, fold):
                 if last is not None:
@@ -80,19 +80,21 @@ class Pool:
             yield last if fold is None else replace(last, folded=self._merged(fold, orders.download["x"]))
 
     def _merged(self, fold: Fold, x: Tensor) -> Tree:
-        """What the workers folded: one accumulator from each."""
+        """The accumulators of all workers, merged."""
         found = self.workers_pool.ask_all(lambda worker: (fold, worker))
-        parts = [self.shared.take(worker, *said) for worker, said in enumerate(found) if said is not None]
-        return merged(self.setup.algorithm, parts, x)
+        accumulators = [
+            self.shared.take(worker, *answer) for worker, answer in enumerate(found) if answer is not None
+        ]
+        return merged(self.setup.algorithm, accumulators, x)
 
     def _wave(self, participation: Participation, fold: Fold | None) -> Iterator[Reply]:
-        """As many clients as there are slots, handed out block by block to whoever is free.
+        """Train as many clients as there are slots, block by block in free workers.
 
-        Replies come in the clients' order, and are gathered while others train.
+        Replies are in the clients' order, and are gathered while others train.
         """
         clients, version = participation.clients, int(participation.version[0])
         each = self.block or (-(-len(clients) // self.count) if self.grad.vectorized else 1)
-        if fold is not None:  # blocks that nobody waits for may be as small as they are fastest
+        if fold is not None:  # folded blocks may have the fastest size
             each = self.block or min(each, block_limit(self.setup, self.grad))
         some = each * max(1, len(clients) // (each * self.count * MESSAGES))
         todo = iter([(lo, min(lo + some, len(clients))) for lo in range(0, len(clients), some)])
@@ -103,10 +105,10 @@ class Pool:
             lo, hi = next(todo, (0, 0))
             return (version, clients[lo:hi].tolist(), lo, each, fold) if hi else None
 
-        for block, said in self.workers_pool.results(next_task, ahead=AHEAD):
-            if isinstance(said, Failure):
-                raise said.error()
-            early[block[2]] = said
+        for block, facts_of_blocks in self.workers_pool.results(next_task, ahead=AHEAD):
+            if isinstance(facts_of_blocks, Failure):
+                raise facts_of_blocks.error()
+            early[block[2]] = facts_of_blocks
             while at in early:
                 facts = early.pop(at)
                 who = participation[at : at + sum(len(f["loss"]) for f in facts)]
@@ -129,7 +131,7 @@ class Pool:
         )
 
     def _train(self, order: Any, ask: Ask) -> Any:
-        """What a worker does: train clients block by block and write their rows; the facts go back by word."""
+        """A worker's job: train clients block by block and write their rows; the other facts are returned."""
         if len(order) == 2:
             return self._hand_over(*order)
         version, clients, lo, each, fold = order
@@ -152,7 +154,7 @@ class Pool:
         except Exception as error:
             raise EngineError(
                 f"training clients {clients} failed in a worker process ({type(error).__name__}: {error}); fix the model or"
-                f" the loss. What the worker saw:\n{traceback.format_exc()}"
+                f" the loss. The worker's traceback:\n{traceback.format_exc()}"
             ) from error
         self.shared.write(lo, reply.uploads, "uploads")
         self.shared.write(lo, reply.client_state, "memory")
@@ -163,7 +165,7 @@ class Pool:
         }
 
     def _hand_over(self, fold: Fold, worker: int) -> Any:
-        """A worker's accumulator, its vectors in shared memory; None where it has trained nobody."""
+        """A worker's accumulator, its vectors in shared memory; None if it has trained no client."""
         return self.shared.lay(worker, self.folder.acc) if fold == self.fold else None
 
     def evaluate(self, x: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +184,7 @@ class Pool:
 
 
 class _Shared:
-    """Vectors in memory that all processes see: what is sent down, and one row a client for what comes back."""
+    """Vectors in shared memory: the broadcast, and one row a client for its upload and state."""
 
     def __init__(self, setup: Setup, workers: int) -> None:
         layout, algorithm = setup.task.layout, setup.algorithm
@@ -245,10 +247,10 @@ def _shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     if not count:
         return torch.zeros(shape, dtype=dtype)
     try:
-        room = mmap.mmap(-1, count * dtype.itemsize)
+        memory = mmap.mmap(-1, count * dtype.itemsize)
     except OSError as error:
         raise EngineError(
             f"the pool cannot share {count * dtype.itemsize / 2**20:,.0f} MB between its processes ({error.strerror}); use"
             " engine='in_process'"
         ) from error
-    return torch.frombuffer(room, dtype=dtype).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -29,7 +29,7 @@ from fedbraid.core.local_training import Gradient
 from fedbraid.engines.backends import gradient, planned
 from fedbraid.engines.client_update import client_update, first_client_state
 from fedbraid.engines.engine import Reply, Setup
-from fedbraid.engines.folding import Folder, is_worth_folding, merged
+from fedbraid.engines.folding import Folder, merged, should_fold
 from fedbraid.engines.in_process import block_limit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
 
@@ -81,7 +81,7 @@ class Ray:
     def train(self, orders: Orders) -> Iterator[Reply]:
         if self.down[0] is not orders.download:
             self.down = (orders.download, self.ray.put(_numpy(orders.download)))
-        if not is_worth_folding(len(orders.clients), self.count):
+        if not should_fold(len(orders.clients), self.count):
             orders = dataclasses.replace(orders, folds_at=None)
         wave = self.wave if orders.folds_at is None else self.state_wave
         for lo in range(0, len(orders.clients), wave):
@@ -93,8 +93,8 @@ class Ray:
         each = -(-m // (self.count * (1 if self.grad.vectorized else BLOCKS)))
         if folds_at is None:
             each = self.block or each
-        blocks = [orders.part(slice(lo, lo + each)) for lo in range(0, m, each)]
-        asked = [
+        blocks = [orders.subset(slice(lo, lo + each)) for lo in range(0, m, each)]
+        futures = [
             self.task.remote(
                 self.key,
                 [self.parcel],
@@ -108,12 +108,12 @@ class Ray:
             )
             for b in blocks
         ]
-        replies = self._get(asked)  # in the order of the cohort, whoever was first
+        replies = self._get(futures)  # in the order of the cohort
         return _joined(self.setup, orders, replies)
 
-    def _get(self, asked: list[Any]) -> list[dict[str, Any]]:
+    def _get(self, futures: list[Any]) -> list[dict[str, Any]]:
         try:
-            replies: list[dict[str, Any]] = self.ray.get(asked)
+            replies: list[dict[str, Any]] = self.ray.get(futures)
             return replies
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FedbraidError):
@@ -134,7 +134,7 @@ class Ray:
         )
 
     def close(self) -> None:
-        self.parcel, self.down = None, ({}, None)  # the object store may let go of them
+        self.parcel, self.down = None, ({}, None)  # the object store may free them
         if self.ours:
             self.ray.shutdown()
 
@@ -149,25 +149,25 @@ def _ray() -> Any:
 
 def _connect(address: str | None, workers: int | None) -> None:
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
-    known = address or os.environ.get("RAY_ADDRESS")
-    own = {"num_cpus": workers, **({"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {})}
+    cluster = address or os.environ.get("RAY_ADDRESS")
+    local = {"num_cpus": workers, **({"_node_ip_address": LOOPBACK} if sys.platform == "linux" else {})}
     try:
-        if known and (host := re.fullmatch(r"([\w.-]+):(\d+)", known)):  # Ray itself would try for minutes
+        if cluster and (host := re.fullmatch(r"([\w.-]+):(\d+)", cluster)):  # Ray retries for minutes
             socket.create_connection((host[1], int(host[2])), 10).close()
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody unasked
-        _ray().init(known or "local", **quiet, **({} if known else own))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry by default
+        _ray().init(cluster or "local", **quiet, **({} if cluster else local))
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(
-            f"no Ray cluster answers at {known!r} ({error}); start one with: ray start --head"
+            f"no Ray cluster answers at {cluster!r} ({error}); start one with: ray start --head"
         ) from error
 
 
-# What a node needs ------------------------------------------------------------------------------------
+# The run on the wire -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Parcel:
-    """A run as it travels: tensors as NumPy arrays, which every worker of a node reads in one shared place."""
+    """A run for workers: tensors as NumPy arrays, which all workers of a node read from shared memory."""
 
     setup: Setup | None
     arrays: dict[str, Any]
@@ -181,7 +181,7 @@ class _Parcel:
             raise unknown("data", data, ["store", "load"])
         if data == "load" and task.spec is None:
             raise ConfigError(
-                "data='load' needs a task that was loaded by name; use data='store' for your own"
+                "data='load' needs a task that was loaded by name; use data='store' for other tasks"
             )
         names = ("inputs", "targets", "rows", "start")
         tensors = {n: v for n in names if isinstance(v := getattr(task, n), Tensor)}
@@ -210,14 +210,14 @@ class _Parcel:
 
 
 def _with(task: Task, tensors: dict[str, Any], **others: Any) -> Task:
-    """The same task over other tensors; nothing that was computed from the old ones comes along."""
+    """The same task over other tensors, without what was computed from the old ones."""
     fields = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
     return type(task)(**{**fields, **tensors, **others})
 
 
 @dataclass
 class _Strided:
-    """A tensor as one flat array and how to look at it, so that overlapping rows travel once."""
+    """A tensor as one flat array with its strides, so that overlapping rows travel once."""
 
     flat: NDArray[Any]
     size: tuple[int, ...]
@@ -233,7 +233,7 @@ class _Strided:
 
     def tensor(self) -> Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the array is read-only, and nobody writes to it
+            warnings.simplefilter("ignore")  # the array is read-only, and is not written
             return torch.from_numpy(self.flat).as_strided(self.size, self.stride)
 
 
@@ -253,7 +253,7 @@ def _block(
     folds_at: int | None = None,
     block: int | None = None,
 ) -> dict[str, Any]:
-    """One block of clients, on whichever worker Ray chose: what they sent, or one accumulator of it."""
+    """Train one block of clients on a Ray worker: their uploads, or one accumulator of them."""
     from fedbraid.engines.engine import TrainRequest, participate
 
     setup, grad = _opened(key, parcel, backend)
@@ -262,7 +262,7 @@ def _block(
         return _as_arrays(client_update(setup, grad, request))
     folder, each = Folder(setup.algorithm, request.download, folds_at), block or block_limit(setup, grad)
     replies = [
-        folder.add(client_update(setup, grad, request.part(slice(lo, lo + each))))
+        folder.add(client_update(setup, grad, request.subset(slice(lo, lo + each))))
         for lo in range(0, len(clients), each)
     ]
     return _as_arrays(Reply.join(replies)) | {"folded": folder.acc}
@@ -289,20 +289,20 @@ def _numpy(vectors: Vectors) -> dict[str, NDArray[np.float32]]:
 
 
 def _tensors(arrays: dict[str, NDArray[np.float32]]) -> Vectors:
-    """Copies that may be written to; what Ray hands out is shared."""
+    """Writable copies, because Ray's arrays are shared."""
     return {name: torch.tensor(a) for name, a in arrays.items()}
 
 
-def _joined(setup: Setup, orders: Orders, parts: list[dict[str, Any]]) -> Reply:
+def _joined(setup: Setup, orders: Orders, replies: list[dict[str, Any]]) -> Reply:
     def all_of(kind: str) -> dict[str, Any]:
-        return {name: np.concatenate([p[kind][name] for p in parts]) for name in parts[0][kind]}
+        return {name: np.concatenate([p[kind][name] for p in replies]) for name in replies[0][kind]}
 
     uploads, memory = (
         {k: torch.from_numpy(v) for k, v in all_of(kind).items()} for kind in ("uploads", "memory")
     )
-    loss = torch.from_numpy(np.concatenate([p["loss"] for p in parts]))
+    loss = torch.from_numpy(np.concatenate([p["loss"] for p in replies]))
     reply = Reply(orders.participation, uploads, memory, all_of("sizes"), loss)
     if orders.folds_at is not None:
-        reply.norms = torch.from_numpy(np.concatenate([p["norms"] for p in parts]))
-        reply.folded = merged(setup.algorithm, [p["folded"] for p in parts], orders.download["x"])
+        reply.norms = torch.from_numpy(np.concatenate([p["norms"] for p in replies]))
+        reply.folded = merged(setup.algorithm, [p["folded"] for p in replies], orders.download["x"])
     return reply

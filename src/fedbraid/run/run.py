@@ -1,4 +1,4 @@
-"""The run loop: one server step after another, from whatever source, committed, watched and evaluated."""
+"""The run loop: server steps from any source, each committed, evaluated and passed to callbacks."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from fedbraid.schedule.selection import ClientHistory
 
 log = logging.getLogger("fedbraid")
 
-PAUSE = "pause"  # a callback's answer to a step: end here, unfinished
+PAUSE = "pause"  # a callback returns it to stop the run here, unfinished
 
-CLIENTS = "clients.json"  # what each client's model is worth to it in the end
+CLIENTS = "clients.json"  # final metrics of each client's model on its local test set
 
-OWN = "{}_personal"  # what is said of clients' own models, by the name of what is said of the server's
+PERSONAL_METRIC = "{}_personal"  # the name of a metric of personalized models
 
 
 @dataclass
 class Options:
-    """How a run is watched and kept, none of which changes its numbers."""
+    """Evaluation, callbacks and storage of a run; none changes its numbers."""
 
     evaluate_every: int | None = 1
     evaluate_on: str = "test"
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass
 class Run:
-    """One run while it goes on, whatever its steps come from."""
+    """One run in progress, with steps from any source."""
 
     setup: Setup
     schedule: Schedule
@@ -83,25 +83,25 @@ class Run:
     checkpoint: Checkpoint | None = None
     history: History = field(default_factory=History)
     metadata: Record = field(default_factory=dict)  # committed with the last step
-    accountant: PrivacyAccountant | None = None  # what privacy costs
-    seen: ClientHistory | None = None  # of clients, where the schedule chooses by it
-    is_paused: bool = False  # a callback asked for an end from which the same call continues
+    accountant: PrivacyAccountant | None = None  # privacy accountants
+    client_history: ClientHistory | None = None  # if the schedule selects clients by it
+    is_paused: bool = False  # a callback stopped the run, which the same call resumes
     _left: Record = field(default_factory=dict, repr=False)
 
     def leave(self, client: int, reachable: bool = True) -> None:
         """Let a client leave for good, before the next step.
 
-        What the server remembers of it goes; what mirrors the client's own memory goes by the negative that it
-        sends. One that cannot be reached leaves its share behind, and the next record says so.
+        The server's data on it is removed; what mirrors the client's state is removed by the negated contribution that it
+        sends. The contribution of a client that cannot be reached stays, and the next record says so.
         """
-        self._check_here(client)
-        own = self.state.clients.get([client])
-        self.dismiss(client, self.setup.algorithm.rule.withdraw(own) if reachable else None)
+        self._check_registered(client)
+        client_state = self.state.clients.get([client])
+        self.dismiss(client, self.setup.algorithm.rule.withdraw(client_state) if reachable else None)
 
-    def dismiss(self, client: int, share: Vectors | None) -> None:
-        """The same with the negative share that the client sent, None where it could not be asked."""
-        self._check_here(client)
-        self.state, stays = self.state.without(self.setup.algorithm, client, share)
+    def dismiss(self, client: int, contribution: Vectors | None) -> None:
+        """The same with the negated contribution that the client sent; None if it could not be reached."""
+        self._check_registered(client)
+        self.state, stays = self.state.without(self.setup.algorithm, client, contribution)
         self._left.setdefault("left", []).append(client)
         if stays:
             self._left.setdefault("unreturned", []).append(client)
@@ -109,20 +109,22 @@ class Run:
     def broadcast_first(self) -> None:
         """Make the first version, as far as it tells of all clients: these are known now, and none has trained yet."""
         if self.state.t == 0 and self.setup.algorithm.mean_samples:
-            known = Population.of(self.source, self.state)
-            self.state = self.state.broadcast_first(self.setup, known.N, known.samples, known.is_live)
+            population = Population.of(self.source, self.state)
+            self.state = self.state.broadcast_first(
+                self.setup, population.N, population.samples, population.is_live
+            )
 
-    def _check_here(self, client: int) -> None:
+    def _check_registered(self, client: int) -> None:
         if not 0 <= client < len(self.source.sizes) or client in self.state.gone:
             raise ConfigError(
-                f"client {client} is not there to leave; there are {len(self.source.sizes)} from 0 on"
+                f"client {client} cannot leave, because it is not registered; clients are 0 to {len(self.source.sizes) - 1}"
             )
 
     def go(self) -> Result:
-        """Run to the end, or from where the state stands."""
-        self._tell("start", self)
+        """Run from the current state to the end."""
+        self._call_hooks("start", self)
         pending: list[Record] = []
-        self.seen = self._seen()
+        self.client_history = self._client_history()
         population: Population | None = None
         for step in () if self.metadata.get("stopped") else self.source.steps(self):
             tick = step.tick
@@ -135,9 +137,9 @@ class Run:
             self.state, record = advance(
                 self.setup, self.state, step, population, self.options.ignore_divergence
             )
-            if self.seen is not None:
-                self.seen.take(record)
-            notes = step.on_taken(record)
+            if self.client_history is not None:
+                self.client_history.take(record)
+            notes = step.on_step(record)
             record |= {**notes.record, **self._measure(before), **self._left}
             if private is not None:
                 record |= private.charge(record["clients"], self.source.sizes)
@@ -159,56 +161,56 @@ class Run:
         return self._result()
 
     def _plan(self) -> str | None:
-        """Why the engine was chosen: now, or when the run in this folder began."""
+        """Why the engine was selected: now, or when the run in this folder began."""
         plan = getattr(self.engine, "plan", None)
         recorded = None if self.folder is None else self.folder.config().get("plan")
         return recorded if plan is None else plan.reason
 
     def _stop(self, pending: list[Record]) -> None:
-        """End the run where it stands, with what is not yet committed."""
+        """End the run at this step, and commit the pending records."""
         self.metadata = {**self.metadata, "stopped": self.state.t}
         if self.checkpoint is not None:
             self.checkpoint.commit(self.state, pending, self.metadata)
 
-    def _seen(self) -> ClientHistory | None:
-        """What a schedule that chooses has seen so far, read from the records."""
+    def _client_history(self) -> ClientHistory | None:
+        """The history that a schedule with client selection uses, rebuilt from the records."""
         if getattr(self.schedule, "select", None) is None:
             return None
-        seen = ClientHistory(self.source.sizes, self.setup.seed)
+        history = ClientHistory(self.source.sizes, self.setup.seed)
         for record in self.history if self.folder is None else self.folder.records():
             if record["step"] <= self.state.t:
-                seen.take(record)
-        return seen
+                history.take(record)
+        return history
 
     def model(self, client: int | None = None) -> nn.Module:
-        """The torch module with the weights of this step, as they are evaluated, or as a client uses them."""
+        """The torch module with the evaluated weights of this step, or with those of a client."""
         return load_model_of(self.setup.task, self.setup.algorithm, self.state, client)
 
     def evaluated(self) -> Record:
-        """What this step's model is worth; where clients have models of their own, theirs under names that end in _own."""
+        """The metrics of this step's model; those of personalized models have names that end in _personal."""
         task, on, state, rule = (
             self.setup.task,
             self.options.evaluate_on,
             self.state,
             self.setup.algorithm.rule,
         )
-        kept = state.clients.default
+        initial = state.clients.default
         shared: Models = state.average
         if task.full_layout.size > task.layout.size:
-            if PERSONAL not in kept:  # real clients keep them for themselves
+            if PERSONAL not in initial:  # real clients store them
                 return {}
             shared = partial(models_of, Rule(), state)
         personal = rule.traits().personal or PersonalTraining()
-        if personal.has_no_global_model and kept:
+        if personal.has_no_global_model and initial:
             return evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
         record = evaluate_model(self.engine, task, shared, on, state.t)
-        if kept and personal.personal_model is not None:
-            own = evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
-            record |= {OWN.format(name): value for name, value in own.items()}
+        if initial and personal.personal_model is not None:
+            personalized = evaluate_model(self.engine, task, partial(models_of, rule, state), on, state.t)
+            record |= {PERSONAL_METRIC.format(name): value for name, value in personalized.items()}
         return record
 
     def _due(self) -> bool:
-        """Whether to commit: not while the model grows beyond reason, so that the last good step is kept."""
+        """Whether to commit: not while a norm is over the divergence limit, so that the last good step stays."""
         t, last = self.state.t, self.state.t == self.schedule.steps
         return (
             last
@@ -243,10 +245,10 @@ class Run:
         if self.folder is not None and not self.is_paused:
             save_model(self.folder.path / "model.safetensors", task.layout.views(x))
             if self.options.evaluate_on == "clients" and history and not self.source.is_live:
-                own = partial(models_of, self.setup.algorithm.rule, self.state)
-                rows = per_client(task, own if self.state.clients.default else x)
+                models = partial(models_of, self.setup.algorithm.rule, self.state)
+                rows = per_client(task, models if self.state.clients.default else x)
                 self.folder.write_json(CLIENTS, {"clients": rows})
-        self._tell("end", result)
+        self._call_hooks("end", result)
         return result
 
     def message_bytes(self) -> tuple[float, float]:
@@ -257,7 +259,7 @@ class Run:
     def _hooks(self, name: str) -> list[Any]:
         return [getattr(cb, name) for cb in self.options.callbacks if hasattr(cb, name)]
 
-    def _tell(self, name: str, subject: Any) -> None:
+    def _call_hooks(self, name: str, subject: Any) -> None:
         for hook in self._hooks(name):
             hook(subject)
 
@@ -270,11 +272,11 @@ def drive(
     options: Options,
     folder: Folder | None,
     accountant: PrivacyAccountant | None = None,
-    here: Record | None = None,
+    numerics: Record | None = None,
 ) -> Result:
-    """Steps from any source to the end of the schedule, from where the folder stands if it holds some.
+    """Run steps from any source to the end of the schedule, after those committed in the folder.
 
-    `here` is what the bits depend on, where they are promised to be the same.
+    `numerics` is the numerics fingerprint, for engines whose bits are reproducible.
     """
     task, seed = setup.task, setup.seed
     if (doubt := unproven(setup.algorithm, schedule)) is not None:
@@ -294,8 +296,8 @@ def drive(
     run.checkpoint = Checkpoint(folder, state, options.client_state_storage, setup.task.clients)
     try:
         run.state, run.metadata = run.checkpoint.restore(state)
-        if run.state.t < schedule.steps and here is not None:
-            bits.agree(folder, here, run.state.t, options.allow_numeric_changes)
+        if run.state.t < schedule.steps and numerics is not None:
+            bits.agree(folder, numerics, run.state.t, options.allow_numeric_changes)
         if accountant is not None:
             done = (record for record in folder.records() if record["step"] <= run.state.t)
             accountant.recall(record["clients"] for record in done)
@@ -315,7 +317,7 @@ def unproven(algorithm: Algorithm, schedule: Schedule) -> str | None:
 
 @contextmanager
 def _spilled(state: State, store: str, clients: int) -> Iterator[None]:
-    """Rows too many for memory go to a temporary file, where the run has no folder."""
+    """Spill client tables that exceed memory to a temporary file, if the run has no folder."""
     limits = {name: row_limit(rows, store, clients) for name, rows in rows_of(state) if rows.row_bytes}
     if all(limit is None for limit in limits.values()):
         yield

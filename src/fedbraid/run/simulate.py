@@ -22,7 +22,7 @@ from fedbraid.errors import ConfigError, RunError
 from fedbraid.parse import evaluate
 from fedbraid.privacy.attach import PrivacySetup, attach_privacy
 from fedbraid.run import fingerprint as bits
-from fedbraid.run.checkpoint import Folder
+from fedbraid.run.checkpoint import Folder, Record
 from fedbraid.run.config import SCHEDULES, describe, remember_task, resumed_algorithm, same, task_of
 from fedbraid.run.noise_outlook import naming_noise, outlook
 from fedbraid.run.progress import Bar, is_watched
@@ -55,7 +55,7 @@ def simulate(
     ignore_divergence: bool = False,
     allow_numeric_changes: bool = False,
 ) -> Result:
-    """Train a task with an algorithm and return what came of it.
+    """Train a task with an algorithm and return the result.
 
     With `out`, every step is committed to that folder; a folder that holds the same run is continued.
     `evaluate_every=None` skips evaluation. `progress` draws a bar; by default it does in terminals and notebooks, not
@@ -63,29 +63,19 @@ def simulate(
     layer moved. `checkpoint_every` commits less often. A run that diverges ends unless `ignore_divergence`.
     `allow_numeric_changes` continues a folder although torch, CPU or compiler changed.
     """
-    _check(task, algorithm, work, schedule)
+    _check(task, algorithm, work, schedule, evaluate_on)
     assert work is not None
     assert schedule is not None
     algorithm.fits(work, task.full_layout.size > task.layout.size)
     algorithm.gather.traits().check_layout(task.layout)
     work = work.tabled(schedule.steps)
     seed, device = _seed(seed), _device(device)
-    if evaluate_on == "clients" and task.test_offsets is None:
-        raise ConfigError(
-            "evaluate_on='clients' needs local test sets; give client_tests=, test_fraction=, natural ids or load(…, test_shares=True)"
-        )
     if progress is True or (progress is None and is_watched()):
         callbacks = [*callbacks, Bar()]
     options = Options(
-        evaluate_every,
-        evaluate_on,
-        callbacks,
-        client_state_storage,
-        checkpoint_every,
-        log_layer_norms,
-        ignore_divergence,
-        allow_numeric_changes,
-    )
+        evaluate_every, evaluate_on, callbacks, client_state_storage, checkpoint_every, log_layer_norms,
+        ignore_divergence, allow_numeric_changes,
+    )  # fmt: skip
     if (caution := schedule.caution(task.clients)) is not None:
         log.warning(caution)
     setting = PrivacySetup(schedule, task.clients, work, task.sizes, seed)
@@ -93,21 +83,16 @@ def simulate(
     algorithm, accountant = attach_privacy(algorithm, setting)
     folder = None if out is None else Folder(out)
     remember_task(task)
-    known = folder.config() if folder is not None and folder.exists else None
+    recorded = folder.config() if folder is not None and folder.exists else None
     cohort = schedule.buffer if isinstance(schedule, Buffered) else _cohort(schedule, task)
     algorithm.gather.traits().check_cohort(cohort)
     task = task.to(device)
     task = flipped(task, algorithm.rule.traits().flips_labels)
     setup = Setup(algorithm, task, work, seed, cohort, cohort * schedule.steps)
-    runner = select(engine, setup, None if known is None else known.get("engine"))
-    with bits.as_before(known), _opened(runner, setup):
+    runner = select(engine, setup, None if recorded is None else recorded.get("engine"))
+    with bits.as_before(recorded), _opened(runner, setup):
         if folder is not None:
-            config = describe(setup, schedule, runner, options, device)
-            if known is None:
-                folder.create(config)
-                note_task(folder, task)
-            else:
-                same(folder, known, config)
+            _open_folder(folder, describe(setup, schedule, runner, options, device), recorded, task)
         foreseen = outlook(algorithm, schedule.steps, cohort, task.layout.size)
         if foreseen is not None:
             log.log(logging.WARNING if foreseen.is_weak else logging.INFO, str(foreseen))
@@ -127,11 +112,11 @@ def resume(
     ignore_divergence: bool | None = None,
     allow_numeric_changes: bool = False,
 ) -> Result:
-    """Continue a run from its last committed step, to the very bits of one that was never stopped.
+    """Resume a run from its last committed step; the result is bit-identical to an uninterrupted one.
 
-    A task or algorithm of your own making, or a schedule that chooses by one, must be given again; those that fedbraid can build from
-    `run.json` need not be. `keep_going` overrides what the run began with. Where torch, processor or compiler are others than before, the bits would be too: it
-    says which, and goes on with `allow_numeric_changes=True`.
+    A custom task or algorithm, or a schedule that selects clients by a custom function, must be passed again; others are
+    rebuilt from `run.json`. `ignore_divergence` overrides the run's setting. If torch, processor or compiler have
+    changed, the run is refused unless `allow_numeric_changes=True`, because results may differ in the last bits.
     """
     folder = Folder(out)
     config = folder.config()
@@ -157,7 +142,7 @@ def resume(
         ) from error
 
 
-def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
+def _check(task: Any, algorithm: Any, work: Any, schedule: Any, evaluate_on: str) -> None:
     for value, what, such in (
         (work, "work", "fb.Work(lr=0.1)"),
         (schedule, "schedule", "fb.rounds(100, clients=5)"),
@@ -172,6 +157,19 @@ def _check(task: Any, algorithm: Any, work: Any, schedule: Any) -> None:
                 f"simulate takes (task, algorithm, work, schedule); got a {type(value).__name__} as {kind.__name__}."
                 " Give them in this order, builders called: fb.fedavg()"
             )
+    if evaluate_on == "clients" and task.test_offsets is None:
+        raise ConfigError(
+            "evaluate_on='clients' needs local test sets; give client_tests=, test_fraction=, natural ids or load(…, test_shares=True)"
+        )
+
+
+def _open_folder(folder: Folder, config: Record, recorded: Record | None, task: Task) -> None:
+    """Create the run's folder, or check that it holds this very run."""
+    if recorded is not None:
+        same(folder, recorded, config)
+        return
+    folder.create(config)
+    note_task(folder, task)
 
 
 def _seed(seed: Any) -> int:
@@ -183,7 +181,7 @@ def _seed(seed: Any) -> int:
 
 
 def _device(device: str | torch.device) -> str:
-    """The device's name, once a number came back from it."""
+    """The device's name, after a test that it computes."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Where a run's steps and replies come from: simulated jobs."""
+"""The step source of simulated clients."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ class SimulatedSource:
     def steps(self, run: RunView) -> Iterator[ServerStep]:
         """The schedule's, from where the run stands; what is in flight then started in those before."""
         run.broadcast_first()
-        seen = () if run.seen is None else (run.seen,)  # for schedules that choose by it
-        ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message_bytes(), *seen)
-        foresees = self.task.lazy and run.seen is None
+        history = (
+            () if run.client_history is None else (run.client_history,)
+        )  # for schedules that choose by it
+        ticks = run.schedule.ticks(self.task.clients, run.setup.seed, run.message_bytes(), *history)
+        foresees = self.task.lazy and run.client_history is None
         for tick, after in _foreseen(ticks) if foresees else ((tick, None) for tick in ticks):
             self.after = after.clients if after is not None and after.is_synchronous else None
             if tick.step >= run.state.t:
@@ -91,23 +93,23 @@ class SimulatedSource:
                 yield from self.engine.train(replace(orders, folds_at=state.t if self.folds else None))
             return
         block: list[Reply] = []
-        seen: set[int] = set()
+        in_block: set[int] = set()
         for client, version in zip(tick.clients.tolist(), tick.versions.tolist()):
-            if client in seen:
+            if client in in_block:
                 yield Reply.join(block)
-                block, seen = [], set()
+                block, in_block = [], set()
             block.append(self._take(state, client, version))
-            seen.add(client)
+            in_block.add(client)
         yield Reply.join(block)
 
     def _take(self, state: State, client: int, version: int) -> Reply:
         if version not in self.blocks:
             return next(iter(self.engine.train(self._orders(state, version, np.array([client])))))
         if version not in self.ready:
-            whole_block = self._orders(state, version, np.array(self.blocks[version]))
+            orders = self._orders(state, version, np.array(self.blocks[version]))
             self.ready[version] = {
                 client: row
-                for reply in self.engine.train(whole_block)
+                for reply in self.engine.train(orders)
                 for client, row in zip(reply.clients.tolist(), reply.rows())
             }
         return self.ready[version][client]

@@ -1,4 +1,4 @@
-"""Where a run's server steps come from: simulated clients, or a fleet of real nodes."""
+"""Step sources: simulated clients, or a fleet of real nodes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepNotes:
-    """What a source adds once its step is taken."""
+    """What a source adds after its step."""
 
-    record: Record = field(default_factory=dict)  # more fields of the step's record
+    record: Record = field(default_factory=dict)  # further fields of the step's record
     metadata: Record = field(
         default_factory=dict
     )  # committed with the state; `run.metadata` of a run that goes on
@@ -35,25 +35,25 @@ def no_notes(record: Record) -> StepNotes:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One server step to be taken: when it closed, its replies, and who is told that it was taken.
+    """One closed server step: its tick, its replies, and a function that is called after it.
 
     `replies` is read once, in blocks, no client twice in one block; simulated clients train while it is read.
-    `on_taken` gets the record of the step, before the callbacks and the commit.
+    `on_step` gets the record of the step, before the callbacks and the commit.
     """
 
     tick: Tick
     replies: Iterator[Reply]
-    on_taken: Callable[[Record], StepNotes] = no_notes
+    on_step: Callable[[Record], StepNotes] = no_notes
 
 
 class RunView(Protocol):
-    """What a source may ask of its run, and how it reports that a client leaves."""
+    """The part of a run that a source uses: its state, and the report that a client leaves."""
 
     setup: Setup
     schedule: Schedule
-    state: State  # after the last step that was taken
+    state: State  # after the last step
     metadata: Record  # committed with it
-    seen: ClientHistory | None  # of clients, where the schedule selects by it
+    client_history: ClientHistory | None  # if the schedule selects clients by it
 
     def broadcast_first(self) -> None:
         """Make the first version, as far as it tells of all clients: these are known now, and none has trained yet."""
@@ -62,20 +62,20 @@ class RunView(Protocol):
         """(down, up): the bytes of one participation, for schedules that charge transfer time."""
 
     def dismiss(self, client: int, contribution: Vectors | None) -> None:
-        """Let a client leave for good before the next step; None where it could not be asked for its contribution."""
+        """Let a client leave for good before the next step; None if it could not be reached for its contribution."""
 
 
 class StepSource(Protocol):
-    """Where a run's steps come from."""
+    """The source of a run's steps."""
 
-    is_live: bool  # whether clients are real, so that broadcasts are really encoded
+    is_live: bool  # whether clients are real, so that broadcasts are encoded
 
     @property
     def sizes(self) -> NDArray[np.int64]:
         """Samples by client number, 0 for numbers without a client."""
 
     def steps(self, run: RunView) -> Iterator[ServerStep]:
-        """Each next step of a run, asked for when the one before it is committed."""
+        """The steps of a run; each is requested after the previous one is committed."""
 
     def describe(self) -> str:
         """The source as text, for run.json."""

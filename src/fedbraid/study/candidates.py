@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -291,27 +291,19 @@ def examine(candidate: Candidate, situation: Situation, task: Task) -> tuple[Adm
     return found, list(_obstacles(found))
 
 
-def _obstacles(found: Admitted) -> Sequence[Obstacle]:
-    s, cost, obstacles = found.situation, found.cost, []
+def _obstacles(found: Admitted) -> Iterator[Obstacle]:
+    s, cost, need = found.situation, found.cost, MIN_STEPS * found.participation
     if s.server_memory is not None and cost.server_state > s.server_memory:
-        keeps = format_bytes(cost.server_state)
-        why = f"the server would keep {keeps}, more than {format_bytes(s.server_memory)}"
-        obstacles.append(
-            Obstacle(
-                "server_memory",
-                why,
-                f"--server-memory {_rounded_up(cost.server_state)}",
-                cost.server_state / s.server_memory,
-            )
-        )
+        size, limit = format_bytes(cost.server_state), format_bytes(s.server_memory)
+        why, admits = f"the server would keep {size}, more than {limit}", _rounded_up(cost.server_state)
+        yield Obstacle("server_memory", why, f"--server-memory {admits}", cost.server_state / s.server_memory)
     if s.no_client_state and cost.client_state:
         why = f"each client would keep {format_bytes(cost.client_state)} between participations"
-        obstacles.append(Obstacle("no_client_state", why, "client state (leave out --no-client-state)", 2.0))
-    if s.deadline is not None and MIN_STEPS * found.participation > s.deadline:
-        takes, need = format_seconds(found.participation), MIN_STEPS * found.participation
-        why = f"a participation takes {takes}, so {MIN_STEPS} server steps do not fit into {format_seconds(s.deadline)}"
-        obstacles.append(Obstacle("deadline", why, f"--deadline {math.ceil(need)}s", need / s.deadline))
-    return obstacles
+        yield Obstacle("no_client_state", why, "client state (leave out --no-client-state)", 2.0)
+    if s.deadline is not None and need > s.deadline:
+        takes, limit = format_seconds(found.participation), format_seconds(s.deadline)
+        why = f"a participation takes {takes}, so {MIN_STEPS} server steps do not fit into {limit}"
+        yield Obstacle("deadline", why, f"--deadline {math.ceil(need)}s", need / s.deadline)
 
 
 def _rounded_up(count: float) -> str:

@@ -199,12 +199,7 @@ def choose(
     race = Race(task, situation, candidates, place, minutes, jobs, seed, on_event)
     if (place / RESULT).exists():
         race.claim(note or {})
-        facts = Folder(place).read_json(RESULT)
-        best = next(c for c in race.candidates if c.name == facts["ranking"][0]["name"])
-        admitted, _ = examine(best, situation, task)
-        assert admitted is not None
-        entry = admitted.entry(facts["ranking"][0]["settings"], facts["rounds"])
-        return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
+        return _stored(race, place)
     admitted_all = race.admit()
     race.claim(note or {})
     race.recall()
@@ -213,6 +208,16 @@ def choose(
     final = _Final(race, arms, finalists, race.confirm(finalists))
     facts, entry = final.facts(), final.best.entry
     Folder(place).write_json(RESULT, facts)
+    return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
+
+
+def _stored(race: Race, place: Path) -> Choice:
+    """The answer that the folder holds."""
+    facts = Folder(place).read_json(RESULT)
+    best = next(c for c in race.candidates if c.name == facts["ranking"][0]["name"])
+    admitted, _ = examine(best, race.situation, race.task)
+    assert admitted is not None
+    entry = admitted.entry(facts["ranking"][0]["settings"], facts["rounds"])
     return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
 
 

@@ -28,7 +28,7 @@ from fedbraid.core.context import Vectors
 from fedbraid.core.local_training import Gradient
 from fedbraid.engines.backends import gradient, planned
 from fedbraid.engines.client_update import client_update, first_client_state
-from fedbraid.engines.engine import Reply, Setup
+from fedbraid.engines.engine import Reply, Setup, TrainRequest, participate
 from fedbraid.engines.folding import Folder, merged, should_fold
 from fedbraid.engines.in_process import block_limit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
@@ -94,20 +94,8 @@ class Ray:
         if folds_at is None:
             each = self.block or each
         blocks = [orders.subset(slice(lo, lo + each)) for lo in range(0, m, each)]
-        futures = [
-            self.task.remote(
-                self.key,
-                [self.parcel],
-                b.version,
-                b.clients,
-                self.down[1],
-                _numpy(b.client_state),
-                self.grad.name,
-                folds_at,
-                self.block,
-            )
-            for b in blocks
-        ]
+        call = _Call(self.key, [self.parcel], self.grad.name, self.block, orders.version, folds_at)
+        futures = [self.task.remote(call, b.clients, self.down[1], _numpy(b.client_state)) for b in blocks]
         replies = self._get(futures)  # in the order of the cohort
         return _joined(self.setup, orders, replies)
 
@@ -242,25 +230,32 @@ class _Strided:
 _OPEN: dict[str, tuple[Setup, Gradient]] = {}  # the run that this worker process has open
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What a task is told besides vectors: the run that it belongs to, and how its clients train."""
+
+    key: str
+    parcel: list[Any]  # a reference, which Ray would resolve outside a list
+    backend: str
+    block: int | None
+    version: int
+    folds_at: int | None
+
+
 def _block(
-    key: str,
-    parcel: list[Any],
-    version: int,
+    call: _Call,
     clients: NDArray[np.int64],
     down: dict[str, NDArray[np.float32]],
     memory: dict[str, NDArray[np.float32]],
-    backend: str,
-    folds_at: int | None = None,
-    block: int | None = None,
 ) -> dict[str, Any]:
-    """Train one block of clients on a Ray worker: their uploads, or one accumulator of them."""
-    from fedbraid.engines.engine import TrainRequest, participate
-
-    setup, grad = _opened(key, parcel, backend)
-    request = TrainRequest(participate(setup, np.array(clients), version), _tensors(down), _tensors(memory))
-    if folds_at is None:
+    """Some clients, on whichever worker Ray chose: what they sent, or one accumulator of it."""
+    setup, grad = _opened(call.key, call.parcel, call.backend)
+    facts = participate(setup, np.array(clients), call.version)
+    request = TrainRequest(facts, _tensors(down), _tensors(memory))
+    if call.folds_at is None:
         return _as_arrays(client_update(setup, grad, request))
-    folder, each = Folder(setup.algorithm, request.download, folds_at), block or block_limit(setup, grad)
+    folder = Folder(setup.algorithm, request.download, call.folds_at)
+    each = call.block or block_limit(setup, grad)
     replies = [
         folder.add(client_update(setup, grad, request.subset(slice(lo, lo + each))))
         for lo in range(0, len(clients), each)

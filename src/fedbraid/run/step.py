@@ -56,11 +56,50 @@ def advance(
     setup: Setup, state: State, step: ServerStep, population: Population, ignore_divergence: bool = False
 ) -> tuple[State, dict[str, Any]]:
     """One server step: gather its replies, step, broadcast."""
-    algorithm, task, tick = setup.algorithm, setup.task, step.tick
-    layout, x, sizes, N = task.layout, state.x, population.sizes, population.N
+    algorithm, tick, t = setup.algorithm, step.tick, state.t + 1
     traits = algorithm.gather.traits()
-    metrics = StepMetrics(traits.weights, state.t + 1, traits.drops_nonfinite, population.is_live)
-    acc = None  # made while the first clients train
+    metrics = StepMetrics(traits.weights, t, traits.drops_nonfinite, population.is_live)
+    acc = gather_replies(setup, state, step, metrics)
+    if metrics.count or traits.steps_when_empty:
+        ctx = server_context(setup, state, step, population, metrics)
+        acc = algorithm.gather.zero(state.x) if acc is None else acc
+        u, gather, notes = algorithm.gather.close(acc, state.gather, ctx)
+        notes = metrics.charge(notes)
+        new, average, server = two_strokes(algorithm, u, state.server, state.x, ctx)
+    else:  # nobody came: the version counts on, and nothing moves
+        new, average, gather, notes = state.x, state.average, state.gather, {}
+        server = algorithm.server.skip(state.server, state.x)
+    norm, guard = _finite_norm(average, new, t), state.guard
+    if metrics.count:
+        guard = guard.see(t, norm, metrics.guarded_loss, ignore_divergence)
+    who = BroadcastContext(algorithm.downloads, t, setup.seed, setup.task.layout, population.is_live)
+    try:
+        sends = algorithm.send(new, server, population.N, population.samples)
+        cast = algorithm.down.send(sends, state.wire, who)
+    except WireError as error:
+        raise _unsendable(error, t) from error
+    record = {
+        "step": t,
+        "time": tick.time,
+        **metrics.record(tick, len(state.sent)),
+        "norm": norm,
+        **cast.notes,
+        **notes,
+    }
+    if new is not average:
+        record["offset_norm"] = float(torch.linalg.vector_norm(average - new))
+    record["bytes_broadcast"] = sum(cast.version.sizes.values())
+    sent = {v: version for v, version in state.sent.items() if v in tick.pending_versions}
+    state = replace(
+        state, t=t, x=new, average=average, gather=gather, server=server, wire=cast.state, guard=guard,
+        sent={**sent, t: cast.version},
+    )  # fmt: skip
+    return state, record
+
+
+def gather_replies(setup: Setup, state: State, step: ServerStep, metrics: StepMetrics) -> Any:
+    """Fold the step's uploads while clients train; the accumulator, None where nobody came."""
+    algorithm, x, acc = setup.algorithm, state.x, None
     state.clients.expect()
     for reply in _encoded(step.replies, state.t + 1):
         facts = reply.participation
@@ -74,56 +113,39 @@ def advance(
             acc = reply.folded if acc is None else algorithm.gather.merge(acc, reply.folded)
         state.clients.put(reply.clients, {**reply.client_state, **synced})
         del reply, up  # before the next block comes
-    if metrics.count or traits.steps_when_empty:
-        lr, K, a = (
-            (metrics.mean(name) for name in ("lr", "K", "a"))
-            if metrics.count
-            else _on_average(setup, sizes, state.t)
-        )
-        cohort = len(set(metrics.clients)) if traits.counts_clients_once else metrics.count
-        traits.check_cohort(cohort)
-        ctx = ServerContext(
-            state.t, cohort if traits.planned_cohort is None else traits.planned_cohort, N, population.samples, lr, K, a, metrics.quantized_fraction if traits.quantized_fraction is None else traits.quantized_fraction,
-            layout, sizes, metrics.max_staleness, {name: v[None] for name, v in state.sent[state.t].vectors.items()},
-            tick.dropped if tick.is_synchronous else 0, setup.seed,
-            TaskServerData(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
-        )  # fmt: skip
-        acc = algorithm.gather.zero(x) if acc is None else acc
-        u, gather, notes = algorithm.gather.close(acc, state.gather, ctx)
-        notes = metrics.charge(notes)
-        new, average, server = two_strokes(algorithm, u, state.server, x, ctx)
-    else:  # nobody came: the version counts on, and nothing moves
-        new, average, gather, notes = x, state.average, state.gather, {}
-        server = algorithm.server.skip(state.server, x)
-    norm = _finite_norm(average, new, state.t + 1)
-    watch = (
-        state.guard.see(state.t + 1, norm, metrics.guarded_loss, ignore_divergence)
-        if metrics.count
-        else state.guard
+    return acc
+
+
+def server_context(
+    setup: Setup, state: State, step: ServerStep, population: Population, metrics: StepMetrics
+) -> ServerContext:
+    """The facts of the step, once its cohort is known."""
+    algorithm, task, tick = setup.algorithm, setup.task, step.tick
+    traits = algorithm.gather.traits()
+    if metrics.count:
+        lr, K, a = (metrics.mean(name) for name in ("lr", "K", "a"))
+    else:
+        lr, K, a = _on_average(setup, population.sizes, state.t)
+    cohort = len(set(metrics.clients)) if traits.counts_clients_once else metrics.count
+    traits.check_cohort(cohort)
+    quantized = traits.quantized_fraction
+    return ServerContext(
+        t=state.t,
+        cohort=cohort if traits.planned_cohort is None else traits.planned_cohort,
+        N=population.N,
+        samples=population.samples,
+        lr=lr,
+        K=K,
+        a=a,
+        quantized_fraction=metrics.quantized_fraction if quantized is None else quantized,
+        layout=task.layout,
+        sizes=population.sizes,
+        max_staleness=metrics.max_staleness,
+        sent={name: v[None] for name, v in state.sent[state.t].vectors.items()},
+        dropped=tick.dropped if tick.is_synchronous else 0,
+        seed=setup.seed,
+        server_data=TaskServerData(task, setup.seed) if algorithm.server.traits().needs_server_data else None,
     )
-    who = BroadcastContext(algorithm.downloads, state.t + 1, setup.seed, layout, population.is_live)
-    try:
-        cast = algorithm.down.send(algorithm.send(new, server, N, population.samples), state.wire, who)
-    except WireError as error:
-        raise _unsendable(error, state.t + 1) from error
-    record = {
-        "step": state.t + 1,
-        "time": tick.time,
-        **metrics.record(tick, len(state.sent)),
-        "norm": norm,
-        **cast.notes,
-        **notes,
-    }
-    if new is not average:
-        record["offset_norm"] = float(torch.linalg.vector_norm(average - new))
-    record["bytes_broadcast"] = sum(cast.version.sizes.values())
-    sent = {**state.sent, state.t + 1: cast.version}
-    for version in state.sent.keys() - tick.pending_versions:
-        del sent[version]
-    state = replace(
-        state, t=state.t + 1, x=new, average=average, gather=gather, server=server, wire=cast.state, guard=watch, sent=sent
-    )  # fmt: skip
-    return state, record
 
 
 def _on_average(setup: Setup, sizes: NDArray[np.int64], t: int) -> tuple[float, float, float]:

@@ -195,7 +195,7 @@ def refuse(*_: object) -> None:
 def test_what_is_sent_and_what_is_kept(call: Call) -> None:
     _, out, _ = call("run", "digits", "fedadavr", "-a", "memory=int4", *FAST)
     assert "sent in 32 bits a number" in out
-    assert re.search(r"kept in 4\.\d+ bits a number", out)
+    assert re.search(r"stored in 4\.\d+ bits a number", out)
     assert "kept" not in call("run", "digits", "fedavg", *FAST)[1]
 
 

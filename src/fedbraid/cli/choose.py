@@ -99,14 +99,14 @@ def choose(
 
     begun = time.monotonic()
     if (Path(task) / FILE).exists():
-        known = Folder(task).read_json(FILE)
-        if "flags" not in known:
+        recorded = Folder(task).read_json(FILE)
+        if "flags" not in recorded:
             raise ConfigError(f"{task} was made in Python; call fb.choose() again there, with out={task!r}")
-        place, flags, sections = Path(task), known["flags"], known["sections"]
+        folder, flags, sections = Path(task), recorded["flags"], recorded["sections"]
     else:
         flags = sections.pop("limits")
         sections["task"] = {"name": files.absolute(task)} | sections["task"]
-        place = out or new_folder(files.word(cfg.task_call(sections["task"])[0]), "choose")
+        folder = out or new_folder(files.word(cfg.task_call(sections["task"])[0]), "choose")
     settings = dict(flags)
     if "per_round" in settings:
         settings["per_round"] = cfg._count(settings["per_round"])
@@ -114,9 +114,9 @@ def choose(
         settings["durations"] = cfg._clock("durations", settings["durations"])
     start = cfg.start_of_work(cfg.task_call(sections["task"])[0]) | {"momentum": 0.0}
     board = None if json or quiet else ChoiceBoard(60 * settings.get("minutes", MINUTES))
-    with Stoppable(place, board, "choose"):
+    with Stoppable(folder, board, "choose"):
         found = choosing(
-            cfg.task_of(sections["task"]), work=cfg.work_of(cfg.on_top(start, sections["work"])), out=place, jobs=jobs,
+            cfg.task_of(sections["task"]), work=cfg.work_of(cfg.on_top(start, sections["work"])), out=folder, jobs=jobs,
             on_event=board or ignore, note={"sections": sections, "flags": flags}, **settings,
         )  # fmt: skip
     picture = draw(found)

@@ -93,9 +93,9 @@ def compare(
     if (Path(task) / comparing.FILE).exists():
         if entries:
             raise ConfigError(f"{task} says itself what is compared; leave out {' '.join(entries)}")
-        place = Path(task)
-        with Stoppable(place, board):
-            result = comparing.resume(place, jobs=jobs, on_event=on_event)
+        folder = Path(task)
+        with Stoppable(folder, board):
+            result = comparing.resume(folder, jobs=jobs, on_event=on_event)
     else:
         if (Path(task) / "run.json").exists():
             raise ConfigError(
@@ -110,10 +110,10 @@ def compare(
             for k, v in run.items()
             if k in ("evaluate_every", "evaluate_on", "client_state_storage", "log_layer_norms")
         }
-        place = out or new_folder(loaded.name, "compare")
-        with Stoppable(place, board):
+        folder = out or new_folder(loaded.name, "compare")
+        with Stoppable(folder, board):
             result = comparing.compare(
-                loaded, who, seeds=numbers(seeds), out=place, target=target or run.get("target"), jobs=jobs,
+                loaded, who, seeds=numbers(seeds), out=folder, target=target or run.get("target"), jobs=jobs,
                 on_event=on_event, options=options, metric=metric, local=local, energy=energy,
             )  # fmt: skip
         if not json and not quiet:
@@ -138,10 +138,10 @@ def show(result: Comparison, seconds: float, json: bool, quiet: bool) -> None:
     from fedbraid.study.recipe import task_name
 
     head, rows = result.cells()
-    said = ["", result.metric, "ε", "up", "down", "energy", "rank", "seeds", "time", "FLOPs"]
-    said = [h for h in said if h in head]
-    goal = [h for h in head if h not in said]  # what it took to reach the target
-    order = [*said[:3], *goal[:2], *said[3:6], *reversed(goal[2:]), *said[6:]]
+    columns = ["", result.metric, "ε", "up", "down", "energy", "rank", "seeds", "time", "FLOPs"]
+    columns = [h for h in columns if h in head]
+    goal = [h for h in head if h not in columns]  # what it took to reach the target
+    order = [*columns[:3], *goal[:2], *columns[3:6], *reversed(goal[2:]), *columns[6:]]
     table(
         f"{task_name(result.task)} ({format_seconds(seconds)})",
         head,
@@ -181,7 +181,11 @@ def entry_of(config: cfg.Config, text: str, paper_settings: bool = False) -> Ent
 def numbers(text: str) -> int | list[int]:
     """`5` is how many, `3,5,8` or `7,` which."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()] if "," in text else int(text)
+        return (
+            [int(number_text) for number_text in text.split(",") if number_text.strip()]
+            if "," in text
+            else int(text)
+        )
     except ValueError as error:
         raise ConfigError(
             f"seeds={text!r} must be a number of seeds such as 5, or a list such as 3,5,8"
@@ -191,8 +195,8 @@ def numbers(text: str) -> int | list[int]:
 class Stoppable:
     """Ends the display, and after Ctrl-C says how to go on."""
 
-    def __init__(self, place: Path, board: Board | None, command: str = "compare") -> None:
-        self.place, self.board, self.command = place, board, command
+    def __init__(self, folder: Path, board: Board | None, command: str = "compare") -> None:
+        self.folder, self.board, self.command = folder, board, command
 
     def __enter__(self) -> None:
         pass
@@ -202,6 +206,6 @@ class Stoppable:
             self.board.close()
         if kind is KeyboardInterrupt:
             complain(
-                f"interrupted; finished runs are stored. Resume with: fedbraid {self.command} {quoted(self.place)}"
+                f"interrupted; finished runs are stored. Resume with: fedbraid {self.command} {quoted(self.folder)}"
             )
             raise typer.Exit(130) from None

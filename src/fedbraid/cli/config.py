@@ -67,7 +67,7 @@ def read(path: str) -> Config:
         if not isinstance(section, dict):
             raise ConfigError(f"{path} has {name} = {section!r}; write a section [{name}] with keys below it")
     for name, valid in (("work", WORK), ("schedule", SCHEDULE), ("run", RUN)):
-        known(config.get(name, {}), valid, f"key of [{name}] in {path}")
+        check_keys(config.get(name, {}), valid, f"key of [{name}] in {path}")
     for name in ("task", "algorithm"):
         if not isinstance(config.get(name, {}).get("name"), str):
             raise ConfigError(f'{path} has no name in [{name}]; add name = "{_EXAMPLES[name]}"')
@@ -77,19 +77,19 @@ def read(path: str) -> Config:
 _EXAMPLES = {"task": "digits", "algorithm": "fedavg"}
 
 
-def known(section: Section, keys: tuple[str, ...], kind: str) -> None:
+def check_keys(section: Section, keys: tuple[str, ...], kind: str) -> None:
     for key in section:
         if key not in keys:
             raise unknown(kind, key, keys)
 
 
 def given(**values: Any) -> Section:
-    """The options that were given."""
+    """The options that are not None."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def merge(file: Config, options: Config) -> Config:
-    """A file's sections with options on top; those that exclude each other replace each other."""
+    """A file's sections overridden by options; options that exclude each other replace each other."""
     merged = {name: dict(file.get(name, {})) for name in SECTIONS}
     for name, section in options.items():
         for one, other in (("epochs", "steps"), ("steps", "epochs")):
@@ -102,7 +102,7 @@ def merge(file: Config, options: Config) -> Config:
 
 
 def prepare(config: Config) -> Prepared:
-    """Everything built and checked, nothing yet run."""
+    """Build and check everything, without running it."""
     run = dict(config["run"])
     target, most = run.pop("target", None), run.pop("max_bytes_up", None)
     if target is not None:
@@ -115,7 +115,7 @@ def prepare(config: Config) -> Prepared:
     task = _load(name, settings)
     if target is not None and "accuracy" not in task.measures:
         raise ConfigError(
-            f"target={target} is a test accuracy, which this task has none of; stop by --patience N --metric"
+            f"target={target} is a test accuracy, which this task lacks; stop by --patience N --metric"
             f" {task.measures[-1]} instead"
         )
     return Prepared(
@@ -135,7 +135,7 @@ def _load(name: str, settings: Section) -> Task:
     from fedbraid.data import tasks
 
     if files.names_file(name):
-        return tasks.from_file(_told(name, settings))
+        return tasks.from_file(_with_arguments(name, settings))
     return tasks.load(name, **settings)
 
 
@@ -184,7 +184,7 @@ def algorithm_of(section: Section) -> Algorithm:
     text = str(rest.pop("name"))
     if files.names_file(text):
         return algorithm_of(
-            _told(text, {k: literal(v) if isinstance(v, str) else v for k, v in rest.items()})
+            _with_arguments(text, {k: literal(v) if isinstance(v, str) else v for k, v in rest.items()})
         )
     makers = {**algorithms.BUILDERS, **algorithms.WRAPPERS}
     name = text.partition("(")[0].strip()
@@ -194,7 +194,7 @@ def algorithm_of(section: Section) -> Algorithm:
     return algorithm_of(with_keywords(text, rest, makers, "algorithm") if rest else text)
 
 
-def _told(text: str, settings: Section) -> str:
+def _with_arguments(text: str, settings: Section) -> str:
     """`my.py:task` with keywords for the function that it names."""
     if not settings:
         return text
@@ -203,8 +203,8 @@ def _told(text: str, settings: Section) -> str:
     return f"{text}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
 
 
-# which of two settings of one name is meant, in every command
-RULE = "lr= and --lr are the clients' rate; algorithm.lr= and -a lr= are the algorithm's own, and so for every keyword"
+# tells settings of the same name apart, in every command
+RULE = "lr= and --lr are the clients' rate; algorithm.lr= and -a lr= are the algorithm's, and so for every keyword"
 
 
 def keywords(pairs: list[str]) -> Section:
@@ -237,7 +237,7 @@ def work_of(section: Section) -> Work:
 
 
 def on_top(start: Section, given: Section) -> Section:
-    """A start of work with what was given on top; another optimizer than sgd has no momentum and a rate of its own."""
+    """Default local training settings overridden by given ones; optimizers other than sgd have no momentum and another rate."""
     if not _plain(given):
         start = {key: value for key, value in start.items() if key != "momentum"} | {"lr": ADAPTIVE_LR}
     return start | given
@@ -248,18 +248,18 @@ def _plain(work: Section) -> bool:
 
 
 def start_of_work(task: str, algorithm: Algorithm | None = None) -> Section:
-    """What a task's clients do unless told otherwise; with an algorithm, as its paper has them."""
+    """A task's default local training settings; with an algorithm, those of its paper."""
     return DEFAULT_WORK | TASK_WORK.get(task, {}) | dict(algorithm.work if algorithm else {})
 
 
 def paper_settings(algorithm: Algorithm, given: Section) -> str | None:
-    """What of the work comes from the algorithm's paper, as a sentence."""
-    taken = {key: value for key, value in algorithm.work.items() if key not in given and _plain(given)}
-    if not taken:
+    """A sentence on the local training settings that come from the algorithm's paper, or None."""
+    from_paper = {key: value for key, value in algorithm.work.items() if key not in given and _plain(given)}
+    if not from_paper:
         return None
-    said = ", ".join(f"{key} {value:g}" for key, value in taken.items())
-    options = " and ".join(f"--{key.replace('_', '-')}" for key in taken)
-    return f"clients work as in {algorithm.name.partition('(')[0]}'s paper: {said} ({options} changes it)"
+    listed = ", ".join(f"{key} {value:g}" for key, value in from_paper.items())
+    options = " and ".join(f"--{key.replace('_', '-')}" for key in from_paper)
+    return f"clients work as in {algorithm.name.partition('(')[0]}'s paper: {listed} ({options} changes it)"
 
 
 def _batch(text: str) -> int | None:
@@ -306,7 +306,7 @@ def schedule_of(section: Section) -> Schedule:
 
 
 def _count(value: float) -> int | float:
-    """Numbers of at least one are counts, below one shares."""
+    """Numbers of at least one are counts, below one fractions."""
     return int(value) if value >= 1 and float(value).is_integer() else value
 
 
@@ -319,12 +319,12 @@ def _clock(key: str, text: Any) -> Any:
         raise ConfigError(f"{key}={text!r} does not describe durations; write a call such as 'halfnormal(1)'")
     if key == "availability" and not text.startswith("availability("):
         return availability(text)
-    wanted = {"bandwidth": Network, "availability": availability}.get(key, Durations)
-    return evaluate(text, {k: v for k, v in SCHEDULES.items() if issubclass(v, wanted)}, key)
+    kind = {"bandwidth": Network, "availability": availability}.get(key, Durations)
+    return evaluate(text, {k: v for k, v in SCHEDULES.items() if issubclass(v, kind)}, key)
 
 
 def _of_run(settings: Section) -> Section:
-    """The settings with the clock of a run that was."""
+    """The settings with the timing of an earlier run."""
     from fedbraid.schedule.clock import from_run
 
     folder = settings.pop("replay_timing")
@@ -332,7 +332,7 @@ def _of_run(settings: Section) -> Section:
         raise ConfigError(
             f"replay_timing={folder!r} is not a folder; give that of a run, such as a deployment's"
         )
-    made = from_run(folder)
-    if twice := sorted(made.keys() & settings.keys()):
-        raise ConfigError(f"{twice[0]} is given, and {folder} has it too; leave out one of the two")
-    return settings | made
+    timing = from_run(folder)
+    if twice := sorted(timing.keys() & settings.keys()):
+        raise ConfigError(f"{twice[0]} was given, and {folder} has it too; leave out one of the two")
+    return settings | timing

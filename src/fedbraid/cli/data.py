@@ -58,8 +58,8 @@ def data(
     if not quiet:
         screen = console()
         screen.print(picture.as_text(counts, screen.width))
-        told = {"task": task_name(loaded.spec or loaded.name)}
-        facts(_summary(loaded, counts) | told | ({} if figure is None else {"figure": figure}))
+        task_line = {"task": task_name(loaded.spec or loaded.name)}
+        facts(_summary(loaded, counts) | task_line | ({} if figure is None else {"figure": figure}))
     return None
 
 

@@ -11,7 +11,7 @@ import typer
 
 from fedbraid.cli import config as cfg
 from fedbraid.cli import options as o
-from fedbraid.cli.run import Asked, keep
+from fedbraid.cli.run import WatchSettings, keep
 from fedbraid.cli.show import Json, Quiet, waiting
 from fedbraid.core.check import number
 from fedbraid.errors import RunError, unknown
@@ -70,15 +70,15 @@ def resume(
             raise RunError(
                 f"{run} is a {kind}; use fedbraid {command} {shlex.quote(str(run))}, which resumes it"
             )
-    Folder(run).config()  # a folder that holds no run is refused first
-    before = Asked.of(run)
-    asked = _changed(before, target, track, patience, keep_best)
+    Folder(run).config()  # refuses a folder without a run first
+    before = WatchSettings.of(run)
+    watch = _changed(before, target, track, patience, keep_best)
     if max_bytes_up is not None:
-        asked = replace(asked, max_bytes_up=None if max_bytes_up == "none" else parse_bytes(max_bytes_up))
+        watch = replace(watch, max_bytes_up=None if max_bytes_up == "none" else parse_bytes(max_bytes_up))
     if metric is not None:
-        asked = replace(asked, metric=_measured(Folder(run), metric))
-    over = asked == before and (run / "model.safetensors").exists()
-    watching = [] if over else asked.callbacks()  # trackers need not hear of a run that is only read back
+        watch = replace(watch, metric=_measured(Folder(run), metric))
+    over = watch == before and (run / "model.safetensors").exists()
+    watching = [] if over else watch.callbacks()  # trackers are not started for a run that is only reported
 
     def go(callbacks: list[Any]) -> Result:
         return resume_run(
@@ -89,7 +89,7 @@ def resume(
             **sections["call"],
         )
 
-    keep(run, json, quiet, asked, go)
+    keep(run, json, quiet, watch, go)
 
 
 def _measured(folder: Folder, name: str) -> str:
@@ -101,14 +101,18 @@ def _measured(folder: Folder, name: str) -> str:
 
 
 def _changed(
-    asked: Asked, target: float | None, track: str | None, patience: int | None, keep_best: bool | None
-) -> Asked:
-    """What was asked with what is asked now on top."""
+    watch: WatchSettings,
+    target: float | None,
+    track: str | None,
+    patience: int | None,
+    keep_best: bool | None,
+) -> WatchSettings:
+    """The folder's settings, overridden by the present options."""
     if target is not None:
         number("target", target, "(0, 1]", "is not a fraction such as 0.95")
-        asked = replace(asked, target=target)
+        watch = replace(watch, target=target)
     if track is not None:
-        asked = replace(asked, track=None if track == "none" else track)
+        watch = replace(watch, track=None if track == "none" else track)
     if patience is not None:
-        asked = replace(asked, patience=None if patience == 0 else patience)
-    return asked if keep_best is None else replace(asked, keep_best=keep_best)
+        watch = replace(watch, patience=None if patience == 0 else patience)
+    return watch if keep_best is None else replace(watch, keep_best=keep_best)

@@ -93,27 +93,33 @@ def run(
     """
     call = sections.pop("call")
     sections["algorithm"] = cfg.keywords(sections["algorithm"].get("set", []))
-    whole = _config(task, algorithm, sections)
-    with waiting(f"loading {whole['task']['name']}", json or quiet):
-        made = cfg.prepare(whole)
-    if not json and not quiet and (said := cfg.paper_settings(made.algorithm, whole["work"])) is not None:
-        print(said)
-    asked = Asked(
-        call.get("track"), call.get("patience"), call.get("keep_best", False), made.target,
-        _metric(made.task, call.get("metric")), made.max_bytes_up,
+    config = _config(task, algorithm, sections)
+    with waiting(f"loading {config['task']['name']}", json or quiet):
+        prepared = cfg.prepare(config)
+    if (
+        not json
+        and not quiet
+        and (note := cfg.paper_settings(prepared.algorithm, config["work"])) is not None
+    ):
+        print(note)
+    watch = WatchSettings(
+        call.get("track"), call.get("patience"), call.get("keep_best", False), prepared.target,
+        _metric(prepared.task, call.get("metric")), prepared.max_bytes_up,
     )  # fmt: skip
-    watching = asked.callbacks()
-    with _folder(whole) as place:
-        made.options["allow_numeric_changes"] = call.get("allow_numeric_changes", False)
-        keep(place, json, quiet, asked, lambda callbacks: _simulate(made, place, [*callbacks, *watching]))
+    watching = watch.callbacks()
+    with _folder(config) as folder:
+        prepared.options["allow_numeric_changes"] = call.get("allow_numeric_changes", False)
+        keep(
+            folder, json, quiet, watch, lambda callbacks: _simulate(prepared, folder, [*callbacks, *watching])
+        )
 
 
 def _metric(task: Task, name: str | None) -> str:
-    """What a run goes by: the accuracy, the loss, a metric of the task, or one of these by client or of own models."""
-    known = [*task.measures, "train_loss"]
-    name = name or known[0]
-    if name.removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_personal") not in known:
-        raise unknown("metric", name, known)
+    """The metric for early stopping and the best model: the accuracy, the loss, or one of the task, also by client."""
+    metrics = [*task.measures, "train_loss"]
+    name = name or metrics[0]
+    if name.removesuffix("_clients").removesuffix("_worst_tenth").removesuffix("_personal") not in metrics:
+        raise unknown("metric", name, metrics)
     return name
 
 
@@ -132,50 +138,50 @@ def _config(task: str, algorithm: str | None, sections: cfg.Config) -> cfg.Confi
     return cfg.merge({}, sections)
 
 
-def _simulate(made: cfg.Prepared, place: Path, callbacks: list[Any]) -> Result:
+def _simulate(prepared: cfg.Prepared, folder: Path, callbacks: list[Any]) -> Result:
     from fedbraid.run.simulate import simulate
 
     return simulate(
-        made.task,
-        made.algorithm,
-        made.work,
-        made.schedule,
-        out=place,
+        prepared.task,
+        prepared.algorithm,
+        prepared.work,
+        prepared.schedule,
+        out=folder,
         callbacks=callbacks,
         progress=False,
-        **made.options,
+        **prepared.options,
     )
 
 
 @contextmanager
 def _folder(config: cfg.Config) -> Iterator[Path]:
-    """The folder that was asked for, or a new one of our own, which goes again if the run cannot start."""
+    """The folder of --out, or a new one, which is removed if the run cannot start."""
     if "out" in config["run"]:
         yield Path(config["run"]["out"])
         return
-    place = _new(*(files.word(config[s]["name"]) for s in ("task", "algorithm")))
+    folder = _new(*(files.word(config[s]["name"]) for s in ("task", "algorithm")))
     try:
-        yield place
+        yield folder
     finally:
         with suppress(OSError):  # not empty: the run has started
-            place.rmdir()
+            folder.rmdir()
 
 
 def _new(task: str, algorithm: str) -> Path:
     number = 1
     while True:
-        place = Path("runs") / f"{task}-{algorithm}-{number}"
+        folder = Path("runs") / f"{task}-{algorithm}-{number}"
         try:
-            place.parent.mkdir(exist_ok=True)
-            place.mkdir()
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir()
         except FileExistsError:
             number += 1
         except OSError as error:
             raise ConfigError(
-                f"{place} cannot be made: {error.strerror}; give another folder with --out"
+                f"{folder} cannot be made: {error.strerror}; give another folder with --out"
             ) from error
         else:
-            return place
+            return folder
 
 
 # What `run` and `resume` share -----------------------------------------------------------------------
@@ -192,8 +198,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a run is watched and when it ends; noted in its folder, so that a resumed run does the same."""
+class WatchSettings:
+    """Trackers and stopping rules of a run, stored in its folder for a resumed run."""
 
     WATCHING = "watching.json"
     TARGET = "target.json"
@@ -202,23 +208,23 @@ class Asked:
     patience: int | None = None
     keep_best: bool = False
     target: float | None = None
-    metric: str = "accuracy"  # what patience and the best model go by
+    metric: str = "accuracy"  # for patience and the best model
     max_bytes_up: int | None = None  # of all clients together
 
     @classmethod
-    def of(cls, place: Path) -> Asked:
-        """What a run's folder says."""
-        said = _noted(
-            place / cls.WATCHING,
+    def of(cls, folder: Path) -> WatchSettings:
+        """The settings in a run's folder."""
+        settings = _noted(
+            folder / cls.WATCHING,
             "remove it to resume unwatched",
             ("track", "patience", "keep_best", "metric"),
         )
-        goal = _noted(place / cls.TARGET, "remove it to run to the last step", ("accuracy", "max_bytes_up"))
-        return cls(**said, target=goal.get("accuracy"), max_bytes_up=goal.get("max_bytes_up"))
+        goal = _noted(folder / cls.TARGET, "remove it to run to the last step", ("accuracy", "max_bytes_up"))
+        return cls(**settings, target=goal.get("accuracy"), max_bytes_up=goal.get("max_bytes_up"))
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """All that ends a run early."""
+        """The settings that end a run early."""
         return self.patience, self.metric, self.target, self.max_bytes_up
 
     def callbacks(self) -> list[Any]:
@@ -234,26 +240,29 @@ class Asked:
 
     def start(self, run: Run) -> None:
         assert run.folder is not None
-        before = Asked.of(run.folder.path)
+        before = WatchSettings.of(run.folder.path)
         if before.ends != self.ends:
-            run.metadata.pop("stopped", None)  # it had ended early for a reason that holds no longer
-        said = {"track": self.track, "patience": self.patience, "keep_best": self.keep_best}
+            run.metadata.pop("stopped", None)  # it had ended early, by a rule that has changed
+        settings = {"track": self.track, "patience": self.patience, "keep_best": self.keep_best}
         goal = {"accuracy": self.target, "max_bytes_up": self.max_bytes_up}
-        for name, facts_, more in ((self.WATCHING, said, {"metric": self.metric}), (self.TARGET, goal, {})):
+        for name, facts_, more in (
+            (self.WATCHING, settings, {"metric": self.metric}),
+            (self.TARGET, goal, {}),
+        ):
             if any(facts_.values()):
                 run.folder.write_json(name, facts_ | more)
             else:
                 (run.folder.path / name).unlink(missing_ok=True)
 
 
-LATER = ("max_bytes_up",)  # which folders of earlier versions do not have
+LATER = ("max_bytes_up",)  # keys that folders of earlier versions lack
 
 
 def _noted(path: Path, remedy: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """The facts of a small file, none where it is missing."""
+    """The entries of a JSON file; none if it is missing."""
     try:
-        said = jsonlib.loads(path.read_text())
-        return {key: said[key] for key in keys if key in said or key not in LATER}
+        content = jsonlib.loads(path.read_text())
+        return {key: content[key] for key in keys if key in content or key not in LATER}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -261,7 +270,7 @@ def _noted(path: Path, remedy: str, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 class Steps:
-    """Says that a run has begun, and stores how many steps it has made."""
+    """A callback that reports that a run has begun, and counts its steps."""
 
     def __init__(self, begun: Callable[[], None]) -> None:
         self.begun = begun
@@ -275,13 +284,15 @@ class Steps:
         self.done = record["step"]
 
 
-def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[Any]], Result]) -> None:
-    """Run, show how it goes and what came of it, or how to continue after Ctrl-C."""
+def keep(
+    folder: Path, json: bool, quiet: bool, watch: WatchSettings, go: Callable[[list[Any]], Result]
+) -> None:
+    """Run with a progress bar and print the result, or after Ctrl-C the command that resumes."""
     begun = time.monotonic()
     with ExitStack() as stack, ExitStack() as before:
         before.enter_context(waiting("preparing the run", json or quiet))
-        seen = Steps(before.close)
-        callbacks: list[Any] = [seen]
+        steps = Steps(before.close)
+        callbacks: list[Any] = [steps]
         if not (json or quiet):
             from fedbraid.run.progress import Bar
 
@@ -293,20 +304,20 @@ def keep(place: Path, json: bool, quiet: bool, asked: Asked, go: Callable[[list[
         except KeyboardInterrupt:
             before.close()
             stack.close()
-            complain(_stopped(place, seen.done))
+            complain(_stopped(folder, steps.done))
             raise typer.Exit(130) from None
-    _show(result, asked.target, time.monotonic() - begun, json, quiet)
+    _show(result, watch.target, time.monotonic() - begun, json, quiet)
 
 
-def _stopped(place: Path, done: int | None) -> str:
-    if not (place / "run.json").exists():
+def _stopped(folder: Path, done: int | None) -> str:
+    if not (folder / "run.json").exists():
         return "interrupted before the run began; nothing was written"
     if done is None:  # while it loaded
         from fedbraid.run.checkpoint import Folder
 
-        done = max((record["step"] for record in Folder(place).records()), default=0)
+        done = max((record["step"] for record in Folder(folder).records()), default=0)
     at = f"at step {done}" if done else "before the first step"
-    return f"interrupted {at}. Resume with: fedbraid resume {quoted(place)}"
+    return f"interrupted {at}. Resume with: fedbraid resume {quoted(folder)}"
 
 
 def _show(result: Result, target: float | None, seconds: float, json: bool, quiet: bool) -> None:
@@ -324,7 +335,7 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
                 "to target": _reached(target, facts_["rounds_to_target"]),
                 "bytes up": _sent(result),
                 "bytes down": format_bytes(result.bytes_down),
-                "server keeps": _kept(result),
+                "server keeps": _client_data(result),
                 "privacy": result.privacy,
                 **{name: facts_[name] for name in result.task.metrics},
                 "LoRA": result.lora,
@@ -338,35 +349,35 @@ def _show(result: Result, target: float | None, seconds: float, json: bool, quie
 
 
 def _sent(result: Result) -> str:
-    """What travelled, and in how many bits a number."""
+    """The bytes uploaded, and the bits per number."""
     bits = bits_up(result.history, result.task.layout.size)
     return format_bytes(result.bytes_up) + ("" if bits is None else f", sent in {bits:.3g} bits a number")
 
 
-def _kept(result: Result) -> str | None:
-    """What the server remembers of clients, which may take other bits than what travels."""
+def _client_data(result: Result) -> str | None:
+    """The server's data on clients, which may have other bits per number than uploads."""
     size, numbers = remembered(result)
     if not size:
         return None
-    return f"{format_bytes(size)} of clients' updates, kept in {8 * size / numbers:.3g} bits a number"
+    return f"{format_bytes(size)} of clients' updates, stored in {8 * size / numbers:.3g} bits a number"
 
 
 def remembered(result: Result) -> tuple[int, int]:
-    """The bytes of what the server remembers of clients, and how many numbers they hold."""
+    """The bytes of the server's data on clients, and how many numbers they hold."""
     from fedbraid.run.checkpoint import rows_of
 
-    seen = len({c for r in result.history for c in r["clients"]})
+    participants = len({c for r in result.history for c in r["clients"]})
     sizes = [rows.row_bytes for name, rows in rows_of(result.state) if name != "clients"]
-    return seen * sum(sizes), seen * len(sizes) * result.task.layout.size
+    return participants * sum(sizes), participants * len(sizes) * result.task.layout.size
 
 
 def _engine(result: Result) -> str:
-    """Where clients ran, and why there."""
+    """The engine, and why it was selected."""
     return result.engine if result.plan is None else f"{result.engine}: {result.plan}"
 
 
 def _hint(result: Result) -> str | None:
-    """Why a run ended where it did, where that can be told from outside."""
+    """A hint on a result that looks wrong, or None."""
     if result.state.t and not (result.bytes_up or result.bytes_down):
         return "nothing travelled: the figures are the mean of models that each client trained by itself, and gained nothing from others"
     return hint(result.history, result.task.classes if result.task.classifies else None)
@@ -379,7 +390,7 @@ def _reached(target: float | None, step: int | None) -> str | None:
 
 
 def summary(result: Result, target: float | None = None) -> dict[str, Any]:
-    """What a run came to, for JSON."""
+    """The result of a run, for JSON."""
     from fedbraid.run.noise_outlook import privacy_of
 
     return {
@@ -395,8 +406,8 @@ def summary(result: Result, target: float | None = None) -> dict[str, Any]:
         "loss": result.last("loss"),
         **(
             {}
-            if (said := privacy_of(result.algorithm)) is None
-            else {"epsilon": result.last("epsilon"), **said}
+            if (privacy := privacy_of(result.algorithm)) is None
+            else {"epsilon": result.last("epsilon"), **privacy}
         ),
         **{name: result.last(name) for name in result.task.metrics},
         "bytes_up": result.bytes_up,

@@ -1,4 +1,4 @@
-"""What `compare` and `sweep` share: a base of sections, and settings on top of it written as `key=value`."""
+"""Helpers of `compare` and `sweep`: a base of sections, and settings that override it, written as `key=value`."""
 
 from __future__ import annotations
 
@@ -15,46 +15,44 @@ if TYPE_CHECKING:
 
 
 def base(task: str, sections: cfg.Config) -> cfg.Config:
-    """The sections of a file with the options on top, or those of a task's name with what suits it."""
+    """The sections of a file overridden by options, or those of a named task with its defaults."""
     if task.endswith(".toml"):
         return cfg.merge(cfg.read(task), sections)
     return cfg.merge({"task": {"name": files.absolute(task)}}, sections)
 
 
-def work_of(config: cfg.Config, algorithm: Algorithm, own: bool) -> cfg.Section:
-    """The whole work of one of several: the same for all, or its own paper's, with what was given on top."""
+def work_of(config: cfg.Config, algorithm: Algorithm, paper_settings: bool) -> cfg.Section:
+    """The local training settings of one of several entries: common or its paper's, overridden by given ones."""
     name, _ = cfg.task_call(config["task"])
-    return cfg.on_top(cfg.start_of_work(name, algorithm if own else None), config["work"])
+    return cfg.on_top(cfg.start_of_work(name, algorithm if paper_settings else None), config["work"])
 
 
 def override(config: cfg.Config, key: str, value: Any) -> cfg.Config:
     """A configuration with one setting changed: `lr`, `work.lr`, `algorithm.lr`, `schedule.buffer`."""
     section, _, name = key.rpartition(".")
-    known = {"work": cfg.WORK, "schedule": cfg.SCHEDULE}
+    sections = {"work": cfg.WORK, "schedule": cfg.SCHEDULE}
     if not section:
-        section = next((s for s, keys in known.items() if name in keys), "")
+        section = next((s for s, keys in sections.items() if name in keys), "")
         if not section:
             raise ConfigError(
                 f"{unknown('setting', key, [*cfg.WORK, *cfg.SCHEDULE, f'algorithm.{name}'])}. {cfg.RULE}"
             )
     if section != "algorithm":
-        if section not in known:
-            raise unknown("section of settings", section, [*known, "algorithm"])
+        if section not in sections:
+            raise unknown("section of settings", section, [*sections, "algorithm"])
         try:
-            cfg.known({name: value}, known[section], f"key of {section}")
+            cfg.check_keys({name: value}, sections[section], f"key of {section}")
         except ConfigError as error:
             raise ConfigError(f"{error}. {cfg.RULE}") from error
     changed = cfg.merge(config, {section: {name: value}})
     for these, others in ((cfg.ONLY_BUFFERED, cfg.ONLY_ROUNDS), (cfg.ONLY_ROUNDS, cfg.ONLY_BUFFERED)):
-        if (
-            section == "schedule" and name in these
-        ):  # asynchronous steps replace rounds, and the other way round
+        if section == "schedule" and name in these:  # asynchronous steps replace rounds, and vice versa
             changed["schedule"] = {k: v for k, v in changed["schedule"].items() if k not in others}
     return changed
 
 
 def settings(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """`key=value` words, values that are literals as such."""
+    """`key=value` words, with literal values parsed."""
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key or not text:

@@ -208,10 +208,10 @@ def _charge(algorithm: Algorithm, state: State, reply: Reply) -> tuple[dict[str,
 
 def _finite_norm(average: Tensor, new: Tensor, step: int) -> float:
     norm = float(torch.linalg.vector_norm(average))
-    whole = norm if new is average else norm + float(torch.linalg.vector_norm(new))
-    if not math.isfinite(whole):
+    total = norm if new is average else norm + float(torch.linalg.vector_norm(new))
+    if not math.isfinite(total):
         raise Diverged(
-            f"the model contains NaN or Inf after step {step} (its norm is {whole}); lower the client or server"
+            f"the model contains NaN or Inf after step {step} (its norm is {total}); lower the client or server"
             " learning rate. The last checkpoint is intact"
         )
     return norm

@@ -37,12 +37,12 @@ class StepMetrics:
         self.clients += reply.clients.tolist()
         loss = reply.loss
         if self.is_live:
-            told = torch.isfinite(loss)
+            is_finite = torch.isfinite(loss)
             self.losses += [
-                value if is_told else None for value, is_told in zip(loss.tolist(), told.tolist())
+                value if finite else None for value, finite in zip(loss.tolist(), is_finite.tolist())
             ]
-            self.doubted += int((~told).sum())
-            loss = torch.where(told, loss, 0.0)
+            self.doubted += int((~is_finite).sum())
+            loss = torch.where(is_finite, loss, 0.0)
         else:
             self.losses += loss.tolist()
         self.staleness.append(up.staleness[:, 0].cpu().numpy().astype(np.int64))
@@ -94,8 +94,8 @@ class StepMetrics:
         """By which training is seen to diverge; where clients may be hostile, none can end a run by what it reports."""
         if self.is_live:
             return 0.0
-        told = [loss for loss in self.losses if loss is not None]
-        return statistics.median(told) if self.drops_nonfinite else self.train_loss
+        finite = [loss for loss in self.losses if loss is not None]
+        return statistics.median(finite) if self.drops_nonfinite else self.train_loss
 
     @property
     def max_staleness(self) -> int:

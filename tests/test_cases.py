@@ -28,7 +28,7 @@ def test_a_case_runs(name, tmp_path, monkeypatch, capsys):
     assert np.isfinite(names["result"].last("train_loss")) if "result" in names else True
 
 
-def test_they_are_twelve_and_short():
-    assert len(CASES) == 12
+def test_they_are_sixteen_and_short():
+    assert len(CASES) == 16
     for name, code in CASES.items():
         assert len([line for line in code.splitlines() if line.strip()]) <= 20, name

@@ -13,12 +13,9 @@ from torch.nn import functional as F
 from fedbraid_native import ops
 from fedbraid_native.errors import Unsupported
 from fedbraid_native.frontend.lower_nn import dropout, linear
-from fedbraid_native.frontend.lower_tensor import (
-    add_values,
-    as_matrices,
-    expand_param,
-    permuted,
-)
+from fedbraid_native.frontend.lower_products import as_matrices
+from fedbraid_native.frontend.lower_shapes import permuted
+from fedbraid_native.frontend.lower_tensor import add_values, expand_param
 from fedbraid_native.frontend.registry import Call, follow, lowers
 from fedbraid_native.frontend.values import Constant, Value
 from fedbraid_native.ops import HeadStrides, Shape

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from fedbraid_native import ops
 from fedbraid_native.errors import Unsupported
 from fedbraid_native.frontend.lower_nn import softmax_of
+from fedbraid_native.frontend.lower_reductions import reduce_dim
+from fedbraid_native.frontend.lower_shapes import slice_, strides_of
 from fedbraid_native.frontend.lower_tensor import (
     add_values,
     affine,
@@ -17,9 +19,6 @@ from fedbraid_native.frontend.lower_tensor import (
     clip,
     dim_of,
     float_bits,
-    reduce_dim,
-    slice_,
-    strides_of,
     unary,
     value_of,
 )

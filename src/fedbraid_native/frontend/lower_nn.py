@@ -18,21 +18,19 @@ from torch.nn import functional as F
 from fedbraid_native import ops
 from fedbraid_native.errors import Unsupported
 from fedbraid_native.frontend.builder import Builder
+from fedbraid_native.frontend.lower_products import batch_matmul
+from fedbraid_native.frontend.lower_reductions import reduce_dim
+from fedbraid_native.frontend.lower_shapes import concat, permuted, slice_
 from fedbraid_native.frontend.lower_tensor import (
     add_values,
     affine,
-    batch_matmul,
     broadcast,
     clip,
-    concat,
     dim_of,
     expand_param,
     float_bits,
-    permuted,
-    reduce_dim,
     refuse_shared,
     register_unary,
-    slice_,
     unary,
     value_of,
 )

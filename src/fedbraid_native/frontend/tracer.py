@@ -11,13 +11,29 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fedbraid_native.errors import Unsupported
-from fedbraid_native.frontend import lower_attention, lower_loss, lower_nn, lower_tensor
+from fedbraid_native.frontend import (
+    lower_attention,
+    lower_loss,
+    lower_nn,
+    lower_products,
+    lower_reductions,
+    lower_shapes,
+    lower_tensor,
+)
 from fedbraid_native.frontend.builder import BATCHES, Builder
 from fedbraid_native.frontend.registry import LOWERINGS
 from fedbraid_native.frontend.values import Inputs, map_leaves
 from fedbraid_native.ir import Graph, ParamLayout
 
-LOWERED_BY = (lower_attention, lower_loss, lower_nn, lower_tensor)  # whose import fills the registry
+LOWERED_BY = (
+    lower_attention,
+    lower_loss,
+    lower_nn,
+    lower_products,
+    lower_reductions,
+    lower_shapes,
+    lower_tensor,
+)  # whose import fills the registry
 
 
 def trace(make_root: Callable[[], nn.Sequential], layout: ParamLayout, given: tuple[Inputs, ...]) -> Graph:

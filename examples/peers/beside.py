@@ -206,9 +206,8 @@ def Normalize(mean, std):
 def flower(python: str, clone: Path, rounds: int, work: Path) -> tuple[float, float, float]:
     app = work / "quickstart-pytorch"
     shutil.copytree(clone / "examples/quickstart-pytorch", app)
-    config = (
-        app / "pyproject.toml"
-    )  # without what it would install: PyTorch for CUDA, into an environment of each run
+    # without what it would install: PyTorch for CUDA, into an environment of each run
+    config = app / "pyproject.toml"
     config.write_text(
         re.sub(r"^dependencies = \[.*?^\]", "dependencies = []", config.read_text(), flags=re.M | re.S)
     )

@@ -2,11 +2,13 @@
 
 python benchmarks/kills.py --kills 100 --seconds 1500
 
-A broker, a server and four nodes as `fedbraid deploy` runs them, over TLS on loopback, train SCAFFOLD, whose nodes have state of
-their own. A victim is drawn (broker, server, one of the nodes, or all of them at once), killed, and started again at once;
+A broker, a server, an edge and four nodes as `fedbraid deploy` runs them, over TLS on loopback, train SCAFFOLD, whose nodes have state of
+their own. A victim is drawn (broker, server, edge, one of the nodes, or all of them at once), killed, and started again at once;
 the next kill comes at a drawn moment within `--pause` seconds, whatever the others are doing. Every node writes down what the
-broker acknowledged. In the end each (node, version) that was acknowledged must be in the records once, and the model must
-have the bits of the simulator's with the same cohorts. It ends early, and says so, when the seconds are over.
+broker acknowledged. In the end each node and version that was acknowledged must be in the records once, and the model must
+have the bits of the simulator's with the same cohorts. An upload is lost if its round closed with too few, or if its node
+was asked for the same again under another job; it is spare if its round was complete without it, because a server that was
+started again drew others, of the nodes that were connected then. It ends early when the seconds are over, and says how far it got.
 """
 
 from __future__ import annotations
@@ -83,15 +85,19 @@ class Site:
         settings = {
             "algorithm": "scaffold()", "work": repr(WORK), "schedule": f"rounds({STEPS}, clients={NODES - 1})",
             "nodes": NODES, "minimum": NODES - 1, "deadline": 120, "evaluate_every": 0, "out": "run",
+            "edges": "edge-0: node-0 node-1",
         }  # fmt: skip
         (folder / "fleet.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
-        credentials.make(folder / "keys", ["127.0.0.1"], NODES)
+        credentials.make(folder / "keys", ["127.0.0.1"], NODES, edges=1)
         self.broker = Broker(folder / "keys", folder / "broker", port=free_port())
         self.url = f"tls://127.0.0.1:{self.broker.port}"
 
     def start(self, name: str) -> None:
         words = ["serve", str(self.folder), self.url]
-        if name != "server":
+        task = ["--task", f"{self.folder}/fleet.py:fleet"]
+        if name.startswith("edge"):
+            words = ["edge", "--key", f"{self.folder}/keys/{name}.nk", *task, self.url]
+        elif name != "server":
             i = name.rpartition("-")[2]
             words = [
                 "node",
@@ -135,7 +141,8 @@ class Site:
 def kill(kills: int, seconds: float, pause: float, seed: int) -> int:
     """Kill, count, compare: how much was found wrong."""
     draw, end, done = random.Random(seed), time.monotonic() + seconds, Counter[str]()
-    names = ["server", *(f"node-{i}" for i in range(NODES))]
+    nodes = [f"node-{i}" for i in range(NODES)]
+    names = ["server", "edge-0", *nodes]
     with tempfile.TemporaryDirectory() as scratch:
         site = Site(Path(scratch) / "fleet")
         with site.broker:
@@ -145,10 +152,8 @@ def kill(kills: int, seconds: float, pause: float, seed: int) -> int:
                 while not site.step():  # the first step waits for all nodes
                     time.sleep(0.1)
                 while sum(done.values()) < kills and time.monotonic() < end:
-                    victim = draw.choice(["broker", "server", "node", "all"])
-                    some = (
-                        names if victim == "all" else [draw.choice(names[1:]) if victim == "node" else victim]
-                    )
+                    victim = draw.choice(["broker", "server", "edge-0", "node", "all"])
+                    some = names if victim == "all" else [draw.choice(nodes) if victim == "node" else victim]
                     for name in [*some, *(["broker"] if victim == "all" else [])]:
                         site.kill(name)
                     done[victim] += 1
@@ -171,8 +176,14 @@ def judged(site: Site, done: Counter[str]) -> int:
     """Print what was found: lost, counted twice, other bits."""
     records = list(site.run.records())
     counted = Counter((c, v) for r in records for c, v in zip(r["clients"], r["versions"]))
-    acknowledged = {tuple(map(int, line.split()[:2])) for line in (site.folder / "acknowledged").open()}
-    lost = {pair for pair in acknowledged if pair[1] < len(records)} - counted.keys()
+    jobs: dict[tuple[int, int], set[str]] = {}
+    for line in (site.folder / "acknowledged").open():
+        client, version, job = line.split()
+        if int(version) < len(records):
+            jobs.setdefault((int(client), int(version)), set()).add(job)
+    missing = jobs.keys() - counted.keys()
+    short = {pair for pair in missing if len(records[pair[1]]["clients"]) < NODES - 1}
+    lost = short | {pair for pair, some in jobs.items() if len(some) > 1}
     twice = sum(n - 1 for n in counted.values())
     schedule = fb.rounds(len(records), clients=[tuple(r["clients"]) for r in records])
     task = fb.Task.from_arrays(model, [some(i) for i in range(NODES)])
@@ -185,7 +196,8 @@ def judged(site: Site, done: Counter[str]) -> int:
     print(
         f"{sum(done.values())} kills ({', '.join(f'{k} {n}' for k, n in sorted(done.items()))}), {len(records)} steps"
     )
-    print(f"{len(acknowledged)} uploads acknowledged, {len(lost)} lost, {twice} counted twice")
+    told = f"{len(jobs)} uploads acknowledged, {len(lost)} lost, {twice} counted twice, {len(missing - lost)} spare"
+    print(told)
     print(
         f"bits of an undisturbed run with the same cohorts: {'the same' if same else 'DIFFERENT'}", flush=True
     )

@@ -124,10 +124,11 @@ def nodes(folder: Path, url: str, first: int, count: int, upload: Path) -> None:
                     await asyncio.sleep(0.5)
 
         async with gate:
-            await client.connect(
+            connecting = client.connect(
                 url, nkeys_seed_str=seed, tls=context, inbox_prefix=f"_INBOX.{name}", name=name,
                 max_reconnect_attempts=-1, connect_timeout=60, error_cb=_quiet,
             )  # fmt: skip
+            await asyncio.wait_for(connecting, 60)  # a handshake that the broker gave up would wait for ever
             await client.subscribe(f"fb.o.{name}", cb=obey)
 
     async def all_of_them() -> None:

@@ -492,7 +492,7 @@ def test_a_broker_outlives_its_supervisor_and_is_adopted(tmp_path):
         assert second._running() == pid
         works(fleet, "node-0")
         second.stop()
-        assert fleet.broker._running() is None
+        until(lambda: fleet.broker._running() is None, "an end of the process, which its parent sees last")
 
 
 def test_a_broker_that_cannot_start_says_why(tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ max_pending: {self.limits.pending_bytes}
 max_subscriptions: 64
 max_control_line: 1024
 write_deadline: "10s"
-ping_interval: "4s"
+ping_interval: "2s"
 ping_max: 2
 jetstream {{ store_dir: {json.dumps(str(self.state))}, max_mem: 16MB, max_file: {self.limits.store_bytes}{sync} }}
 system_account: SYS

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from fedbraid.deploy.node_table import Node
 
 BATCH = 1000  # uploads that one order names
-AWAY_S = 10.0  # after which an edge that is not connected is not waited for; less where rounds are short
-TURN_S = 0.02
 
 
 # The server's end -----------------------------------------------------------------------------------
@@ -120,33 +118,24 @@ class EdgeRounds:
 
     def _wait(self, parts: list[Part]) -> None:
         """Give the orders, one at a time to each edge, and wait for what can still be answered."""
-        f, since = self.fleet, time.monotonic()
-        waiting = list(parts)
+        f, waiting = self.fleet, list(parts)
         while waiting:
             asked: dict[str, Part] = {}
             for part in waiting:
                 asked.setdefault(part.edge, part)
             f.orders.fold(
-                [(f.table.nodes[edge], self._about(part)) for edge, part in asked.items()], f.state, since
+                [(f.table.nodes[edge], self._about(part)) for edge, part in asked.items()],
+                f.state,
+                time.monotonic(),
             )
             f.wait.now(f"edges' sums of round {f.state.t + 1}", f.limit)
-            while any(self._is_open(f.table.nodes[edge], since) for edge in asked):
-                f.turn(TURN_S)
+            f.wait_for(
+                [f.table.nodes[edge] for edge in asked],
+                "FOLD",
+                "it did not answer; the server reads its nodes' uploads",
+            )
             gone = {edge for edge, part in asked.items() if part.verdicts is None}
             waiting = [p for p in waiting if p.verdicts is None and p.edge not in gone]
-
-    def _is_open(self, edge: Node, since: float) -> bool:
-        f, now = self.fleet, time.monotonic()
-        if edge.request is None:
-            return False
-        is_broker_away = not any(n.is_connected for n in f.table.nodes.values())
-        is_away = (
-            not edge.is_connected and not is_broker_away and now - edge.last_seen > min(AWAY_S, f.limit / 4)
-        )
-        if is_away or now - since > f.limit:
-            edge.request = None
-            f.trouble.add(edge.name, -1, "it did not answer; the server reads its nodes' uploads")
-        return edge.request is not None
 
     def _about(self, part: Part) -> dict[str, Any]:
         f = self.fleet

@@ -37,7 +37,7 @@ from fedbraid.deploy.norm_limit import LossLimit, NormLimit
 from fedbraid.deploy.orders import Orders
 from fedbraid.deploy.secure_round import SecureRounds
 from fedbraid.deploy.settings import Settings
-from fedbraid.deploy.transport import EDGE, OrderSigner, ReceivedAnswer, Transport
+from fedbraid.deploy.transport import EDGE, Kind, OrderSigner, ReceivedAnswer, Transport
 from fedbraid.deploy.troubles import Troubles, Wait
 from fedbraid.engines.engine import Setup
 from fedbraid.errors import RunError, WireError
@@ -49,6 +49,8 @@ from fedbraid.schedule.policies import BufferPolicy, Close, Fail, RoundPolicy, S
 
 log = logging.getLogger("fedbraid")
 
+AWAY_S = 10.0  # after which a node that is to answer at once, and is not connected, is gone
+TURN_S = 0.02  # seconds between two looks at whether such nodes have answered
 POLL_S = 0.25  # seconds between two looks at who is connected
 RECEIVED = 64  # answers that are pulled at once
 SHOWN = 1000  # comings and goings in a step's record
@@ -221,6 +223,19 @@ class Fleet:
         """Look at the nodes, and take the answers that arrive within so many seconds."""
         self._look()
         self._take(self.transport.receive(RECEIVED, pause))
+
+    def wait_for(self, asked: Sequence[Node], kind: Kind, otherwise: str) -> None:
+        """Until each of these has answered its order of this kind, or is gone: it failed, was away for longer than AWAY_S (or a
+        quarter of the time limit) while the broker was there, or time is up."""
+        since, patience = time.monotonic(), min(AWAY_S, self.limit / 4)
+        while waiting := [n for n in asked if n.request is not None and n.request.kind == kind]:
+            self.turn(TURN_S)
+            now, is_broker_away = time.monotonic(), not any(n.is_connected for n in self.table.nodes.values())
+            for node in waiting:
+                is_away = not (node.is_connected or is_broker_away) and now - node.last_seen > patience
+                if node.request is not None and (is_away or now - since > self.limit):
+                    node.request = None
+                    self.trouble.add(node.name, node.client, otherwise)
 
     def _policy(self) -> RoundPolicy | BufferPolicy:
         s, limit, retries = self.settings, self.limit, self.settings.too_few == "wait"

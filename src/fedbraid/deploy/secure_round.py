@@ -1,7 +1,7 @@
 """Secure sums in a fleet: four stages, each an order `SUM` to every node that is left, and an answer from it.
 
 Policy. Nodes train first, and say only that they did. The nodes whose uploads a step is to count then mask them for one
-another. A stage closes when each of them has answered or is gone: it failed, was away for longer than AWAY_S, or time is up.
+another. A stage closes when each of them has answered or is gone (`Fleet.wait_for`).
 Up to the threshold the sum is that of the others. Beyond it the step is collected anew, with nodes asked again as for any
 upload that did not arrive; but from the stage `unmask` on, where shares may be on their way, the step ends without uploads.
 
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from fedbraid.run.state import State
 
 log = logging.getLogger("fedbraid")
-AWAY_S = 10.0  # after which a node that is not connected is gone; less where rounds are short
-TURN_S = 0.05
 FILE = "unmask.json"
 
 
@@ -150,7 +148,7 @@ class SecureRounds:
 
     def _stage(self, name: str) -> None:
         """Give this stage's orders, and take answers until all that are left have answered."""
-        f, since = self.fleet, time.monotonic()
+        f = self.fleet
         nodes = f.table.nodes
         asked: list[tuple[Node, dict[str, Any]]] = []
         before = {stage: earlier for earlier, stage in zip(["keys", *STAGES.values()], STAGES.values())}
@@ -160,26 +158,12 @@ class SecureRounds:
                 a = group.arrivals[party - 1]
                 about = {"client": a.client, "trained": a.answer.job, "step": f.state.t}
                 asked.append((nodes[a.name], {**about, "message": base64.b64encode(message).decode()}))
-        f.orders.sum(asked, since)
+        f.orders.sum(asked, time.monotonic())
         f.wait.now(f"stage {name} of the secure sum of step {f.state.t + 1}", f.limit)
-        while self._is_open([node for node, _ in asked], since):
-            f.turn(TURN_S)
+        f.wait_for([node for node, _ in asked], "SUM", "it did not answer in a stage of the secure sum")
         for group in self.groups:
             left = group.orders.keys() - group.server.arrived.keys()
             self.gone |= {group.arrivals[party - 1].name for party in left}
-
-    def _is_open(self, asked: Sequence[Node], since: float) -> bool:
-        """Whether somebody's answer can still arrive; the time limit counts while the broker is there."""
-        now, f = time.monotonic(), self.fleet
-        waiting = [n for n in asked if n.request is not None and n.request.kind == "SUM"]
-        patience = min(AWAY_S, f.limit / 4)
-        is_broker_away = not any(n.is_connected for n in f.table.nodes.values())
-        for node in waiting:
-            is_gone = not node.is_connected and not is_broker_away and now - node.last_seen > patience
-            if is_gone or now - since > f.limit:
-                node.request = None
-                f.trouble.add(node.name, node.client, "it did not answer in a stage of the secure sum")
-        return any(n.request is not None for n in waiting)
 
     def _count(self, direction: str, stage: str, message: bytes) -> None:
         key = f"{direction}:{stage}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FILE = "status.json"
 SHOWN = 1000  # nodes
-SILENT_S = 10.0  # without a word for so long, a server is said to be silent: it writes about every second
+SILENT_S = 8.0  # without a word for so long, a server is said to be silent: it writes about every second
 
 
 def describe(

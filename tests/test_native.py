@@ -1757,7 +1757,7 @@ def test_rows_are_swapped_as_torch_would(algorithm, on_disk, monkeypatch, tmp_pa
     if on_disk:
         for i, state in enumerate(states):
             databases.append(Database(tmp_path / f"{i}.db"))
-            state.rows.attach(databases[-1], "rows", 3, alone=True)
+            state.rows.attach(databases[-1], "rows", 3, autocommit=True)
     swaps = [swapper, passes.no_swap]
     assert passes.table_swapper is swapper
     assert swapper(states[0].rows.codec, layout) is not None

@@ -8,28 +8,37 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from mmap import PAGESIZE
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.codec import Codec
 from fedbraid.core.context import Vectors
+from fedbraid.core.layout import Layout
 from fedbraid.errors import RunError
-
-if TYPE_CHECKING:
-    from fedbraid.core.codec import Codec
-    from fedbraid.core.layout import Layout
-    from fedbraid.run.database import Database
-
 
 Ids = Sequence[int] | NDArray[np.int64]
 MADV_POPULATE_WRITE = 23  # of Linux; older ones refuse it
+
+
+class Backing(Protocol):
+    """Tables of (client, bytes of its row) behind those in memory, committed with everything else; `run.database` is one."""
+
+    def create(self, table: str) -> None: ...
+    def transaction(self) -> AbstractContextManager[None]: ...
+    def write(self, table: str, ids: Sequence[int], rows: NDArray[np.uint8]) -> None: ...
+    def delete(self, table: str, ids: Iterable[int]) -> None: ...
+    def read(self, table: str, ids: Sequence[int]) -> Iterable[tuple[int, bytes]]: ...
+    def ids(self, table: str) -> Iterable[int]: ...
+    def count(self, table: str, excluding: Iterable[int] = ()) -> int: ...
 
 
 class ClientTable:
@@ -60,10 +69,10 @@ class ClientTable:
         self._free: list[int] = []
         self._dirty: dict[int, None] = {}
         self._dropped: set[int] = set()
-        self._db: Database | None = None
+        self._db: Backing | None = None
         self._table = ""
         self._limit: int | None = None
-        self._alone = False
+        self._autocommit = False
 
     def _coded(self, v: Tensor) -> bool:
         if self.codec is None or self.layout is None or not v.is_floating_point():
@@ -162,7 +171,7 @@ class ClientTable:
 
     def _crowded(self) -> bool:
         """Whether so much has changed that it should go to the file, where nobody else commits."""
-        return self._alone and self._limit is not None and len(self._dirty) > self._limit
+        return self._autocommit and self._limit is not None and len(self._dirty) > self._limit
 
     def _spill(self) -> None:
         assert self._db is not None
@@ -192,12 +201,12 @@ class ClientTable:
 
     # The file behind it -------------------------------------------------------------------------------
 
-    def attach(self, db: Database, table: str, limit: int | None, alone: bool = False) -> None:
+    def attach(self, db: Backing, table: str, limit: int | None, autocommit: bool = False) -> None:
         """Keep every row in a table of this database, and at most `limit` clean ones in memory.
 
-        `alone` says that nobody commits: rows then go to the file whenever too many have changed.
+        `autocommit` says that nobody commits: rows then go to the file whenever too many have changed.
         """
-        self._db, self._table, self._limit, self._alone = db, table, limit, alone
+        self._db, self._table, self._limit, self._autocommit = db, table, limit, autocommit
         db.create(table)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,16 +10,13 @@ from torch import Tensor
 
 from fedbraid.core import rng
 from fedbraid.core.device import placed
-from fedbraid.core.work import batch_sizes, batches_per_epoch, step_counts
+from fedbraid.core.traits import ExamplePrivacy
+from fedbraid.core.work import Work, batch_sizes, batches_per_epoch, step_counts
 from fedbraid.data import tree
 from fedbraid.data.augment import Augment
+from fedbraid.data.task import Task
 from fedbraid.data.tree import Tree
 from fedbraid.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedbraid.core.traits import ExamplePrivacy
-    from fedbraid.core.work import Work
-    from fedbraid.data.task import Task
 
 
 @dataclass

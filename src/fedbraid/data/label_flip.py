@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedbraid.data.task import Task
 from fedbraid.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
 
 
 def flipped(task: Task, hostile: Callable[[Any], Any] | None) -> Task:

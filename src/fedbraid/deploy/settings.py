@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.check import integer, number
+from fedbraid.core.work import Work
 from fedbraid.deploy.transport import EDGE, NAME
 from fedbraid.errors import ConfigError, unknown
-
-if TYPE_CHECKING:
-    from fedbraid.core.algorithm import Algorithm
-    from fedbraid.core.work import Work
-    from fedbraid.parse import Names
-    from fedbraid.schedule import Schedule
+from fedbraid.parse import Names
+from fedbraid.schedule import Schedule
 
 SELECTIONS = {"too_few": ("wait", "stop"), "samples": ("fixed", "free")}
 ON_SERVER = (

@@ -8,13 +8,11 @@ import socket
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedbraid.deploy.node_table import NodeTable
 from fedbraid.deploy.transport import EDGE
-
-if TYPE_CHECKING:
-    from fedbraid.deploy.node_table import NodeTable
-    from fedbraid.deploy.troubles import Troubles, Wait
+from fedbraid.deploy.troubles import Troubles, Wait
 
 FILE = "status.json"
 SHOWN = 1000  # nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from fedbraid.core.device import seed
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import ForwardModule
+from fedbraid.data.task import Task
 from fedbraid.data.tree import Chunks, Tree
 from fedbraid.engines.frozen_features import FrozenFeatureCache
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
 
 CHUNK = 512  # samples of an evaluation batch
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbraid.core.local_training import Gradient
 from fedbraid.core.traits import ExamplePrivacy
+from fedbraid.data.task import Task
 from fedbraid.engines.autograd import LoopGradient, VmapGradient, why_not_vmap
 from fedbraid.engines.choice import EnginePlan
 from fedbraid.engines.engine import Setup
@@ -16,9 +15,6 @@ from fedbraid.engines.native_backend import Native
 from fedbraid.engines.per_example import per_example_gradient
 from fedbraid.engines.planning import facts_of, settle
 from fedbraid.errors import ConfigError, EngineError, unknown
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
 
 PRECISIONS: dict[str, torch.dtype | None] = {
     "float32": None,

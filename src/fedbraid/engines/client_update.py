@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,8 +25,7 @@ from fedbraid.engines.autograd import LoopGradient
 from fedbraid.engines.engine import Reply, Setup, TrainRequest
 from fedbraid.errors import FedbraidError, RunError
 
-if TYPE_CHECKING:
-    pass
+pass
 
 
 def client_update(

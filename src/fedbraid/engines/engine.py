@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.context import Participation, Tree, Vectors
 from fedbraid.core.link import Sizes
 from fedbraid.core.work import Work, step_counts
-
-if TYPE_CHECKING:
-    from fedbraid.core.algorithm import Algorithm
-    from fedbraid.data.task import Task
+from fedbraid.data.task import Task
 
 
 @dataclass(frozen=True)

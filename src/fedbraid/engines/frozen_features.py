@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ from torch.utils import _pytree as pytree
 from fedbraid.core.layout import _NORMS
 from fedbraid.data import tree
 from fedbraid.data.call import Forward
+from fedbraid.data.task import Task
 from fedbraid.data.tree import Tree
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
 
 log = logging.getLogger("fedbraid")
 

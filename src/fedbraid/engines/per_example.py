@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +15,10 @@ from fedbraid.core.traits import ExamplePrivacy
 from fedbraid.data import tree
 from fedbraid.data.batches import Batch
 from fedbraid.data.call import ForwardModule
+from fedbraid.data.task import Task
 from fedbraid.data.tree import Tree
 from fedbraid.engines.autograd import LoopGradient, TorchGradient, VmapGradient
 from fedbraid.errors import FedbraidError
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
 
 MAX_NUMBERS = 2**26  # numbers of per-example gradients in memory at a time
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,8 +12,9 @@ from numpy.typing import NDArray
 
 from fedbraid.core.device import available_cores
 from fedbraid.core.local_training import Gradient
-from fedbraid.core.work import batch_sizes, step_counts
+from fedbraid.core.work import Work, batch_sizes, step_counts
 from fedbraid.data import tree
+from fedbraid.data.task import Task
 from fedbraid.data.tree import Padded
 from fedbraid.engines.autograd import VmapGradient, why_not_vmap
 from fedbraid.engines.choice import EnginePlan, Facts, Machine, choose
@@ -25,10 +25,6 @@ from fedbraid.engines.native_backend import Native
 from fedbraid.engines.per_example import vmap_follows_examples
 from fedbraid.errors import EngineError
 from fedbraid_native.build import compiler, lanes
-
-if TYPE_CHECKING:
-    from fedbraid.core.work import Work
-    from fedbraid.data.task import Task
 
 log = logging.getLogger("fedbraid")
 

@@ -17,7 +17,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,16 +26,13 @@ from torch import Tensor
 
 from fedbraid.core.context import Vectors
 from fedbraid.core.local_training import Gradient
+from fedbraid.data.task import Task
 from fedbraid.engines.backends import gradient, planned
 from fedbraid.engines.client_update import client_update, first_client_state
-from fedbraid.engines.engine import Reply, Setup, TrainRequest, participate
+from fedbraid.engines.engine import Orders, Reply, Setup, TrainRequest, participate
 from fedbraid.engines.folding import Folder, merged, should_fold
 from fedbraid.engines.in_process import block_limit
 from fedbraid.errors import ConfigError, EngineError, FedbraidError, MissingExtra, unknown
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
-    from fedbraid.engines.engine import Orders
 
 WAVE_BYTES = 2**30  # about how much may come back at a time
 RETRIES = 20  # lives of a block before its deaths are taken for its own fault

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fedbraid.user_files as files
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.parse import call
 from fedbraid.run.checkpoint import Folder, Record
+from fedbraid.run.task_summary import TaskSummary
 from fedbraid.study import stats
 from fedbraid.study.campaign import FAILED
 from fedbraid.study.compare import FILE as COMPARE
 from fedbraid.study.race import FILE as CHOOSE
 from fedbraid.study.recipe import is_built_by_name
-
-if TYPE_CHECKING:
-    from fedbraid.run.task_summary import TaskSummary
 
 NEEDED = ("step", "time", "clients", "bytes_up", "bytes_down", "up", "down")
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedbraid.data import summary
 from fedbraid.data.counts import label_counts
+from fedbraid.data.task import Task
 from fedbraid.errors import FedbraidError, MissingExtra, RunError
 from fedbraid.report import sketch
 from fedbraid.report import timeline as clocked
 from fedbraid.report.figure import figure
 from fedbraid.run.formatting import Record, format_bytes, format_percent
+from fedbraid.run.result import Result
 from fedbraid.study import stats
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
-    from fedbraid.run.result import Result
-    from fedbraid.study.compare import Comparison
+from fedbraid.study.compare import Comparison
 
 
 def flat(history: Sequence[Record]) -> list[Record]:

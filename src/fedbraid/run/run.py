@@ -326,7 +326,7 @@ def _spilled(state: State, store: str, clients: int) -> Iterator[None]:
         widest = max(rows.row_bytes for _, rows in rows_of(state))
         db = Database(Path(scratch) / "rows.db", widest, scratch=True)
         for name, rows in rows_of(state):
-            rows.attach(db, name, limits.get(name), alone=True)
+            rows.attach(db, name, limits.get(name), autocommit=True)
         try:
             yield
         finally:

@@ -7,19 +7,16 @@ folder when the run begins.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 import fedbraid.user_files as files
 from fedbraid.data.counts import label_counts
+from fedbraid.data.task import Task
 from fedbraid.engines import flops
 from fedbraid.errors import FedbraidError, RunError
 from fedbraid.run.checkpoint import Folder, Record
-
-if TYPE_CHECKING:
-    from fedbraid.data.task import Task
 
 FILE = "task.json"
 CLIENTS = 400  # columns of the partition picture

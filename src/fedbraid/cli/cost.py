@@ -157,7 +157,7 @@ def _subject(
         name, args, settings = call(what)
     if name not in models.names():
         if not files.names_file(what):
-            _known(name)
+            _check_name(name)
         if samples is not None:
             raise ConfigError(
                 f"samples={samples} is given by the task {name}; leave it out, or name a model instead"
@@ -194,7 +194,7 @@ def _of_algorithm(made: Algorithm, delta: float) -> tuple[float | None, float | 
     return (gather.epsilon, gather.noise, gather.delta) if isinstance(gather, Noised) else (None, None, delta)
 
 
-def _known(name: str) -> None:
+def _check_name(name: str) -> None:
     from fedbraid import models
     from fedbraid.data import tasks
 
@@ -268,8 +268,8 @@ def _show_privacy(private: Privacy, crowd: Federation) -> None:
 
 
 def _traffic(by_name: dict[str, int], total: int, clients: int) -> str:
-    parts = ", ".join(f"{name} {format_bytes(size / clients)}" for name, size in by_name.items())
-    return f"{format_bytes(total)} (each client: {parts})"
+    listed = ", ".join(f"{name} {format_bytes(size / clients)}" for name, size in by_name.items())
+    return f"{format_bytes(total)} (each client: {listed})"
 
 
 # Papers -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedbraid.study.campaign import Entry
     from fedbraid.study.sweep import Sweep, SweepConfig, Trial
 
-SHOWN = 10  # trials in the table
+MAX_ROWS = 10  # trials in the table
 
 
 SEARCH = (
@@ -85,8 +85,8 @@ def sweep(
     if (Path(task) / searching.FILE).exists():
         if what:
             raise ConfigError(f"{task} says itself what is searched; leave out {' '.join(what)}")
-        place = Path(task)
-        config, words, given, plan = _stored(place)
+        folder = Path(task)
+        config, words, given, plan = _stored(folder)
     else:
         config, words = shared.base(task, sections), list(what or [])
         given = [*config["work"], *(f"schedule.{key}" for key in config["schedule"])]
@@ -94,7 +94,7 @@ def sweep(
             config["algorithm"] = {"name": files.absolute(words.pop(0))}
         search["fraction"] = search.pop("hold_out", searching.SweepConfig.fraction)
         plan = searching.SweepConfig(**search, metric=metric)
-        place = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
+        folder = out or new_folder(files.word(cfg.task_call(config["task"])[0]), "sweep")
         if "name" in config["algorithm"]:
             config["work"] = shared.work_of(
                 config, cfg.algorithm_of(config["algorithm"]), "paper_settings" in call
@@ -108,9 +108,9 @@ def sweep(
         None if json or quiet else Board("trials", searching.trial_count(plan, space), metric or "accuracy")
     )
     options = {k: v for k, v in config["run"].items() if k in ("evaluate_every", "client_state_storage")}
-    with Stoppable(place, board, "sweep"):
+    with Stoppable(folder, board, "sweep"):
         result = searching.sweep(
-            cfg.task_of(config["task"]), lambda s: build(config, s), space, out=place, plan=plan, jobs=jobs,
+            cfg.task_of(config["task"]), lambda s: build(config, s), space, out=folder, plan=plan, jobs=jobs,
             on_event=board or ignore, options=options, note={"config": config, "words": words, "given": given},
         )  # fmt: skip
     show(result, config, time.monotonic() - begun, json, quiet)
@@ -184,13 +184,13 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
     from fedbraid.study import recipe
 
     best = result.best
-    said = {k: v for k, v in changed_by(config, best.settings).items() if v}
-    command, place = recipe.command(said), result.out / "best.toml"
-    place.write_text(recipe.toml(said))
+    settings = {k: v for k, v in changed_by(config, best.settings).items() if v}
+    command, file = recipe.command(settings), result.out / "best.toml"
+    file.write_text(recipe.toml(settings))
     if json:
         return give(
             {
-                "best": best.settings, result.metric: best.value, "tied": [t.number for t in result.tied], "command": command, "file": str(place),
+                "best": best.settings, result.metric: best.value, "tied": [t.number for t in result.tied], "command": command, "file": str(file),
                 "trials": [{k: v for k, v in vars(t).items() if k != "looks"} for t in result.trials], "seconds": round(seconds, 3), "out": str(result.out),
             }
         )  # fmt: skip
@@ -204,14 +204,14 @@ def show(result: Sweep, config: cfg.Config, seconds: float, json: bool, quiet: b
     table(
         f"{len(result.trials)} trials, {stopped} of them stopped early ({format_seconds(seconds)}); {result.metric} on held-out clients",
         [*best.settings, "", result.metric, "steps"],
-        [[*(_short(v) for v in t.settings.values()), t.state, _value(t, result.metric), str(t.steps)] for t in ranked[:SHOWN]],
+        [[*(_short(v) for v in t.settings.values()), t.state, _value(t, result.metric), str(t.steps)] for t in ranked[:MAX_ROWS]],
         left=len(best.settings) + 1,
         order=[len(best.settings) + 1, *range(len(best.settings) + 1), len(best.settings) + 2],
     )  # fmt: skip
     if tied := result.tied:
         entry("", _tie(result, len(tied)))
     suggest("best", command)
-    suggest("saved", f"fedbraid run {quoted(place)}")
+    suggest("saved", f"fedbraid run {quoted(file)}")
 
 
 def _tie(result: Sweep, count: int) -> str:

@@ -142,8 +142,8 @@ class Situation:
         return rounds(1, self.per_round).cohort(clients)
 
     def __str__(self) -> str:
-        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return ", ".join(f"{k}={v!r}" for k, v in said.items() if v is not None)
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return ", ".join(f"{k}={v!r}" for k, v in settings.items() if v is not None)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def candidates(situation: Situation, given: Mapping[str, Algorithm] | None = Non
         for name, space in SPACES.items()
         if name in BUILDERS
     ]
-    order = {name: place for place, name in enumerate(FIRST)}
+    order = {name: rank for rank, name in enumerate(FIRST)}
     single.sort(key=lambda c: order.get(c.name, len(order)))
     composed = [_composed(call, links, is_buffered, more) for call, links, is_buffered in COMPOSED]
     return [*single[:4], *composed[:3], *single[4 : len(FIRST)], *composed[3:], *single[len(FIRST) :]]
@@ -206,8 +206,8 @@ def _composed(call: str, links: str, is_buffered: bool, more: Space) -> Candidat
     space = SPACES[call.partition("(")[0]]
     if is_buffered:
         space = {**space, "schedule.buffer": SPACES["fedbuff"]["schedule.buffer"]}
-    said = [call, *(["4-bit links"] if links == THIN else []), *(["buffered"] if is_buffered else [])]
-    return Candidate(", ".join(said), {**space, **more}, call, links, is_buffered)
+    labels = [call, *(["4-bit links"] if links == THIN else []), *(["buffered"] if is_buffered else [])]
+    return Candidate(", ".join(labels), {**space, **more}, call, links, is_buffered)
 
 
 # Before anything runs -----------------------------------------------------------------------------

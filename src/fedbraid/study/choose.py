@@ -80,21 +80,27 @@ class Choice:
         """The finalists over time and over bytes, with the front marked (extra `plot`)."""
         from fedbraid.report.figure import fronts
 
-        place = self.out / "confirm"
-        known = Folder(place).read_json(COMPARE)
+        folder = self.out / "confirm"
+        recorded = Folder(folder).read_json(COMPARE)
         curves = {}
-        for e in known["entries"]:
-            histories = [list(Folder(place / e["folder"] / f"seed-{n}").records()) for n in known["seeds"]]
-            runs = stats.Runs(e["name"], known["seeds"], histories, [None] * len(histories))
-            if (curve := stats.curve(runs, known["metric"])) is not None:
+        for e in recorded["entries"]:
+            histories = [
+                list(Folder(folder / e["folder"] / f"seed-{n}").records()) for n in recorded["seeds"]
+            ]
+            runs = stats.Runs(e["name"], recorded["seeds"], histories, [None] * len(histories))
+            if (curve := stats.curve(runs, recorded["metric"])) is not None:
                 curves[e["name"]] = curve
-        return fronts(curves, known["metric"], self.facts["accuracy"])
+        return fronts(curves, recorded["metric"], self.facts["accuracy"])
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Head and rows of the ranking, as text."""
         names = list(self.ranking[0]["metrics"])
         rows = [
-            [r["name"], "tied" if r["tied"] else "", *(shown(name, r["metrics"][name]) for name in names)]
+            [
+                r["name"],
+                "tied" if r["tied"] else "",
+                *(format_measure(name, r["metrics"][name]) for name in names),
+            ]
             for r in self.ranking
         ]
         return ["", "", *names], rows
@@ -116,19 +122,19 @@ class Choice:
         return {title: texts for title, texts in found.items() if texts}
 
 
-def shown(name: str, value: Record | None) -> str:
+def format_measure(name: str, value: Record | None) -> str:
     """A mean with its interval, in the unit of its measure."""
     if value is None:
         return "–"
     kind = name.partition(" ")[0]
     scale, unit = (100, " %") if kind in ("accuracy", "worst") else (1, "")
-    says: dict[str, Any] = {
+    formats: dict[str, Any] = {
         "time": _duration,
         "up": format_bytes,
         "down": format_bytes,
         "bytes": format_bytes,
     }
-    say = says.get(kind, lambda v: f"{scale * v:.{1 if unit else 4}{'f' if unit else 'g'}}")
+    say = formats.get(kind, lambda v: f"{scale * v:.{1 if unit else 4}{'f' if unit else 'g'}}")
     half = f" ± {say(value['half'])}" if value["half"] else ""
     return f"{say(value['mean'])}{half}{' J' if kind == 'energy' else unit}"
 
@@ -195,11 +201,11 @@ def choose(
     )  # fmt: skip
     number("minutes", minutes, "(0, inf)", "leaves no time")
     situation.check(task)
-    place = new_folder(task.name, "choose") if out is None else Path(out)
-    race = Race(task, situation, candidates, place, minutes, jobs, seed, on_event)
-    if (place / RESULT).exists():
+    folder = new_folder(task.name, "choose") if out is None else Path(out)
+    race = Race(task, situation, candidates, folder, minutes, jobs, seed, on_event)
+    if (folder / RESULT).exists():
         race.claim(note or {})
-        return _stored(race, place)
+        return _stored(race, folder)
     admitted_all = race.admit()
     race.claim(note or {})
     race.recall()
@@ -207,18 +213,18 @@ def choose(
     finalists = race.finalists(arms)
     final = _Final(race, arms, finalists, race.confirm(finalists))
     facts, entry = final.facts(), final.best.entry
-    Folder(place).write_json(RESULT, facts)
-    return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
+    Folder(folder).write_json(RESULT, facts)
+    return Choice(facts, entry.algorithm, entry.work, entry.schedule, folder)
 
 
-def _stored(race: Race, place: Path) -> Choice:
+def _stored(race: Race, folder: Path) -> Choice:
     """The answer that the folder holds."""
-    facts = Folder(place).read_json(RESULT)
+    facts = Folder(folder).read_json(RESULT)
     best = next(c for c in race.candidates if c.name == facts["ranking"][0]["name"])
     admitted, _ = examine(best, race.situation, race.task)
     assert admitted is not None
     entry = admitted.entry(facts["ranking"][0]["settings"], facts["rounds"])
-    return Choice(facts, entry.algorithm, entry.work, entry.schedule, place)
+    return Choice(facts, entry.algorithm, entry.work, entry.schedule, folder)
 
 
 # The result ---------------------------------------------------------------------------------------
@@ -238,15 +244,15 @@ class _Final:
             raise Diverged(
                 "all finalists diverged with fresh seeds; give more clients a round, or another work="
             )
-        worth = "worst tenth" if s.objective == "worst-tenth" else race.metric
-        self.key = f"{s.objective} to {s.accuracy:.0%}" if self.spends else worth
-        self.rows = {name: [self._measures(h, worth) for h in g.histories] for name, g in groups.items()}
+        metric = "worst tenth" if s.objective == "worst-tenth" else race.metric
+        self.key = f"{s.objective} to {s.accuracy:.0%}" if self.spends else metric
+        self.rows = {name: [self._measures(h, metric) for h in g.histories] for name, g in groups.items()}
         self.values = {name: [r[self.key] for r in rows] for name, rows in self.rows.items()}
         if not any(v is not None for values in self.values.values() for v in values):
             raise race.unreached(
                 [(fmean(r["accuracy"] for r in rows), name) for name, rows in self.rows.items()]
             )
-        self.order = sorted(self.rows, key=self._place)
+        self.order = sorted(self.rows, key=self._order_key)
         self.complete = {n: self.values[n] for n in self.order if None not in self.values[n]}
         if self.spends:  # what counts is the ratio
             self.complete = {
@@ -256,20 +262,20 @@ class _Final:
         self.best = next(a for a in finalists if a.name == self.order[0])
         self.ranking = [self._ranked(next(a for a in finalists if a.name == name)) for name in self.order]
 
-    def _measures(self, history: Sequence[Record], worth: str) -> Record:
+    def _measures(self, history: Sequence[Record], metric: str) -> Record:
         """One run's figures, the objective first."""
         race, history = self.race, self.race.in_time(history)
-        row = {self.key: race.took(history)} if self.spends else {}
-        row |= {worth: stats.final(history, race.metric)}
+        row = {self.key: race.cost_to_target(history)} if self.spends else {}
+        row |= {metric: stats.final(history, race.metric)}
         row |= {"accuracy": stats.final(history, "accuracy")} if "accuracy" in race.task.measures else {}
         sums = {"up": "bytes_up", "down": "bytes_down", "energy": "energy"}
         return row | {"time": history[-1]["time"]} | {k: sum(r[v] for r in history) for k, v in sums.items()}
 
-    def _place(self, name: str) -> tuple[int, float]:
+    def _order_key(self, name: str) -> tuple[int, float]:
         """Candidates that have a value with every seed first, by its mean."""
-        known = [v for v in self.values[name] if v is not None]
+        reached = [v for v in self.values[name] if v is not None]
         sign = 1.0 if self.spends else -self.race.sign
-        return len(self.values[name]) - len(known), sign * fmean(known) if known else math.inf
+        return len(self.values[name]) - len(reached), sign * fmean(reached) if reached else math.inf
 
     def _ranked(self, arm: Arm) -> Record:
         e, p = arm.entry, self.tests.get(frozenset((self.best.name, arm.name)))
@@ -304,69 +310,75 @@ class _Final:
         sure = f"{count} fresh seeds"
         if pairs:
             sure += f"; paired t-tests at {LEVEL:.0%}, Holm over {pairs} pair{'s'[: pairs != 1]}"
-        said = [f"{best} is best by {self.key}{', tied with ' if tied else ''}{', '.join(tied)} ({sure})."]
+        sentences = [
+            f"{best} is best by {self.key}{', tied with ' if tied else ''}{', '.join(tied)} ({sure})."
+        ]
         base = next((r for r in self.ranking[1:] if r["name"] == BASELINE), None)
         if base is not None and base["p"] is None:
             reached = sum(v is not None for v in self.values[BASELINE])
-            said.append(f"FedAvg, tuned alike, reached the target with {reached} of {count} seeds.")
+            sentences.append(f"FedAvg, tuned alike, reached the target with {reached} of {count} seeds.")
         elif base is not None:
             gain = stats.interval([a - b for a, b in zip(self.values[best], self.values[BASELINE])])
-            much = shown(self.key, {"mean": abs(gain.mean), "half": gain.half}).replace(" %", " points")
+            much = format_measure(self.key, {"mean": abs(gain.mean), "half": gain.half}).replace(
+                " %", " points"
+            )
             verb = "is ahead of" if base["tied"] else "beats"
-            said.append(f"{best} {verb} FedAvg, tuned alike, by {much} (p = {base['p']:.2g}).")
+            sentences.append(f"{best} {verb} FedAvg, tuned alike, by {much} (p = {base['p']:.2g}).")
         near = [n for n in (tied or self.complete) if n != best and best in self.complete]
         if near and count < 3:
-            said.append("So few seeds tell no difference; give more minutes.")
+            sentences.append("So few seeds tell no difference; give more minutes.")
         elif near:
             gaps = [[x - y for x, y in zip(self.complete[best], self.complete[name])] for name in near]
             least = max(stats.resolution(d, LEVEL / pairs) for d in gaps)
-            much = f"{math.expm1(least):.0%}" if self.spends else self._shown(least).replace(" %", " points")
-            said.append(f"Differences below {much} would not have been found with these seeds.")
+            much = f"{math.expm1(least):.0%}" if self.spends else self._format(least).replace(" %", " points")
+            sentences.append(f"Differences below {much} would not have been found with these seeds.")
         if (doubt := unproven(self.best.entry.algorithm, self.best.entry.schedule)) is not None:
-            said.append(f"{doubt[0].upper()}{doubt[1:]}.")
+            sentences.append(f"{doubt[0].upper()}{doubt[1:]}.")
         samples, judges = race.held_out
         points = f" (a standard error of up to {50 / math.sqrt(samples):.1f} points)" if race.sign > 0 else ""
-        seen = f"{judges} held-out clients with {samples:,} samples{points}"
-        return [*said, f"The race was judged on {seen}, the final on the test set."]
+        tested = f"{judges} held-out clients with {samples:,} samples{points}"
+        return [*sentences, f"The race was judged on {tested}, the final on the test set."]
 
     def _losers(self) -> dict[str, str]:
         """A sentence for each that is neither the best nor tied with it."""
         race, last = self.race, self.ranking[0]["metrics"][self.key]
-        said = {
+        reasons = {
             name: f"diverged with {len(errors)} of the fresh seeds" for name, errors in self.failures.items()
         }
         for r in self.ranking:
             if not r["tied"]:
                 sure = "" if r["p"] is None else f" (p = {r['p']:.2g})"
-                said[r["name"]] = (
-                    f"{shown(self.key, r['metrics'][self.key])} against {shown(self.key, last)}{sure}"
+                reasons[r["name"]] = (
+                    f"{format_measure(self.key, r['metrics'][self.key])} against {format_measure(self.key, last)}{sure}"
                 )
         chosen = self.finalists[: race.plan["finalists"]]
         twins = {a.admitted.candidate.family: f", a twin of {a.name}" for a in chosen}
         for arm in race.ranked(self.arms):
-            if arm.name in said or any(a.name == arm.name for a in self.finalists):
+            if arm.name in reasons or any(a.name == arm.name for a in self.finalists):
                 continue
             rung = race.rung_of(arm)
-            look, of = race.looks[arm.key, rung], [race.looks.get((a.key, rung), {}) for a in chosen]
+            result, of = race.looks[arm.key, rung], [race.looks.get((a.key, rung), {}) for a in chosen]
             bar = min((k for k in of if k.get("value") is not None), key=lambda k: k["score"], default=None)
-            why = "" if bar is None else f", where finalists had {self._worth(bar)} or better"
-            if look["value"] is None:
-                said[arm.name] = f"{look['why']} with every setting"
+            why = "" if bar is None else f", where finalists had {self._format_value(bar)} or better"
+            if result["value"] is None:
+                reasons[arm.name] = f"{result['why']} with every setting"
             else:
                 why = twins.get(arm.admitted.candidate.family, why)
-                said[arm.name] = f"{self._worth(look)} on held-out clients at step {look['step']}{why}"
-        return said
+                reasons[arm.name] = (
+                    f"{self._format_value(result)} on held-out clients at step {result['step']}{why}"
+                )
+        return reasons
 
-    def _shown(self, value: float) -> str:
+    def _format(self, value: float) -> str:
         name = "accuracy" if self.race.metric.startswith("accuracy") else self.race.metric
-        return shown(name, {"mean": value, "half": None})
+        return format_measure(name, {"mean": value, "half": None})
 
-    def _worth(self, look: Record) -> str:
+    def _format_value(self, result: Record) -> str:
         """What a run was worth at a rung: its metric, and what the target takes as far as can be told."""
-        if "takes" not in look:
-            return self._shown(look["value"])
-        takes = shown(self.race.situation.objective, {"mean": look["takes"], "half": None})
-        return f"{self._shown(look['value'])} and {takes} to the target"
+        if "takes" not in result:
+            return self._format(result["value"])
+        takes = format_measure(self.race.situation.objective, {"mean": result["takes"], "half": None})
+        return f"{self._format(result['value'])} and {takes} to the target"
 
     def _written(self) -> Record:
         """The winner as a command, as a file for `run`, and as the keys of a deployment."""
@@ -383,5 +395,5 @@ class _Final:
 
 def _interval(values: Sequence[float | None]) -> Record | None:
     """A mean with its interval, where every seed has a value."""
-    known = [v for v in values if v is not None]
-    return stats.plain(stats.interval(known)) if known and len(known) == len(values) else None
+    defined = [v for v in values if v is not None]
+    return stats.plain(stats.interval(defined)) if defined and len(defined) == len(values) else None

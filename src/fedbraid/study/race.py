@@ -82,8 +82,8 @@ class Heat:
         return max(1, math.ceil(RUNGS[self.rung] * self.arm.entry.schedule.steps))
 
     def __str__(self) -> str:
-        said = ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in self.arm.settings.items())
-        return f"{self.arm.name} ({said})"
+        settings = ", ".join(f"{k.rpartition('.')[2]}={v}" for k, v in self.arm.settings.items())
+        return f"{self.arm.name} ({settings})"
 
 
 class OutOfTime(Exception):
@@ -104,8 +104,8 @@ class _Until:
     @property
     def per_step(self) -> float:
         """Seconds, without the slowest one, in which the machine may have done something else."""
-        took = sorted(b - a for a, b in pairwise(self.times))
-        return sum(took[:-1]) / (len(took) - 1) if len(took) > 1 else sum(took)
+        durations = sorted(b - a for a, b in pairwise(self.times))
+        return sum(durations[:-1]) / (len(durations) - 1) if len(durations) > 1 else sum(durations)
 
 
 class Race:
@@ -159,9 +159,9 @@ class Race:
     @cached_property
     def tuning(self) -> Task:
         """The task of the race: some clients judge and do not train."""
-        few = (share for share in HELD_OUT if share * self.task.sizes.sum() >= ENOUGH_SAMPLES)
-        share = next(few, HELD_OUT[-1])
-        return hold_out(self.task, share, self.seed, self.situation.objective == "worst-tenth")
+        few = (fraction for fraction in HELD_OUT if fraction * self.task.sizes.sum() >= ENOUGH_SAMPLES)
+        fraction = next(few, HELD_OUT[-1])
+        return hold_out(self.task, fraction, self.seed, self.situation.objective == "worst-tenth")
 
     @property
     def held_out(self) -> tuple[int, int]:
@@ -178,10 +178,10 @@ class Race:
             else:
                 self.plan |= line
 
-    def decide(self, **said: Any) -> None:
+    def decide(self, **decisions: Any) -> None:
         """Keep a decision that hangs on the clock, so that an interruption changes nothing."""
-        self.plan |= said
-        self.journal.add(said | {"spent": self.spent})
+        self.plan |= decisions
+        self.journal.add(decisions | {"spent": self.spent})
 
     # On held-out clients ----------------------------------------------------------------------------
 
@@ -203,10 +203,10 @@ class Race:
             self.excluded[arm.name] = [Obstacle("minutes", why, enough)]
         self._heat(first := first[:tried], 0)
         if "settings" not in self.plan:
-            room = (
+            affordable = (
                 (RACE * self.total - self.spent) * self.jobs / self._seconds(first)[0] + len(first)
             ) / WORK
-            self.decide(settings=max(t for t in TRIES if t == 1 or t * len(first) <= room))
+            self.decide(settings=max(t for t in TRIES if t == 1 or t * len(first) <= affordable))
         drawn = [self.arm(a.admitted, n) for n in range(self.plan["settings"]) for a in first]
         arms = going = list({arm.key: arm for arm in drawn}.values())
         for rung in range(len(RUNGS)):
@@ -245,7 +245,9 @@ class Race:
 
     def _seconds(self, arms: Sequence[Arm]) -> tuple[float, float]:
         """What a first rung and a whole run take in a worker, on average."""
-        looks = [look for a in arms if (look := self.looks.get((a.key, 0))) is not None and look["step"]]
+        looks = [
+            result for a in arms if (result := self.looks.get((a.key, 0))) is not None and result["step"]
+        ]
         return tuple(max(1e-3, sum(k[of] for k in looks) / max(1, len(looks))) for of in ("seconds", "run"))
 
     def _heat(self, arms: Sequence[Arm], rung: int) -> None:
@@ -263,14 +265,14 @@ class Race:
             self.on_event(event)
             last = max(last, event.step)
             if event.cell is not None and event.kind == "done":
-                look = event.result
-                if isinstance(look, Failure):
-                    if is_pilot and look.kind != "Diverged":
-                        raise look.error()
-                    why = "diverged" if look.kind == "Diverged" else look.message
-                    look = NO_RESULT | {"why": why}
-                self.looks[event.cell.arm.key, rung] = look
-                self.journal.add({"arm": event.cell.arm.key, "rung": rung, "spent": self.spent, **look})
+                result = event.result
+                if isinstance(result, Failure):
+                    if is_pilot and result.kind != "Diverged":
+                        raise result.error()
+                    why = "diverged" if result.kind == "Diverged" else result.message
+                    result = NO_RESULT | {"why": why}
+                self.looks[event.cell.arm.key, rung] = result
+                self.journal.add({"arm": event.cell.arm.key, "rung": rung, "spent": self.spent, **result})
             if self.spent > end + GRACE * self.total:
                 raise OutOfTime
 
@@ -299,8 +301,8 @@ class Race:
         )  # fmt: skip
         spent, history = time.monotonic() - begun, self.in_time(list(Folder(heat.folder).records()))
         rest = (steps - len(until.times)) * until.per_step
-        look = self._score(history, heat.rung == len(RUNGS) - 1)
-        return look | {"step": history[-1]["step"], "seconds": spent, "run": spent + rest}
+        result = self._score(history, heat.rung == len(RUNGS) - 1)
+        return result | {"step": history[-1]["step"], "seconds": spent, "run": spent + rest}
 
     def options(self, steps: int) -> dict[str, Any]:
         on = "clients" if self.situation.objective == "worst-tenth" else "test"
@@ -311,20 +313,20 @@ class Race:
         deadline = self.situation.deadline
         return [r for r in history if deadline is None or r["time"] <= deadline] or list(history[:1])
 
-    def took(self, history: Sequence[Record]) -> float | None:
+    def cost_to_target(self, history: Sequence[Record]) -> float | None:
         """What reaching the target took by the objective, None where it was not reached."""
         found = stats.reach(history, stats.axes(history), self.situation.accuracy or 1.0)
         return found.get(self.situation.objective)
 
     def _score(self, history: Sequence[Record], is_last: bool) -> Record:
         """What a run is worth by now, more is better: its metric, or minus what the target took or would take."""
-        seen = [r[self.metric] for r in history if self.metric in r][-2:] or [0.0]
-        value = math.fsum(seen) / len(seen)
+        last_values = [r[self.metric] for r in history if self.metric in r][-2:] or [0.0]
+        value = math.fsum(last_values) / len(last_values)
         if self.situation.objective not in SPENDING:
             return {"score": self.sign * value, "value": value, "reached": True}
-        took = self.took(history)
-        reached, so_far = took is not None, stats.axes(history)[self.situation.objective][-1]
-        takes = so_far * (self.situation.accuracy or 1.0) / max(value, 1e-3) if took is None else took
+        cost = self.cost_to_target(history)
+        reached, so_far = cost is not None, stats.axes(history)[self.situation.objective][-1]
+        takes = so_far * (self.situation.accuracy or 1.0) / max(value, 1e-3) if cost is None else cost
         late = 1e6 if is_last and not reached else 1.0  # in the end, those that did not reach it come last
         return {"score": -takes * late, "value": value, "reached": reached, "takes": takes}
 
@@ -334,16 +336,20 @@ class Race:
     def ranked(self, arms: Sequence[Arm]) -> list[Arm]:
         """By the rung that they reached and their score there; the first of equals first."""
         rungs = [(arm, self.rung_of(arm)) for arm in arms]
-        known = [(arm, rung) for arm, rung in rungs if rung >= 0]
-        return [a for a, _ in sorted(known, key=lambda p: (-p[1], -self.looks[p[0].key, p[1]]["score"]))]
+        with_results = [(arm, rung) for arm, rung in rungs if rung >= 0]
+        return [
+            a for a, _ in sorted(with_results, key=lambda p: (-p[1], -self.looks[p[0].key, p[1]]["score"]))
+        ]
 
     # On fresh seeds -----------------------------------------------------------------------------------
 
     def finalists(self, arms: Sequence[Arm]) -> list[Arm]:
         """The best arm of the best candidates, one of a family, and FedAvg's."""
-        last = [(look, a.name) for a in arms if (look := self.looks.get((a.key, len(RUNGS) - 1))) is not None]
-        if last and not any(look["reached"] for look, _ in last):
-            raise self.unreached([(look["value"] or 0.0, name) for look, name in last])
+        last = [
+            (result, a.name) for a in arms if (result := self.looks.get((a.key, len(RUNGS) - 1))) is not None
+        ]
+        if last and not any(result["reached"] for result, _ in last):
+            raise self.unreached([(result["value"] or 0.0, name) for result, name in last])
         families: dict[Any, Arm] = {}
         able = [a for a in self.ranked(arms) if self.looks[a.key, self.rung_of(a)]["value"] is not None]
         if not able:

@@ -32,7 +32,7 @@ def passing(request, monkeypatch):
         return
     if compiler() is None:
         pytest.skip("no C++ compiler")
-    sums.hang_in()
+    sums.install()
     if sums._LIBRARY.fold is None:
         sums._LIBRARY._load()
         sums._LIBRARY.is_missing = False

@@ -41,10 +41,10 @@ __all__ = ["Native"]
 
 R = TypeVar("R")
 
-swap.hang_in()
-normals.hang_in()
-robust.hang_in()
-sums.hang_in()
+swap.install()
+normals.install()
+robust.install()
+sums.install()
 
 ROOM = 64  # samples of a client that a library has room for at first, where they depend on each other
 

@@ -103,6 +103,6 @@ def normals(keys: NDArray[np.uint64], count: int) -> NDArray[np.float32] | None:
     return made
 
 
-def hang_in() -> None:
+def install() -> None:
     """Let the core draw normal numbers in one compiled pass."""
     passes.normals = normals

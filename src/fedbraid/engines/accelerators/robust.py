@@ -208,6 +208,6 @@ def trimmed(v: Tensor, f: int) -> Tensor | None:
     return out
 
 
-def hang_in() -> None:
+def install() -> None:
     """Let the core's robust rules use compiled passes."""
     passes.products, passes.combined, passes.trimmed = products, combined, trimmed

@@ -145,6 +145,6 @@ def fold(v: Tensor, rows: list[int], w: Numbers, into: list[Tensor], quanta: Num
     return True
 
 
-def hang_in() -> None:
+def install() -> None:
     """Let the core's exact sums use compiled passes."""
     passes.reach, passes.fold = reach, fold

@@ -237,7 +237,7 @@ def _coded(lib: ctypes.CDLL, bits: int, layout: Layout) -> Swap:
     return swap
 
 
-def hang_in() -> None:
+def install() -> None:
     """Let the core swap rows in one compiled pass."""
     passes.table_swapper = swapper
 

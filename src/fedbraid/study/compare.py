@@ -168,7 +168,7 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def format_value(value: stats.Interval | None, metric: str) -> str:
     """A mean with its interval, as text.
 
-    >>> shown(stats.Interval(0.9712, 0.0031, 5), "accuracy"), shown(stats.Interval(0.25, None, 1), "loss")
+    >>> format_value(stats.Interval(0.9712, 0.0031, 5), "accuracy"), format_value(stats.Interval(0.25, None, 1), "loss")
     ('97.12 ± 0.31 %', '0.2500')
     """
     if value is None:

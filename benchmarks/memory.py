@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fedbraid as fb
 from fedbraid.core.context import ServerContext, Uploads
-from fedbraid.engines.accelerators.swap import hang_in
+from fedbraid.engines.accelerators.swap import install
 from fedbraid.run.checkpoint import Checkpoint, Folder
 from fedbraid.run.state import State
 
@@ -97,7 +97,7 @@ def server_step(known: int, steps: int = 200) -> float:
 def growth(repeats: int = 5) -> None:
     """The server step's time from a thousand to a million known clients."""
     torch.set_num_threads(1)
-    hang_in()  # as every engine does
+    install()  # as every engine does
     few, many = (min(server_step(n) for _ in range(repeats)) for n in (1_000, 1_000_000))
     print(
         f"server step: {1000 * few:.2f} ms at N = 1,000, {1000 * many:.2f} ms at N = 1,000,000: {many / few:.2f} times"

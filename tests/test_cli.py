@@ -593,7 +593,7 @@ def test_other_bits_are_asked_for(call: Call, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bits, "describe", lambda engine: real(engine) | {"torch": "9.9"})
     refused(
         call("resume", "here"),
-        "and is 9.9; resume it where it began, or take them with --allow-numeric-changes",
+        "and is 9.9; resume it where it began, or accept the change with --allow-numeric-changes",
     )
     assert call("resume", "here", "--allow-numeric-changes", "--quiet")[0] == 0
 

@@ -81,7 +81,7 @@ def test_in_history_and_by_client(task, engine):
     each = [float(f1(outputs[s], targets[s])) for s in shares]
     assert last["f1_worst_tenth"] == pytest.approx(min(each), abs=1e-6)
     assert last["right_clients"] == pytest.approx(last["accuracy_clients"])
-    assert f"f1  {result.last('f1')}" in str(result)
+    assert f"f1  {result.last('f1'):.4f}" in str(result)
 
 
 def test_metrics_change_no_other_number(task):
@@ -191,7 +191,7 @@ def test_without_an_accuracy_the_loss_is_what_counts(tmp_path, monkeypatch, caps
     assert main([*run, "--patience", "1", "--out", "a"]) == 0
     assert '"metric": "loss"' in (tmp_path / "a/watching.json").read_text()
     assert main([*run, "--target", "0.9"]) == 2
-    assert "target=0.9 is a test accuracy, which this task has none of" in capsys.readouterr().err
+    assert "target=0.9 is a test accuracy, which this task lacks" in capsys.readouterr().err
     assert main([*run, "--patience", "1", "--metric", "accuracy"]) == 2
     assert "unknown metric 'accuracy'; valid: loss, train_loss" in capsys.readouterr().err
     search = ["sweep", "mine.py:pixels", "fedavg", "lr=[0.1, 0.2]", "--method", "grid", "--rounds", "1"]

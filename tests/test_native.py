@@ -263,7 +263,7 @@ def test_loops_over_parts_are_followed():
     task = make_task(lambda: Loops(samples=False), (6,))
     assert Native.supports(task) is None
     assert_equals_autograd(task, Native(task, flags=QUICK), 2, 13)
-    assert "goes through '_0_there' number by number" in (
+    assert "goes through 'linear' number by number" in (
         Native.supports(make_task(lambda: Loops(samples=True), (6,))) or ""
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def resume(
         from fedbraid.run.simulate import resume as resume_run
 
     for file, kind in (("compare.json", "comparison"), ("sweep.json", "sweep"), ("choose.json", "choice")):
-        if (run / file).exists() and not (run / "run.json").exists():
+        if os.path.exists(run / file) and not os.path.exists(run / "run.json"):  # False for names too long
             command = file.partition(".")[0]
             raise RunError(
                 f"{run} is a {kind}; use fedbraid {command} {shlex.quote(str(run))}, which resumes it"

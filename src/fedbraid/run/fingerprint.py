@@ -82,7 +82,7 @@ def agree(folder: Folder, current: Record, step: int, accept: bool) -> None:
     if step and not accept:
         raise RunError(
             f"{folder.path} would resume with changed numerics: {', '.join(changed)}; resume it where it began,"
-            " or accept the change with --allow-numeric-changes (allow_numeric_changes=True)"
+            " or accept the change with allow_numeric_changes=True"
         )
     history = [*recorded.get("bits_before", []), {**before, "until": step}] if step else []
     folder.write_config({**recorded, "bits": current, "bits_before": history})

@@ -71,7 +71,7 @@ FOLDED = [
 )
 def test_no_number_of_workers_changes_a_bit(blobs, algorithm, schedule, monkeypatch):
     """Workers fold their own clients where the gather is a sum; the record says the same too."""
-    monkeypatch.setattr("fedbraid.engines.folding.FROM", 0)
+    monkeypatch.setattr("fedbraid.engines.folding.LEAST", -(10**9))  # whatever it saves
     one, *others = (
         fb.simulate(blobs, algorithm, WORK, schedule, seed=4, engine=engine)
         for engine in (
@@ -87,7 +87,8 @@ def test_no_number_of_workers_changes_a_bit(blobs, algorithm, schedule, monkeypa
 @pytest.mark.parametrize("folds", [True, False])
 def test_a_worker_hands_over_one_accumulator(blobs, folds, monkeypatch):
     """Of a mean there is one from each of two workers, and no upload; memory on the server is given every upload."""
-    monkeypatch.setattr("fedbraid.engines.folding.FROM", 2)
+    monkeypatch.setattr("fedbraid.engines.folding.UPLOADS", 2)
+    monkeypatch.setattr("fedbraid.engines.folding.LEAST", 0)
     pool, replies, handed = fb.engines.pool(workers=2, backend="loop"), [], []
     train, ask_all = type(pool).train, WorkerPool.ask_all
 
@@ -114,7 +115,7 @@ def test_a_worker_hands_over_one_accumulator(blobs, folds, monkeypatch):
 
 def test_sums_of_more_levels_than_lie_in_shared_memory(monkeypatch):
     """Clients whose updates differ by 27 orders of magnitude: the third level goes by word."""
-    monkeypatch.setattr("fedbraid.engines.folding.FROM", 0)
+    monkeypatch.setattr("fedbraid.engines.folding.LEAST", -(10**9))  # whatever it saves
     scales = (1e-18, 1e-9, 1.0, 1e9)
     data = [(torch.ones(4, 3) * scale, torch.ones(4, 1)) for scale in scales]
     task = fb.Task.from_arrays(nn.Linear(3, 1, bias=False), data, loss=lambda out, y: out[:, 0])

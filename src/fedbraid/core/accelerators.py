@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fedbraid.core.layout import Layout
 
 Numbers = list[float]
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.int64]
 Swap = Callable[["ClientTable", "Ids", "Tensor", "Tensor | None", "Tensor", Numbers, Numbers, Numbers], bool]
 
 
@@ -55,15 +57,15 @@ combined: Callable[[Tensor, Tensor], Tensor | None] = no_combined
 trimmed: Callable[[Tensor, int], Tensor | None] = no_trimmed
 
 
-def no_reach(v: Tensor) -> Numbers | None:
+def no_reach(v: Tensor) -> Floats | None:
     """Nothing compiled."""
     return None
 
 
-def no_fold(v: Tensor, rows: list[int], w: Numbers, into: list[Tensor], quanta: Numbers) -> bool:
+def no_fold(v: Tensor, rows: Ints, w: Floats, into: list[Tensor], quanta: Numbers) -> bool:
     """Nothing compiled."""
     return False
 
 
-reach: Callable[[Tensor], Numbers | None] = no_reach
-fold: Callable[[Tensor, list[int], Numbers, list[Tensor], Numbers], bool] = no_fold
+reach: Callable[[Tensor], Floats | None] = no_reach
+fold: Callable[[Tensor, Ints, Floats, list[Tensor], Numbers], bool] = no_fold

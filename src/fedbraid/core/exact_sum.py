@@ -26,20 +26,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedbraid.core import accelerators as passes
+from fedbraid.core.accelerators import Floats, Ints
 
 WIDTH, ORIGIN = 44, -26  # level j consists of multiples of 2^(WIDTH·j + ORIGIN)
 PRECISION = 50  # bits below a row's largest term that are kept at the least
 TOP = 45  # bits of a term in the level in which it begins, at the most
 FULL = 2.0**52  # quanta that a level may hold
-ROWS = 64  # that are added at a time: 64·2^TOP is below FULL
 CHUNK = 2**17  # numbers that torch takes at a time, so that they stay in the cache
+SMALL = (
+    2**13
+)  # numbers of a block below which a call of torch takes longer than its arithmetic, and NumPy's does not
 
 
 class ExactSum:
@@ -73,21 +76,33 @@ class ExactSum:
         """Add w_i v_i of a block, w `[m]` or `[m, 1]`, v `[m, d]`."""
         self._own()
         v = v.expand(w.numel(), -1).float()
-        weights = w.reshape(-1).float().tolist()
-        largest = [abs(p) * most for p, most in zip(weights, _reach(v), strict=True)]
-        groups: dict[tuple[int, int], list[int]] = {}
-        for i, term in enumerate(largest):
-            if not math.isfinite(term):
-                self.is_finite = False
-            elif term:
-                groups.setdefault(_levels(math.frexp(term)[1]), []).append(i)
-        for (first, last), rows in groups.items():
-            quanta = [quantum(j) for j in range(first, last - 1, -1)]
-            for lo in range(0, len(rows), ROWS):
-                some = rows[lo : lo + ROWS]
-                into = self._prepare(first, last, len(some), sum(largest[i] for i in some))
-                _fold(v, some, [weights[i] for i in some], into, quanta)
+        weights = w.reshape(-1).float().double().cpu().numpy()
+        with np.errstate(invalid="ignore"):  # 0·∞
+            largest = np.abs(weights) * _reach(v)
+        for rows, most in self._alike(largest):
+            top, bottom = _levels(most)
+            quanta = [quantum(j) for j in range(top, bottom - 1, -1)]
+            each = (
+                max(most / quanta[0], 2.0 ** (WIDTH - 1)) + 1
+            )  # quanta that a row adds to a level, at the most
+            together = int(FULL / 2 / each)
+            for lo in range(0, len(rows), together):
+                some = rows[lo : lo + together]
+                into = self._prepare(top, bottom, len(some), float(largest[some].sum()))
+                _fold(v, some, weights[some], into, quanta)
         return self
+
+    def _alike(self, largest: Floats) -> list[tuple[Ints, float]]:
+        """Rows by the levels that they go into, with the largest term of each group; the levels grow with a row's largest."""
+        low, high = float(largest.min(initial=math.inf)), float(largest.max(initial=0.0))
+        if 0 < low <= high < math.inf and _levels(low) == _levels(high):
+            return [(np.arange(len(largest)), high)]
+        finite = np.isfinite(largest)
+        self.is_finite &= bool(finite.all())
+        groups: dict[tuple[int, int], list[int]] = {}
+        for i in np.flatnonzero(finite & (largest > 0)).tolist():
+            groups.setdefault(_levels(largest[i]), []).append(i)
+        return [(np.array(rows), float(largest[rows].max())) for rows in groups.values()]
 
     def merge(self, other: ExactSum) -> ExactSum:
         """Add another sum, whose storage may be used unless it is borrowed."""
@@ -178,31 +193,40 @@ def quantum(j: int) -> float:
     return math.ldexp(1.0, WIDTH * j + ORIGIN)
 
 
-def _levels(exponent: int) -> tuple[int, int]:
-    """(the first, the last level) of a row whose largest term is below 2^exponent."""
+def _levels(most: float) -> tuple[int, int]:
+    """(the first, the last level) of a row whose largest term is this."""
+    exponent = math.frexp(most)[1]
     return -((TOP + ORIGIN - exponent) // WIDTH), (exponent - PRECISION - ORIGIN) // WIDTH
 
 
-def _reach(v: Tensor) -> Sequence[float]:
+def _reach(v: Tensor) -> Floats:
     """The largest |v| of every row."""
     found = passes.reach(v)
     if found is None:
-        found = torch.maximum(v.amax(1), -v.amin(1)).tolist() if v.numel() else [0.0] * len(v)
-    return found
+        found = torch.maximum(v.amax(1), -v.amin(1)).cpu().numpy() if v.numel() else np.zeros(len(v))
+    return found.astype(np.float64)
 
 
-def _fold(v: Tensor, rows: list[int], w: list[float], into: list[Tensor], quanta: list[float]) -> None:
+def _fold(v: Tensor, rows: Ints, w: Floats, into: list[Tensor], quanta: list[float]) -> None:
     """Add w_i v_i of these rows to the levels, from the top down."""
     if passes.fold(v, rows, w, into, quanta):
         return
-    weights = torch.tensor(w, dtype=torch.float64, device=v.device)[:, None]
+    if v.device.type == "cpu" and len(rows) * v.shape[1] <= SMALL:
+        terms = v.numpy()[rows] * w[:, None]
+        for level, q in zip(into, quanta, strict=True):
+            M = 1.5 * FULL * q
+            whole = (terms + M) - M
+            terms -= whole
+            level.numpy()[:] += whole.sum(0)
+        return
+    weights = torch.from_numpy(w).to(v.device)[:, None]
     together, wide = max(1, CHUNK // max(v.shape[1], 1)), min(v.shape[1], CHUNK)
     scratch = torch.empty(2, min(together, len(rows)), wide, dtype=torch.float64, device=v.device)
     for i in range(0, len(rows), together):
         some = (
-            v[rows[i : i + together]]
-            if together > 1 and len(rows) < len(v)
-            else v[rows[i] : rows[i] + together]
+            v[int(rows[i])][None]
+            if together == 1
+            else v[torch.from_numpy(rows[i : i + together]).to(v.device)]
         )
         for lo in range(0, v.shape[1], CHUNK):
             part = some[:, lo : lo + CHUNK]
@@ -212,4 +236,4 @@ def _fold(v: Tensor, rows: list[int], w: list[float], into: list[Tensor], quanta
                 M = 1.5 * FULL * q
                 torch.add(t, M, out=whole).sub_(M)
                 t.sub_(whole)
-                level[lo : lo + CHUNK].add_(whole.sum(0) if together > 1 else whole[0])
+                level[lo : lo + CHUNK].add_(whole.sum(0))

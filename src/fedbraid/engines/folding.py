@@ -13,7 +13,8 @@ from fedbraid.core.algorithm import Algorithm
 from fedbraid.core.context import Participation, Tree, Uploads, Vectors
 from fedbraid.engines.engine import Reply
 
-FROM = 4  # clients a worker: two levels of float64 are as long as four uploads of float32
+UPLOADS = 4  # of float32 are as long as an accumulator, two levels of float64
+LEAST = 2**14  # numbers that folding must save: fewer cross faster than accumulators are made and merged
 
 
 def as_uploads(
@@ -44,9 +45,9 @@ def merged(algorithm: Algorithm, accumulators: Iterable[Tree], x: Tensor) -> Tre
     return reduce(algorithm.gather.merge, accumulators, algorithm.gather.zero(x))
 
 
-def should_fold(clients: int, workers: int) -> bool:
-    """Whether workers' accumulators are shorter than the uploads; the bits are the same either way."""
-    return clients > FROM * workers
+def should_fold(clients: int, workers: int, width: int) -> bool:
+    """Whether workers' accumulators are so much shorter than uploads `[width]`; the bits are the same either way."""
+    return (clients - UPLOADS * workers) * width > LEAST
 
 
 class Folder:

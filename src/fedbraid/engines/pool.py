@@ -66,7 +66,9 @@ class Pool:
         self.shared.send(orders.download)
         self.calls += 1
         fold: Fold | None = None
-        if orders.folds_at is not None and should_fold(len(orders.clients), self.count):
+        if orders.folds_at is not None and should_fold(
+            len(orders.clients), self.count, len(orders.download["x"])
+        ):
             fold = (self.calls, orders.folds_at)
         slots, last = self.shared.slots if fold is None else self.shared.state_slots, None
         for lo in range(0, len(orders.clients), slots):

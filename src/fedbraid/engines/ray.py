@@ -78,7 +78,7 @@ class Ray:
     def train(self, orders: Orders) -> Iterator[Reply]:
         if self.down[0] is not orders.download:
             self.down = (orders.download, self.ray.put(_numpy(orders.download)))
-        if not should_fold(len(orders.clients), self.count):
+        if not should_fold(len(orders.clients), self.count, len(orders.download["x"])):
             orders = dataclasses.replace(orders, folds_at=None)
         wave = self.wave if orders.folds_at is None else self.state_wave
         for lo in range(0, len(orders.clients), wave):

@@ -6,11 +6,12 @@ import ctypes
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedbraid.core import accelerators as passes
-from fedbraid.core.accelerators import Numbers
+from fedbraid.core.accelerators import Floats, Ints, Numbers
 from fedbraid.engines.accelerators.swap import ROUNDED, function
 from fedbraid_native.build import FLAGS, is_compiled, library
 from fedbraid_native.errors import CompileError
@@ -123,24 +124,22 @@ def _fits(v: Tensor) -> bool:
     )
 
 
-def reach(v: Tensor) -> Numbers | None:
+def reach(v: Tensor) -> Floats | None:
     """The largest |v| of every row."""
     if not _fits(v):
         return None
-    most = (ctypes.c_float * len(v))()
-    _LIBRARY.reach(v.data_ptr(), v.stride(0), *v.shape, most)
-    return list(most)
+    most = np.empty(len(v), np.float32)
+    _LIBRARY.reach(v.data_ptr(), v.stride(0), *v.shape, most.ctypes.data)
+    return most
 
 
-def fold(v: Tensor, rows: list[int], w: Numbers, into: list[Tensor], quanta: Numbers) -> bool:
+def fold(v: Tensor, rows: Ints, w: Floats, into: list[Tensor], quanta: Numbers) -> bool:
     """Add w_i v_i of these rows to two or three levels; whether it did."""
     if not _fits(v):
         return False
-    m, count = len(rows), len(into)
-    levels = (ctypes.c_void_p * count)(*[level.data_ptr() for level in into])
+    levels = (ctypes.c_void_p * len(into))(*[level.data_ptr() for level in into])
     _LIBRARY.fold(
-        v.data_ptr(), v.stride(0), (ctypes.c_int64 * m)(*rows), (ctypes.c_double * m)(*w), m, v.shape[1], levels,
-        (ctypes.c_double * count)(*quanta), count,
+        v.data_ptr(), v.stride(0), rows.ctypes.data, w.ctypes.data, len(rows), v.shape[1], levels, (ctypes.c_double * len(into))(*quanta), len(into)
     )  # fmt: skip
     return True
 

@@ -4,7 +4,7 @@
     python benchmarks/speed.py [W1 ... W9] --busy 1
     python benchmarks/speed.py [W1 ... W9, tiny] --rounds 1 4 16 64 256
 
-The yardstick is the better of two bare loops: one process, and two processes of one thread each. Contestants
+The run is declared as a long one, of which the first rounds are timed. The yardstick is the better of two bare loops: one process, and two processes of one thread each. Contestants
 take turns, so that a noisy machine is noisy for all; the smallest time of each counts. A ratio above 1 means
 that fedbraid is faster. On a GPU there is one bare loop, and a round ends when the GPU has done it. With `--busy N`, N other
 processes compute all the while.
@@ -135,6 +135,9 @@ WORKLOADS = {
 }
 TINY = {"tiny": Workload(lambda: nn.Linear(20, 3), (20,), 3, 20, 20, 5, 1, 10, 0.0, 12)}
 LR = 0.01
+LONG = (
+    100_000  # rounds of the run of which the first are timed, so that `auto` plans as it does for long runs
+)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -220,15 +223,16 @@ class TwoProcesses(Bare):
 
 
 class Stamps:
-    """A callback that notes when each round ended."""
+    """A callback that notes when each round ended, and ends the run after so many."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", rounds: int | None = None) -> None:
         self.at: list[float] = []
-        self.device = torch.device(device)
+        self.device, self.rounds = torch.device(device), rounds
 
-    def step(self, record, run) -> None:
+    def step(self, record, run) -> bool:
         finish(self.device)
         self.at.append(time.perf_counter())
+        return len(self.at) == self.rounds
 
     def per_round(self) -> float:
         gaps = [b - a for a, b in zip(self.at, self.at[1:])]
@@ -247,17 +251,17 @@ def bare(contestant: Bare, rounds: int) -> float:
 
 
 def ours(task: fb.Task, work: Workload, engine: str, device: str) -> tuple[float, str]:
-    stamps = Stamps(device)
+    stamps = Stamps(device, 3 * work.rounds)
     local = fb.Work(lr=LR, epochs=work.epochs, batch=work.batch, momentum=work.momentum)
     result = fb.simulate(
-        task, fb.fedavg(), local, fb.rounds(3 * work.rounds, clients=work.cohort),
+        task, fb.fedavg(), local, fb.rounds(LONG, clients=work.cohort),
         engine=engine, device=device, evaluate_every=None, callbacks=[stamps],
     )  # fmt: skip
     return stamps.per_round(), result.engine
 
 
 def prepare(task: fb.Task, work: Workload, device: str = "cpu") -> None:
-    """Compile what can be, once for all runs: rounds are timed here, not the first start (which `--short` times)."""
+    """Compile what can be, once for all runs: rounds are timed here, not the first start (which `--rounds` times)."""
     whole = len(trained(model := work.build())) == len(list(model.parameters()))
     if device == "cpu" and whole and Native.supports(task) is None:
         ours(task, replace(work, rounds=1), "in_process(backend='native')", device)

@@ -82,9 +82,8 @@ class ExactSum:
         for rows, most in self._alike(largest):
             top, bottom = _levels(most)
             quanta = [quantum(j) for j in range(top, bottom - 1, -1)]
-            each = (
-                max(most / quanta[0], 2.0 ** (WIDTH - 1)) + 1
-            )  # quanta that a row adds to a level, at the most
+            # a row adds at the most so many quanta to a level; what rounding leaves to the next is half a quantum of this one
+            each = max(most / quanta[0], 2.0 ** (WIDTH - 1)) + 1
             together = int(FULL / 2 / each)
             for lo in range(0, len(rows), together):
                 some = rows[lo : lo + together]

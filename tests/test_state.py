@@ -298,7 +298,7 @@ def test_other_bits_are_asked_for(cut, monkeypatch, what):
     monkeypatch.setattr(bits, "describe", lambda engine: here(engine) | {what: "another"})
     with pytest.raises(
         RunError,
-        match=rf"would resume with changed numerics: {what} was .* and is another; .*--allow-numeric",
+        match=rf"would resume with changed numerics: {what} was .* and is another; .*allow_numeric_changes=True",
     ):
         fb.resume(folder, task=run["task"])
     assert len(fb.resume(folder, task=run["task"], allow_numeric_changes=True).history) == 10

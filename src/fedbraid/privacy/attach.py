@@ -153,7 +153,7 @@ def _bound_examples(
 
 
 def _check_examples(own: HiddenExamples, once: Collection[int], work: Work) -> None:
-    """Refuse a budget that a first visit would exceed; warn of a δ that one example among all exceeds."""
+    """Refuse a budget that a first participation would exceed; warn of a δ that one example among all exceeds."""
     if own.delta >= 1 / max(once, default=1):
         log.warning(
             f"delta={own.delta} is no less than 1/{max(once, default=1)}, one example among a client's; use a smaller one"
